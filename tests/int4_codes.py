@@ -41,8 +41,8 @@ def case_of(tokens: int, rows: int, depth: int, group: int = 64, zeros: bool = F
 
 
 def configs_of(case: Case) -> list[configs.Int4Config]:
-    found = itertools.product(*configs.space(case).values())
-    return [c for c in (configs.Int4Config(*values) for values in found) if configs.valid(case, c) is None]
+    products = itertools.product(*configs.space(case).values())
+    return [c for c in (configs.Int4Config(*values) for values in products) if configs.valid(case, c) is None]
 
 
 def warpgroups(tokens: int, splits: int, blocks: int = 1) -> configs.Int4Config:

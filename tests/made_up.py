@@ -138,7 +138,7 @@ class FakeTuner(Tuner):
 
 def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
     """Have the bench begin with a config when the search is done with the one before; it has to be told every trial."""
-    gate, measure, told, stopped = Semaphore(), tuner.measure, deque[Config](), Event()
+    gate, measure, measured, stopped = Semaphore(), tuner.measure, deque[Config](), Event()
 
     def gated(config: Config) -> Evaluation:
         assert gate.acquire(timeout=10)
@@ -151,13 +151,13 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
         gate.release()
 
     def meanwhile() -> None:
-        while told:
-            told.popleft()
+        while measured:
+            measured.popleft()
             gate.release()
 
     def on_trial(config: Config, _trial: Evaluation) -> None:
         if config in tuner.evaluated:  # not where it is refused
-            told.append(config)
+            measured.append(config)
 
     tuner.measure, tuner.queue.fill, tuner.worker.stop = gated, meanwhile, stop  # type: ignore[method-assign]
     return on_trial

@@ -76,13 +76,13 @@ def note_process(_inputs: Mapping[str, Any], file: str) -> None:
 
 def killed(pool: CompilePool, folder: str) -> list[CompileResult]:
     """Jobs whose workers are killed: while they compile, always, and between two jobs."""
-    found = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9), job(disk_is_full)]))
-    found += list(pool.compile([job(note_process, f"{folder}/pids")]))
+    results = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9), job(disk_is_full)]))
+    results += list(pool.compile([job(note_process, f"{folder}/pids")]))
     with open(f"{folder}/pids") as pids:
         for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
     time.sleep(0.5)
-    return found + list(pool.compile([job(fine)] * 3))
+    return results + list(pool.compile([job(fine)] * 3))
 
 
 def job(run: Any, config: object = None) -> CompileJob:
@@ -126,10 +126,10 @@ def real(pool: CompilePool) -> list[CompileResult]:
     from kerneltune.ops.stream import StreamConfig
     from kerneltune.spec import Case
 
-    found = ops.load()
+    operators = ops.load()
     sizes = (("M", 512), ("N", 1024))
     stream = Case("s", (("read", 1 << 20), ("write", 1 << 20)), "int32")
-    fwd = tuple((name, values[0]) for name, values in found["rmsnorm_fwd"].options.items())
+    fwd = tuple((name, values[0]) for name, values in operators["rmsnorm_fwd"].options.items())
     plain = Case("p", sizes, "bfloat16", "none", fwd)
     transposed = Case("t", (("M", 512), ("N", 16384)), "bfloat16", "fp8_t", fwd)
     bwd = Case("b", sizes, "bfloat16", "none", (("zero_centered", False),))
@@ -139,9 +139,12 @@ def real(pool: CompilePool) -> list[CompileResult]:
         ("rmsnorm_fwd", "optimized", plain, FwdConfig(1, 1024, False, 4, 2, 3, False)),
         ("rmsnorm_fwd", "optimized", transposed, FwdConfig(1, 4096, True, 8, 1, 2, False)),
     ]
-    jobs = [CompileJob(partial(found[op].inputs, case), found[op].variant(name).run, config) for op, name, case, config in wanted]
+    jobs = [
+        CompileJob(partial(operators[op].inputs, case), operators[op].variant(name).run, config)
+        for op, name, case, config in wanted
+    ]
     for (op, name, case, config), _ in zip(wanted, jobs, strict=True):
-        assert found[op].variant(name).valid(case, config) is None
+        assert operators[op].variant(name).valid(case, config) is None
     return list(pool.compile([*jobs, job(boom, "last")]))
 
 
@@ -207,5 +210,5 @@ def main() -> None:
         answers["killed"] = killed(pool, folder)
         programs = assembling(pool, folder)
     answers["wrong"] = wrong
-    said = {name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}
-    json.dump(said | {"programs": programs}, sys.stdout)
+    answer_rows = {name: [asdict(c) | {"resources": c.resources} for c in results] for name, results in answers.items()}
+    json.dump(answer_rows | {"programs": programs}, sys.stdout)

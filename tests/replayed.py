@@ -26,7 +26,7 @@ class StandIn:
     is_ready: Callable[[], bool] = lambda: True
 
 
-def known(trials: Mapping[Config, Evaluation]) -> StandIn:
+def known_times(trials: Mapping[Config, Evaluation]) -> StandIn:
     """Return an evaluator for which every config is compiled at once, and its trial is known."""
 
     def begin(config: Config) -> Future[Evaluation]:
@@ -48,8 +48,8 @@ def search_once(space: TrialBlock, sampler: str, evaluations: int, seed: int) ->
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
     search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
     candidates = Candidates(list(trials), [make(**dict(space.default))])
-    found = explore(candidates, search, known(trials))
-    times = [np.inf if trial.time_us is None else trial.time_us for trial in found.values()]
+    trials_of_search = explore(candidates, search, known_times(trials))
+    times = [np.inf if trial.time_us is None else trial.time_us for trial in trials_of_search.values()]
     return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
 
 

@@ -16,8 +16,8 @@ TESTS = Path(__file__).parent
 
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment, where the package and the tests' modules come before what PYTHONPATH names."""
-    found = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(found)} | more
+    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
 
 
 def commit_all(folder: Path) -> None:
@@ -37,12 +37,12 @@ def wait_for(happened: Callable[[], bool]) -> None:
 
 def running(session: int) -> list[str]:
     """Return the processes of a session; an ended process may stay listed until somebody asks what became of it."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             state, _, _, its, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            found += [folder.name] if state != "Z" and int(its) == session else []
-    return found
+            pids += [folder.name] if state != "Z" and int(its) == session else []
+    return pids
 
 
 def interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:

@@ -225,8 +225,8 @@ def test_candidates_of_the_same_dtype_precede_those_of_another_dtype(tmp_path: P
 
 def test_look_up_of_0_rows_and_of_1_row_are_different_sizes(tmp_path: Path) -> None:
     cache.store(GPU, entry(0), tmp_path)
-    found = look(tmp_path, 1, 4096), look(tmp_path, 0, 4096)
-    assert [hit and (hit.exact, hit.distance) for hit in found] == [(False, 0), (True, 0)]
+    hits = look(tmp_path, 1, 4096), look(tmp_path, 0, 4096)
+    assert [hit and (hit.exact, hit.distance) for hit in hits] == [(False, 0), (True, 0)]
 
 
 def chooser(root: Path, most_warps: int = 8, **free: Any) -> cache.Chooser:

@@ -61,18 +61,18 @@ def run(selection: Selection, options: Options) -> list[Record]:
 
 def written(options: Options) -> list[Path]:
     assert options.results is not None
-    found = [path for path in options.results.rglob("*") if path.is_file() and path.suffix != ".lock"]
-    return sorted(path.relative_to(options.results) for path in found)
+    files = [path for path in options.results.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return sorted(path.relative_to(options.results) for path in files)
 
 
 def test_sweep_without_a_gpu_only_checks(stream_sweep: Selection, options: Options) -> None:
     progress = Spoken()
-    found = run_sweep(load_plan(OPS, stream_sweep, options), progress).records
-    assert [(r.op, r.variant, r.case, r.status) for r in found] == [
+    rows = run_sweep(load_plan(OPS, stream_sweep, options), progress).records
+    assert [(r.op, r.variant, r.case, r.status) for r in rows] == [
         ("stream", "baseline", "odd", "checked"),
         ("stream", "baseline", "even", "checked"),
     ]
-    for record in found:
+    for record in rows:
         assert record.device == INTERPRETER
         assert record.family == "tiny"
         assert record.source_hash == OPS["stream"].variant(record.variant).source_hash
@@ -130,17 +130,15 @@ def test_sweep_drops_rows_of_cases_that_the_sweep_file_lacks(stream_sweep: Selec
 def test_sweep_checks_every_own_variant_and_no_peer(tmp_path: Path, options: Options) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    found = run(Selection(str(path)), options)
-    statuses = {(r.op, r.case, r.variant): r.status for r in found}
-    assert (
-        len(statuses) == len(found) == 30
-    )  # cases of the backward pass are derived for two shapes, of the forward pass for four
+    rows = run(Selection(str(path)), options)
+    statuses = {(r.op, r.case, r.variant): r.status for r in rows}
+    assert len(statuses) == len(rows) == 30  # cases of the backward pass are derived for two shapes, of the forward pass for four
     for (op, case, variant), status in statuses.items():
         own = OPS[op].variant(variant)
         assert not own.is_peer
         skipped = case == "none" and variant != "optimized"
         assert status == ("skipped" if skipped else "checked"), (op, case, variant)
-    assert every(record.reason for record in found if record.status == "skipped")
+    assert every(record.reason for record in rows if record.status == "skipped")
 
 
 @pytest.mark.parametrize(
@@ -156,13 +154,13 @@ def test_sweep_of_a_selection_checks_its_rows_only(
 ) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    found = run(Selection(str(path), variants=("optimized",), **part), options)
-    assert {(record.op, record.case) for record in found} == expected
-    assert {record.variant for record in found} <= {"optimized"}
+    rows = run(Selection(str(path), variants=("optimized",), **part), options)
+    assert {(record.op, record.case) for record in rows} == expected
+    assert {record.variant for record in rows} <= {"optimized"}
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ({"cases": ("b*",)}, "no check case among the 4 selected: bench cases need a GPU"),
         ({"quants": ("fp8",), "variants": ("optimized",)}, "no check case among the 1 selected: bench cases need a GPU"),
@@ -170,14 +168,14 @@ def test_sweep_of_a_selection_checks_its_rows_only(
     ],
 )
 def test_sweep_that_checks_nothing_raises_and_writes_nothing(
-    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], said: str
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(Variant, "missing", lambda variant: variant.requires)
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
     with pytest.raises(ValueError) as caught:
         run(Selection(str(path), **part), options)
-    assert str(caught.value) == f"{path}: {said}"
+    assert str(caught.value) == f"{path}: {message}"
     assert written(options) == []
 
 
@@ -185,8 +183,8 @@ def test_sweep_that_checks_nothing_raises_and_writes_nothing(
 def test_sweep_of_a_named_peer_checks_it(tmp_path: Path, options: Options, variants: tuple[str, ...]) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    found = run(Selection(str(path), cases=("small",), variants=variants), options)
-    assert [(r.op, r.variant, r.status) for r in found] == [
+    rows = run(Selection(str(path), cases=("small",), variants=variants), options)
+    assert [(r.op, r.variant, r.status) for r in rows] == [
         (op, variant, "checked") for op in ("rmsnorm_fwd", "rmsnorm_bwd") for variant in ("optimized", "eager")
     ]
 
@@ -213,15 +211,17 @@ def test_sweep_after_an_interrupt_continues_behind_checked_cases_of_the_same_sou
     assert written(options) == [journal]
     stop_at.clear()
     assert options.results is not None
-    left = (options.results / journal).read_text()
+    journal_text = (options.results / journal).read_text()
     spoken = Spoken()
-    found = run_sweep(load_plan(OPS, stream_sweep, options), spoken).records
+    rows = run_sweep(load_plan(OPS, stream_sweep, options), spoken).records
     assert spoken.stages == [("check", 2), ("check further configs and sizes", 2)]
     assert (spoken.kept[0], spoken.steps[0]) == (1, "stream even int32 none")
     assert log.read_text().split() == ["odd", "even", "even"]
-    assert [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
+    assert [(r.case, r.status) for r in rows] == [("odd", "checked"), ("even", "checked")]
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
-    (options.results / journal).write_text(left.replace(OPS["stream"].variant("baseline").source_hash, "older") + '{"op": "stre')
+    (options.results / journal).write_text(
+        journal_text.replace(OPS["stream"].variant("baseline").source_hash, "older") + '{"op": "stre'
+    )
     log.unlink()
     run(stream_sweep, options)
     assert log.read_text().split() == ["odd", "even"]
@@ -267,7 +267,7 @@ def no_values(_inputs: Any) -> Any:
         ),
         ({"inputs": lambda *_, **__: no_values(None)}, r"^test_campaign.py:\d+: inputs: RuntimeError: not enough memory"),
         (
-            {"reference": lambda _: {"other": 1}, "compare": lambda *given: [given[2]["other"]]},
+            {"reference": lambda _: {"other": 1}, "compare": lambda *arguments: [arguments[2]["other"]]},
             "^outputs: the reference gives other, ",
         ),
         ({"compare": lambda *_: None}, r"^test_campaign.py:\d+: compare: None: expected a list of lines"),
@@ -276,26 +276,26 @@ def no_values(_inputs: Any) -> Any:
 def test_operator_that_raises_outside_of_its_kernels_has_failed_records(
     stream_sweep: Selection, options: Options, broken: dict[str, Any], reason: str
 ) -> None:
-    known = {**OPS, "stream": replace(OPS["stream"], **broken)}
-    found = run_sweep(load_plan(known, stream_sweep, options), Progress()).records
-    assert found
-    assert {record.status for record in found} == {"failed"}
-    assert every(re.search(reason, record.reason) for record in found)
+    operators = {**OPS, "stream": replace(OPS["stream"], **broken)}
+    rows = run_sweep(load_plan(operators, stream_sweep, options), Progress()).records
+    assert rows
+    assert {record.status for record in rows} == {"failed"}
+    assert every(re.search(reason, record.reason) for record in rows)
 
 
 def test_check_notes_a_reference_that_all_variants_disagree_with(options: Options, tmp_path: Path) -> None:
-    told: list[str] = []
+    notes: list[str] = []
 
-    class Told(Progress):
+    class Notes(Progress):
         def note(self, text: str) -> None:
-            told.append(text)
+            notes.append(text)
 
     (tmp_path / "norm.yaml").write_text(RMSNORM)
     selection = Selection(str(tmp_path / "norm.yaml"), ops=("rmsnorm_fwd",), cases=("small",), variants=("baseline", "pr593"))
     for disagrees in (["y: 1 of 2 wrong"], ["store outside of y_ptr: element 9 of 8 float32"], []):
-        known = {**OPS, "rmsnorm_fwd": replace(OPS["rmsnorm_fwd"], compare=lambda *_, d=disagrees: d)}
-        run_sweep(load_plan(known, selection, options), Told())
-    assert told == ["rmsnorm_fwd: all 2 variants disagree with the reference: is the reference right?"]
+        operators = {**OPS, "rmsnorm_fwd": replace(OPS["rmsnorm_fwd"], compare=lambda *_, d=disagrees: d)}
+        run_sweep(load_plan(operators, selection, options), Notes())
+    assert notes == ["rmsnorm_fwd: all 2 variants disagree with the reference: is the reference right?"]
 
 
 def test_case_larger_than_free_memory_is_skipped(
@@ -337,11 +337,11 @@ def test_config_with_wrong_results_has_a_failed_record_of_its_own(
 def test_variant_without_knobs_that_keeps_its_first_result_has_a_failed_record(stream_sweep: Selection, options: Options) -> None:
     op, kept = OPS["stream"], dict[int, Any]()
 
-    def run(given: Any, _config: None) -> Any:
-        return kept.setdefault(given["src"].numel(), op.reference(given))
+    def run(inputs: Any, _config: None) -> Any:
+        return kept.setdefault(inputs["src"].numel(), op.reference(inputs))
 
-    known = {**OPS, "stream": replace(op, variants=(Variant("kept", run),))}
-    odd, even, *again = run_sweep(load_plan(known, stream_sweep, options), Progress()).records
+    operators = {**OPS, "stream": replace(op, variants=(Variant("kept", run),))}
+    odd, even, *again = run_sweep(load_plan(operators, stream_sweep, options), Progress()).records
     assert (odd.status, even.status) == ("checked", "checked")
     assert [(record.case, record.status, record.reason[:6]) for record in again] == [
         ("odd", "failed", "run 2:"), ("even", "failed", "run 2:")

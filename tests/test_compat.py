@@ -26,19 +26,19 @@ def test_each_private_name_has_a_purpose_and_a_consequence() -> None:
 def test_private_name_exists_in_the_installed_package(name: str) -> None:
     module, _, attributes = name.partition(":")
     pytest.importorskip(module.partition(".")[0])
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for attribute in attributes.split("."):
-        found = found() if isinstance(found, type) and not hasattr(found, attribute) else found
-        found = getattr(found, attribute)
+        value = value() if isinstance(value, type) and not hasattr(value, attribute) else value
+        value = getattr(value, attribute)
 
 
 def private_imports(source: str) -> list[str]:
     """Return the private modules and names of torch, Triton and transformers that a file imports."""
-    found = []
+    names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("torch", "triton", "transformers"):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return [name for name in found if any(part.startswith("_") for part in name.split("."))]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in names if any(part.startswith("_") for part in name.split("."))]
 
 
 def test_private_imports_of_a_file_are_found() -> None:

@@ -13,7 +13,7 @@ from kerneltune.device import ARCHITECTURES, NO_GPU, PEAK_TFLOPS, Device
 
 
 def properties(**changes: Any) -> SimpleNamespace:
-    known = {
+    fields = {
         "name": "NVIDIA H200",
         "major": 9,
         "minor": 0,
@@ -21,7 +21,7 @@ def properties(**changes: Any) -> SimpleNamespace:
         "L2_cache_size": 50 << 20,
         "uuid": "ab-1",
     }
-    return SimpleNamespace(**known | changes)
+    return SimpleNamespace(**fields | changes)
 
 
 @pytest.fixture

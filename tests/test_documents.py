@@ -127,13 +127,13 @@ def test_command_of_a_page_runs_or_parses(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_files(page, folder)
-    known = installed(page, folder, monkeypatch)
+    operators = installed(page, folder, monkeypatch)
     for block in blocks(page):
         if block.file_name == "pyproject.toml":
-            known = installed(page, folder, monkeypatch, entry_points=True)
+            operators = installed(page, folder, monkeypatch, entry_points=True)
         for command in block.commands():
             if command.words[0] == "kerneltune":
-                tell(command, folder, known, capfd)
+                tell(command, folder, operators, capfd)
             elif command.words[0] == "make":
                 targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
                 assert command.words[1] in targets, command
@@ -158,37 +158,37 @@ def installed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, entry_p
     return {*ops.facts(), *workloads.facts(), *own}
 
 
-def tell(command: Command, folder: Path, known: set[str], capfd: pytest.CaptureFixture[str]) -> None:
+def tell(command: Command, folder: Path, operators: set[str], capfd: pytest.CaptureFixture[str]) -> None:
     """Parse a command of kerneltune, hold what it names against what there is, and run it where that is cheap."""
-    place = f"{command.block.place}: {command.line}"
+    where = f"{command.block.place}: {command.line}"
     try:
         name, values = parsed(command.words[1:])
     except Exception as error:
-        pytest.fail(f"{place}: {getattr(error, 'format_message', error.__str__)()}")
-    assert not unknown(values, folder, known), place
+        pytest.fail(f"{where}: {getattr(error, 'format_message', error.__str__)()}")
+    assert not unknown(values, folder, operators), where
     if not ((name in FAST and not values.get("run")) or (name == "sweep" and values["check_only"])):
-        assert command.output is None, f"{place}: shows output that is not compared"
+        assert command.output is None, f"{where}: shows output that is not compared"
         return
     words = [sys.executable if word == "python" else word for word in command.words[1:]]
     ops.load_with.cache_clear()  # other plug-ins than those of the command before
     done = CliRunner().invoke(app, words, env=command.environment)
     os.environ.pop("KERNELTUNE_PLUGINS", None)
-    assert done.exit_code == (name in FINDS), f"{place}: {done.output}"
-    assert max(map(len, done.stdout.splitlines()), default=0) <= 80 or name == "cases", place
+    assert done.exit_code == (name in FINDS), f"{where}: {done.output}"
+    assert max(map(len, done.stdout.splitlines()), default=0) <= 80 or name == "cases", where
     text = capfd.readouterr().out + done.stdout + done.stderr  # of the program that a capture runs, too
     printed, wanted = ([DIGEST.sub("-", line.rstrip()) for line in lines] for lines in (text.splitlines(), command.output or []))
-    assert any(printed[at : at + len(wanted)] == wanted for at in range(len(printed))), f"{place}:\n{text}"
+    assert any(printed[at : at + len(wanted)] == wanted for at in range(len(printed))), f"{where}:\n{text}"
 
 
-def unknown(values: dict[str, Any], folder: Path, known: set[str]) -> list[str]:
+def unknown(values: dict[str, Any], folder: Path, operators: set[str]) -> list[str]:
     """Return the families, operators, variants and files that a command names and nobody has."""
 
     def all_of(*names: str) -> list[str]:
-        found = [values.get(name) for name in names]
-        return [str(item) for value in found if value for item in (value if isinstance(value, list | tuple) else [value])]
+        values_of = [values.get(name) for name in names]
+        return [str(item) for value in values_of if value for item in (value if isinstance(value, list | tuple) else [value])]
 
     variants = {v.name for listed in (ops.facts(), workloads.facts()) for op in listed.values() for v in op.variants}
-    wrong = [f"operator {name}" for name in all_of("op", "ops") if name not in known]
+    wrong = [f"operator {name}" for name in all_of("op", "ops") if name not in operators]
     wrong += [f"variant {name}" for name in all_of("variant") if not fnmatch.filter(variants, name)]
     for family in filter(None, (values.get("family"), values.get("run") if isinstance(values.get("run"), str) else None)):
         if family not in families() and not EXISTING.fullmatch(family) and not (folder / family).is_dir():
@@ -214,7 +214,7 @@ def python_problems(block: Block) -> list[str]:
     """Return imports that fail, attributes of modules that are not there, and calls that do not fit the signature."""
     tree = ast.parse(block.text)
     compile(tree, block.place, "exec")
-    own = {found.file_name.removesuffix(".py") for found in blocks(block.page) if found.file_name}
+    own = {one.file_name.removesuffix(".py") for one in blocks(block.page) if one.file_name}
     bound: dict[str, Any] = {}
     wrong = []
     for node in ast.walk(tree):
@@ -262,13 +262,13 @@ def call_problem(function: Callable[..., Any] | None, call: ast.Call) -> str:
 
 def yaml_problems(block: Block) -> list[str]:
     """Load a sweep, a workflow or its steps, or hooks of pre-commit; a sweep is also read by the commands of its page."""
-    found = yaml.safe_load(block.text)
-    if isinstance(found, dict) and "family" in found:
+    content = yaml.safe_load(block.text)
+    if isinstance(content, dict) and "family" in content:
         used = [c.line for b in blocks(block.page) for c in b.commands() if str(block.file_name) in c.line]
         return [] if used else ["a sweep that no command of the page reads"]
     wrong: list[str] = []
     inputs = yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]
-    steps = [step for job in found["jobs"].values() for step in job["steps"]] if isinstance(found, dict) else found
+    steps = [step for job in content["jobs"].values() for step in job["steps"]] if isinstance(content, dict) else content
     for step in steps:
         if "repo" in step:
             for hook in step["hooks"]:
@@ -316,12 +316,12 @@ def test_python_reference_names_existing_objects_only() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for target, members in re.findall(r"^::: (\S+)\n(?:    options: \{ members: \[(.*)\] \})?", text, re.MULTILINE):
         module, _, name = target.rpartition(".")
-        found = importlib.import_module(target) if not members and "." not in target else None
+        documented = importlib.import_module(target) if not members and "." not in target else None
         try:
-            found = importlib.import_module(target)
+            documented = importlib.import_module(target)
         except ModuleNotFoundError:
-            found = getattr(importlib.import_module(module), name)
-        missing = [member for member in filter(None, members.split(", ")) if not hasattr(found, member)]
+            documented = getattr(importlib.import_module(module), name)
+        missing = [member for member in filter(None, members.split(", ")) if not hasattr(documented, member)]
         assert not missing, f"{target}: {missing}"
 
 

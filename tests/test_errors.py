@@ -69,8 +69,8 @@ def test_unknown_name_error_lists_known_names_and_the_nearest() -> None:
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the error is the compiler's")
 def test_error_in_the_interpreter_names_the_line_of_the_kernel() -> None:
-    given = torch.zeros(4)
+    tensor = torch.zeros(4)
     with pytest.raises(Exception) as caught:
-        _asks_what_is_not_there[(1,)](given, 4)
-    found = first_line(caught.value)
-    assert re.fullmatch(r"Triton's interpreter: test_errors\.py:\d+: AttributeError: .*no attribute 'not_there'.*", found), found
+        _asks_what_is_not_there[(1,)](tensor, 4)
+    line = first_line(caught.value)
+    assert re.fullmatch(r"Triton's interpreter: test_errors\.py:\d+: AttributeError: .*no attribute 'not_there'.*", line), line

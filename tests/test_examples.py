@@ -16,9 +16,9 @@ def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_times_of_kernels_are_added_up_by_kind_of_name() -> None:
     from model_steps import by_kind
 
-    found = by_kind([("_grouped_gemm", 2.0), ("triton_poi_fused_grouped_mm", 1.0), ("nvjet_tst", 4.0), ("unknown", 0.5)])
-    assert (found["expert products"], found["fused by the compiler"], found["dense products"]) == (2.0, 1.0, 4.0)
-    assert (found["other"], found["all"]) == (0.5, 7.5)
+    times = by_kind([("_grouped_gemm", 2.0), ("triton_poi_fused_grouped_mm", 1.0), ("nvjet_tst", 4.0), ("unknown", 0.5)])
+    assert (times["expert products"], times["fused by the compiler"], times["dense products"]) == (2.0, 1.0, 4.0)
+    assert (times["other"], times["all"]) == (0.5, 7.5)
 
 
 def test_model_steps_of_an_unknown_model_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,8 +32,8 @@ def test_model_steps_of_an_unknown_model_names_the_known_ones(capsys: pytest.Cap
 def test_memory_text_is_a_table_of_kept_bytes() -> None:
     from moe_memory import Memory, memory_text
 
-    found = {"bf16": Memory(470_000_000, 0, 2_000_000_000), "tensorwise, cached": Memory(235_400_000, 1_880_000_000, 900_000_000)}
-    assert memory_text(found) == (
+    kept = {"bf16": Memory(470_000_000, 0, 2_000_000_000), "tensorwise, cached": Memory(235_400_000, 1_880_000_000, 900_000_000)}
+    assert memory_text(kept) == (
         "                    kept MB  workspace MB  peak MB\n"
         "bf16                    470             0     2000\n"
         "tensorwise, cached      235          1880      900\n"

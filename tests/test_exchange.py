@@ -101,7 +101,7 @@ def test_python_export_returns_what_the_cache_returns_for_any_case(name: str, tm
 
     without_default = replace(variant, valid=valid, default=lambda _: None)
     choose = cache.Chooser.of(op, without_default)
-    found = []
+    answers = []
     for entry in rng.choices(ours(name), k=150):
         axes = tuple((axis, max(1, int(size * rng.choice((0.1, 0.7, 1, 1, 3))))) for axis, size in entry.case.axes)
         axes = tuple((axis, size if axis in op.free_axes else dict(entry.case.axes)[axis]) for axis, size in axes)
@@ -109,9 +109,9 @@ def test_python_export_returns_what_the_cache_returns_for_any_case(name: str, tm
         case = Case("", axes, rng.choice((entry.case.dtype, "float16")), entry.case.quant, options)
         there = best("optimized", dict(axes), case.dtype, case.quant, options, valid=partial(without_default.valid_config, case))
         assert variant.config is not None
-        found.append(choose(axes, case.dtype, case.quant, options, "nvidia_h200"))
-        assert found[-1] == (None if there is None else variant.config(**there)), case.label
-    assert len(set(found)) > 5
+        answers.append(choose(axes, case.dtype, case.quant, options, "nvidia_h200"))
+        assert answers[-1] == (None if there is None else variant.config(**there)), case.label
+    assert len(set(answers)) > 5
 
 
 def test_import_keeps_measured_entries_unless_forced(tmp_path: Path) -> None:
@@ -272,14 +272,14 @@ def test_import_of_a_file_of_another_operator_or_gpu_raises(format_: str, tmp_pa
 def test_triton_export_has_knobs_and_key_in_the_spelling_of_the_kernel(tmp_path: Path) -> None:
     assert run("export", "rmsnorm_bwd", tmp_path, "--format", "triton", "--gpu", "nvidia_h200").exit_code == 0
     module = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))
-    made = module["configs"]()
+    exported = module["configs"]()
     distinct = {repr(entry.config) for entry in ours("rmsnorm_bwd") if entry.policy == "cold"}
     assert module["KEY"] == ["M", "N"]
-    assert len(made) == len(distinct) > 3
-    knobs = {name for config in made for name in config.kwargs}
+    assert len(exported) == len(distinct) > 3
+    knobs = {name for config in exported for name in config.kwargs}
     names = {name.lower() for name in knobs}
     assert names == {name for entry in ours("rmsnorm_bwd") for name in entry.config} - {"warps", "stages"}
-    assert {config.num_warps for config in made} == {entry.config["warps"] for entry in ours("rmsnorm_bwd")}
+    assert {config.num_warps for config in exported} == {entry.config["warps"] for entry in ours("rmsnorm_bwd")}
     first = ours("rmsnorm_bwd")[0]
     ((_name, text),) = exchange.to_triton(OPS["rmsnorm_bwd"], "g", [first], {"block": "BLOCK_N"}).items()
     scope: dict[str, Any] = {}

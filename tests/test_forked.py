@@ -75,14 +75,14 @@ def test_launch_that_crashes_in_a_fork_leaves_later_launches_right(tmp_path: Pat
     followed[(1,)](table, torch.empty(0), 0)
     startup.uninstall()
     (launch,) = read_capture(tmp_path).classes
-    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
-    made.named["N"] = 8
+    replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    replay.named["N"] = 8
     with pytest.raises(ForkCrashedError, match=r"^crashed: SIGSEGV$"):
-        made.run(launch.candidates[0].config)
-    made.named["table_ptr"].fill_(x.data_ptr())
-    made.named["y_ptr"] = y = shared_bytes(32).view(torch.float32)
+        replay.run(launch.candidates[0].config)
+    replay.named["table_ptr"].fill_(x.data_ptr())
+    replay.named["y_ptr"] = y = shared_bytes(32).view(torch.float32)
     second = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
-    second.named |= made.named
+    second.named |= replay.named
     second.run(launch.candidates[0].config)
     assert y.tolist() == x.tolist()
 

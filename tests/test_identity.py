@@ -76,7 +76,7 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Digest:
     monkeypatch.syspath_prepend(tmp_path)
     count = iter(range(1000))
 
-    def made(*changes: tuple[str, str], more: str = "", name: str = "run") -> str:
+    def digest_of(*changes: tuple[str, str], more: str = "", name: str = "run") -> str:
         package = tmp_path / f"{tmp_path.name}_{next(count)}".replace("-", "_")
         package.mkdir()
         (package / "__init__.py").touch()
@@ -87,7 +87,7 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Digest:
         importlib.invalidate_caches()
         return code_digest(getattr(importlib.import_module(f"{package.name}.host"), name))
 
-    return made
+    return digest_of
 
 
 @pytest.mark.parametrize(

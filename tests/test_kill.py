@@ -28,18 +28,18 @@ def test_interrupted_search_neither_awaits_nor_stores_the_running_measurement(in
         for _ in range(interrupts):
             process.send_signal(signal.SIGINT)
             time.sleep(0.01)
-        _, said = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode
-    assert "KeyboardInterrupt" in said
-    assert "Error:" not in said
+    assert "KeyboardInterrupt" in errors
+    assert "Error:" not in errors
     assert log.read_text() == "0\n"
     assert not (tmp_path / "trials.log").exists()
 
 
-@pytest.mark.parametrize(("sent", "exit_code", "said"), [(signal.SIGKILL, -9, ""), (signal.SIGTERM, 130, "interrupted\n")])
-def test_killed_search_leaves_no_hanging_process(sent: signal.Signals, exit_code: int, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "exit_code", "message"), [(signal.SIGKILL, -9, ""), (signal.SIGTERM, 130, "interrupted\n")])
+def test_killed_search_leaves_no_hanging_process(sent: signal.Signals, exit_code: int, message: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
     command = [sys.executable, "-c", "import orphan_jobs; orphan_jobs.main()"]
@@ -51,7 +51,7 @@ def test_killed_search_leaves_no_hanging_process(sent: signal.Signals, exit_code
         assert process.wait(timeout=30) == exit_code
         wait_for(lambda: not running(process.pid))
         assert process.stderr is not None
-        assert said in process.stderr.read()
+        assert message in process.stderr.read()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -19,8 +19,8 @@ from kerneltune.spec import Case, Op, Traffic, Variant, dtype_name, short_dtype
 
 
 def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
-    known = {name: ops.family(name) for name in ops.families()} | {name: workloads.family(name) for name in workloads.MODULES}
-    listing.write_index(known, tmp_path / "index.json")
+    facts = {name: ops.family(name) for name in ops.families()} | {name: workloads.family(name) for name in workloads.MODULES}
+    listing.write_index(facts, tmp_path / "index.json")
     assert listing.INDEX.read_text() == (tmp_path / "index.json").read_text(), "run `kerneltune ops --index`"
     assert ops.facts() == {name: facts_of(op) for name, op in ops.load().items()}
 
@@ -28,11 +28,11 @@ def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((data_root("results") / "nvidia_h200").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_shipped_records_have_the_roles_that_their_operators_give(path: Path) -> None:
     """Variants that only call torch are peers. Records of removed operators are of peers alone."""
-    known = ops.facts() | workloads.facts()
-    roles = {(op.name, variant.name): variant.role for op in known.values() for variant in op.variants}
+    facts = ops.facts() | workloads.facts()
+    roles = {(op.name, variant.name): variant.role for op in facts.values() for variant in op.variants}
     assert roles["fp8_grouped_gemm", "baseline"] == "peer"
-    found = {(record.op, record.variant, record.role) for record in records.load(path)}
-    assert {(op, name, role) for op, name, role in found if roles.get((op, name), "peer") != role} == set()
+    recorded = {(record.op, record.variant, record.role) for record in records.load(path)}
+    assert {(op, name, role) for op, name, role in recorded if roles.get((op, name), "peer") != role} == set()
 
 
 @pytest.mark.parametrize("command", [["ops"], ["compare", "baseline", "optimized", "--family", "rmsnorm"]], ids=lambda c: c[0])
@@ -72,7 +72,7 @@ def op(**changes: Any) -> Op:
     """Return an operator without a mistake, but for the changes, of its variant where they are fields of one."""
     variant = Variant("optimized", dict, Knobs, lambda _case: {"rows": (1, 2), "warps": (4,)}, default=lambda _case: Knobs(1, 4))
     of_variant = {name: changes.pop(name) for name in ("config", "space", "valid", "default", "unsupported") if name in changes}
-    given = Op(
+    operator = Op(
         name="copy",
         axes=("M", "N"),
         dtypes=("bfloat16",),
@@ -85,7 +85,7 @@ def op(**changes: Any) -> Op:
         options={"layout": ("row", "col")},
         free_axes=("M",),
     )
-    return replace(given, **changes)
+    return replace(operator, **changes)
 
 
 def refuse(_case: Case, _config: Knobs) -> str | None:
@@ -192,7 +192,7 @@ def no_traffic(case: Case) -> Traffic:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"traffic": lambda _: 7}, "traffic: 7: expected a Traffic(read, write)"),
         ({"traffic": no_traffic}, "traffic: KeyError: 'gone'"),
@@ -202,13 +202,15 @@ def no_traffic(case: Case) -> Traffic:
         ({"unsupported": lambda case: case["K"]}, "unsupported: KeyError: 'K'"),
     ],
 )
-def test_operator_that_contradicts_itself_on_a_case_raises_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_operator_that_contradicts_itself_on_a_case_raises_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     check_case(op(), Case("a", (("M", 7), ("N", 8)), "bfloat16", options=(("layout", "row"),)))
     (tmp_path / "s.yaml").write_text("family: s\nops: [copy]\ncheck:\n  - {name: a, M: [7], N: 8}\n")
     with pytest.raises(ValueError) as caught:
         load_plan({"copy": op(**changes)}, Selection(str(tmp_path / "s.yaml")))
     assert re.fullmatch(
-        rf"test_listing\.py:\d+: {re.escape(said)}, for copy (optimized )?M=7 N=8 bfloat16 none layout=row", str(caught.value)
+        rf"test_listing\.py:\d+: {re.escape(message)}, for copy (optimized )?M=7 N=8 bfloat16 none layout=row", str(caught.value)
     )
 
 

@@ -44,7 +44,7 @@ def operator(max_distance: float) -> Op:
     return replace(OP, max_distance=max_distance)
 
 
-def found(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> Found:
+def look_up(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> Found:
     choice = cache.Chooser.of(operator(max_distance), SMALL, "cold", root).find(Case("", (("M", size),), "bfloat16"), gpu)
     return Found(choice.config, choice.source, choice.describe())
 
@@ -52,13 +52,13 @@ def found(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> F
 def test_look_up_returns_the_exact_entry_else_a_near_one_else_the_default(tmp_path: Path) -> None:
     store(tmp_path, 1024, 512)
     store(tmp_path, 4096, 64)
-    assert found(tmp_path, 4096) == Found(Small(64, 8), "own", "")
+    assert look_up(tmp_path, 4096) == Found(Small(64, 8), "own", "")
     near = 'that of M=4096 bfloat16, log2 distance 1.0: {"block": 64, "warps": 8}'
-    assert found(tmp_path, 8192) == Found(Small(64, 8), "near", near)
-    assert [found(tmp_path, size).source for size in (65536, 65537, 64, 63)] == ["near", "default", "near", "default"]
-    assert found(tmp_path, 63) == DEFAULT
-    assert [found(tmp_path, size, max_distance=0.5).source for size in (4096, 5792, 5793)] == ["own", "near", "default"]
-    assert found(tmp_path, 4097, max_distance=0.0) == DEFAULT
+    assert look_up(tmp_path, 8192) == Found(Small(64, 8), "near", near)
+    assert [look_up(tmp_path, size).source for size in (65536, 65537, 64, 63)] == ["near", "default", "near", "default"]
+    assert look_up(tmp_path, 63) == DEFAULT
+    assert [look_up(tmp_path, size, max_distance=0.5).source for size in (4096, 5792, 5793)] == ["own", "near", "default"]
+    assert look_up(tmp_path, 4097, max_distance=0.0) == DEFAULT
 
 
 def test_look_up_on_a_gpu_without_configs_returns_those_of_the_nearest_architecture_with_one_warning(
@@ -69,15 +69,15 @@ def test_look_up_on_a_gpu_without_configs_returns_those_of_the_nearest_architect
     store(tmp_path, 1024, 64, "nvidia_b200")
     store(tmp_path, 1024, 128, "an_unknown_gpu")
     with pytest.warns(UserWarning, match=f"no configs for {H100}: those of {GPU}, the nearest known architecture") as caught:
-        told = [found(tmp_path, size, H100) for size in (1024, 2048)]
+        choices = [look_up(tmp_path, size, H100) for size in (1024, 2048)]
     assert len(caught) == 1
-    assert [(choice.config, choice.source) for choice in told] == [(Small(512, 8), "near")] * 2
-    assert told[1].described.startswith(f"that of M=1024 bfloat16 on {GPU}, log2 distance 1.0: ")
-    assert found(tmp_path, 1 << 20, H100) == DEFAULT
+    assert [(choice.config, choice.source) for choice in choices] == [(Small(512, 8), "near")] * 2
+    assert choices[1].described.startswith(f"that of M=1024 bfloat16 on {GPU}, log2 distance 1.0: ")
+    assert look_up(tmp_path, 1 << 20, H100) == DEFAULT
     for gpu in ("amd_mi300x", "a_gpu_of_no_known_architecture", device.INTERPRETER):
-        assert found(tmp_path, 1024, gpu) == DEFAULT
+        assert look_up(tmp_path, 1024, gpu) == DEFAULT
     store(tmp_path, 1 << 20, 1024, H100)  # from its first own config on, other GPUs no longer serve it
-    assert found(tmp_path, 1024, H100) == DEFAULT
+    assert look_up(tmp_path, 1024, H100) == DEFAULT
 
 
 def test_call_on_a_gpu_without_configs_warns_of_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ def test_look_up_ignores_rules_files_of_older_versions(tmp_path: Path) -> None:
         rules = tmp_path / gpu / "rules" / "fake.json"
         rules.parent.mkdir(parents=True)
         rules.write_text("{")
-    assert found(tmp_path, 1024).source == "own"
-    assert found(tmp_path, 1 << 20) == DEFAULT
+    assert look_up(tmp_path, 1024).source == "own"
+    assert look_up(tmp_path, 1 << 20) == DEFAULT
     assert cache.load("fake", GPU, tmp_path)
 
 
@@ -114,8 +114,8 @@ def test_look_up_of_an_entry_with_unusable_knobs_warns_once_and_returns_the_defa
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"schema": 1, "op": "fake", "device": GPU, "entries": [bad, good]}))
     with pytest.warns(UserWarning) as caught:
-        assert found(tmp_path, CASE["M"], max_distance=0.0) == DEFAULT
-        assert found(tmp_path, 64, max_distance=0.0).config == Small(128, 8)  # one bad entry breaks no other look-up
+        assert look_up(tmp_path, CASE["M"], max_distance=0.0) == DEFAULT
+        assert look_up(tmp_path, 64, max_distance=0.0).config == Small(128, 8)  # one bad entry breaks no other look-up
     ours = [str(one.message) for one in caught if "not used" in str(one.message)]
     assert len(ours) == 1
     assert str(path) in ours[0]

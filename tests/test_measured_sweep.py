@@ -121,8 +121,8 @@ def test_launch_that_crashes_the_gpu_worker_fails_only_its_row(
     monkeypatch.setattr(campaign, "GpuWorker", started)
     (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
     selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
-    found = measure_live(load_plan(OPS, selection, options), Progress(), "test")
-    outcomes = {(r.case, r.variant): (r.status, r.reason) for r in found}
+    rows = measure_live(load_plan(OPS, selection, options), Progress(), "test")
+    outcomes = {(r.case, r.variant): (r.status, r.reason) for r in rows}
     assert outcomes["big", "pr593"] == ("failed", reason)
     assert {key: outcome for key, outcome in outcomes.items() if outcome[0] == "failed"} == {("big", "pr593"): ("failed", reason)}
     assert len(outcomes) == 6
@@ -147,8 +147,8 @@ def test_crash_of_inputs_or_ceiling_fails_only_the_case_or_the_ceiling_column(
     stream = OPS["stream"]
     beside = Task(stream, Case("c", (("read", 64), ("write", 64)), "int32"), stream.variants[0])
     bench = Crashes()
-    found = compare_in_worker(bench, "f", RUNS, Run(beside, beside.default))
-    assert [(record.status, record.ceiling_gbps) for record in found] == [(status, None) for status in statuses]
+    records_of = compare_in_worker(bench, "f", RUNS, Run(beside, beside.default))
+    assert [(record.status, record.ceiling_gbps) for record in records_of] == [(status, None) for status in statuses]
     assert bench.asked == ([True, False] if launched else [True])
 
 
@@ -162,8 +162,8 @@ def test_sweep_of_a_single_variant_measures_it_twice(tmp_path: Path, options: Op
     monkeypatch.setattr(campaign, "compare_in_worker", compared)
     selection = Selection(str(path), ("rmsnorm_bwd",))
     for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
-        found = measure_live(load_plan(OPS, replace(selection, variants=(a, b)), options), Progress(), "test")
-        assert [(record.case, record.variant) for record in found] == [("big", a), ("big", b)]
+        records_of = measure_live(load_plan(OPS, replace(selection, variants=(a, b)), options), Progress(), "test")
+        assert [(record.case, record.variant) for record in records_of] == [("big", a), ("big", b)]
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -218,16 +218,16 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
 
     monkeypatch.setattr(campaign, "compare_in_worker", compared)
     monkeypatch.setattr(campaign, "check_only", checked)
-    selection, given = Selection(str(path), ("rmsnorm_bwd",)), replace(options, tune=False)
+    selection, untuned = Selection(str(path), ("rmsnorm_bwd",)), replace(options, tune=False)
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(load_plan(OPS, selection, given), Progress(), lambda rows: happened.append(f"table of {len(rows)}"))
+        run_sweep(load_plan(OPS, selection, untuned), Progress(), lambda rows: happened.append(f"table of {len(rows)}"))
     assert happened[:2] == ["fast", f"table of {len([v for v in OP.variants if not v.compiles and not v.missing()])}"]
     assert happened[2:] == ["check", "whole"]
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "norm.journal.jsonl"
     records.append(journal, [row("baseline")])
     happened.clear()
-    run_sweep(load_plan(OPS, selection, given), Progress(), lambda _: happened.append("table"))
+    run_sweep(load_plan(OPS, selection, untuned), Progress(), lambda _: happened.append("table"))
     assert happened == ["whole"]
 
 
@@ -316,10 +316,10 @@ def test_still_good_of_rows_of_another_policy_is_none() -> None:
 def test_sweep_compiles_many_kernels_in_parallel_before_measuring(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, str]] = []
-    monkeypatch.setattr(campaign, "compare_in_worker", lambda *_: told.append(("measured", "")) or [])
+    events: list[tuple[str, str]] = []
+    monkeypatch.setattr(campaign, "compare_in_worker", lambda *_: events.append(("measured", "")) or [])
     monkeypatch.setattr(
-        campaign, "compile_ahead", lambda work, *_: told.extend((t.op.name, t.variant.name) for runs in work for t, _ in runs)
+        campaign, "compile_ahead", lambda work, *_: events.extend((t.op.name, t.variant.name) for runs in work for t, _ in runs)
     )
     path = tmp_path / "norm.yaml"
     cases = 'bench:\n  - {name: "n{N}", M: 64, N: [256, 512, 1024], quant: none}\n'
@@ -328,11 +328,11 @@ def test_sweep_compiles_many_kernels_in_parallel_before_measuring(
     measure_live(load_plan(OPS, Selection(str(path)), options), Progress(), "test")
     own = [v.name for v in OPS["rmsnorm_fwd"].variants if not v.is_peer]
     ahead = [*[("rmsnorm_fwd", name) for name in own] * 3, *[("stream", OPS["stream"].variants[0].name)] * 3]
-    assert told == [*ahead, *[("measured", "")] * 3]
+    assert events == [*ahead, *[("measured", "")] * 3]
 
-    told.clear()
+    events.clear()
     measure_live(load_plan(OPS, Selection(str(path), cases=("n256",)), options), Progress(), "test")
-    assert told == [("measured", "")], "few kernels are compiled where they are launched"
+    assert events == [("measured", "")], "few kernels are compiled where they are launched"
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -378,14 +378,14 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
             raise KeyboardInterrupt
         measured.append(case.name)
         identity = {"op": task.op.name, "case": case.name, "dtype": case.dtype, "axes": dict(case.axes), "options": {}}
-        known = {"source_hash": task.variant.source_hash, "driver": "580", "config": config_values(config)}
-        return [row(task.variant.name, **identity, **known)]
+        fields = {"source_hash": task.variant.source_hash, "driver": "580", "config": config_values(config)}
+        return [row(task.variant.name, **identity, **fields)]
 
     monkeypatch.setattr(campaign, "compare_in_worker", comparing)
-    given = replace(options, tune=False)
+    untuned = replace(options, tune=False)
     selection = Selection(str(path), cases=("big*",))
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(load_plan(OPS, selection, given), Progress())
+        run_sweep(load_plan(OPS, selection, untuned), Progress())
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "tiny.journal.jsonl"
     table = options.results / "nvidia_h200" / "tiny.csv"
@@ -403,7 +403,7 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
         def advance(self, text: str, work: int = 1) -> None:
             steps.append(text)
 
-    swept = run_sweep(load_plan(OPS, selection, given), Spoken())
+    swept = run_sweep(load_plan(OPS, selection, untuned), Spoken())
     assert stages[-1] == ("measure", 2, 1)
     assert steps[-1:] == ["stream bigger int32 none"]
     assert sum("big" in s for s in steps) == 1

@@ -82,8 +82,11 @@ def test_miss_with_a_config_of_other_options_warns_once_and_raises_in_strict_mod
     assert len(caught) == 1
     assert used[1] == few
     assert used[0] == used[2] == dataclasses.replace(many, warps=8)
-    said = str(caught[0].message).partition("; using ")[2]
-    assert said.startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2.0: {"rows": 1, ')
+    assert (
+        str(caught[0].message)
+        .partition("; using ")[2]
+        .startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2.0: {"rows": 1, ')
+    )
     cache.clear()
     monkeypatch.setenv("KERNELTUNE_STRICT", "1")
     nearest = r"nearest: that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2\.0: "

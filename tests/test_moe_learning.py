@@ -20,11 +20,11 @@ def test_every_recipe_ends_at_the_loss_of_bf16() -> None:
 
     sizes = train.Sizes(width=32, hidden=16, experts=2, layers=1, heads=2, length=4)
     options = {"steps": 4, "batch": 2, "seed": 1, "device": DEVICE, "rate": 5e-2, "warmup": 1}
-    found = {recipe: train.losses(recipe, sizes, **options) for recipe in train.RECIPES}
-    for losses in found.values():
-        assert losses[0] == pytest.approx(found["bf16"][0], rel=0.02)
+    losses_of = {recipe: train.losses(recipe, sizes, **options) for recipe in train.RECIPES}
+    for losses in losses_of.values():
+        assert losses[0] == pytest.approx(losses_of["bf16"][0], rel=0.02)
         assert losses[-1] < losses[0] - 1
-        assert losses[-1] == pytest.approx(found["bf16"][-1], rel=0.05)
+        assert losses[-1] == pytest.approx(losses_of["bf16"][-1], rel=0.05)
 
 
 @pytest.mark.parametrize(("off", "code"), [(0.005, 0), (0.015, 1)])

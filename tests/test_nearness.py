@@ -13,8 +13,8 @@ def place(M: int = 1024, N: int = 4096, dtype: str = "bfloat16", **options: obje
 
 def order(stored: dict[str, Place], bands: dict[str, tuple[int, ...]] | None = None, max_distance: float = 4.0) -> list[str]:
     """Rank entries by name, where M and both options are free."""
-    found = ranked(WANTED, [(at, name) for name, at in stored.items()], {"M"}, {"group", "zeros"}, bands or {}, max_distance)
-    return [name for _, name in found]
+    names = ranked(WANTED, [(at, name) for name, at in stored.items()], {"M"}, {"group", "zeros"}, bands or {}, max_distance)
+    return [name for _, name in names]
 
 
 def test_ranked_puts_entries_of_the_dtype_first_then_those_of_the_sizes_then_the_nearest() -> None:

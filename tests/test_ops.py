@@ -96,11 +96,11 @@ def test_variant_with_random_valid_configs_agrees_with_the_reference(name: str, 
         if variant.is_peer or variant.unsupported(case) is not None:
             continue
         chosen = rng.sample(configs, min(some(name, case), len(configs))) if name != "stream" else configs
-        found = [checker.errors(variant, config) for config in chosen]
-        for config, errors in zip(chosen, found, strict=True):
+        errors_of = [checker.errors(variant, config) for config in chosen]
+        for config, errors in zip(chosen, errors_of, strict=True):
             # a config may ask for more than the GPU has; then it is not launched, and must not answer wrongly
             assert [error for error in errors if not (ON_GPU and TOO_LARGE.search(error))] == [], (variant.name, config)
-        assert not chosen or [] in found, variant.name
+        assert not chosen or [] in errors_of, variant.name
 
 
 @pytest.fixture
@@ -130,13 +130,13 @@ def test_defaults_are_valid_and_spaces_have_distinct_configs(name: str) -> None:
     tuned = [variant for variant in OPS[name].variants if variant.config is not None]
     for entry in [entry for entry in (*CHECKS, *BENCHES) if entry.op == name]:
         for variant in tuned:
-            place = (variant.name, entry.case.label)
+            where = (variant.name, entry.case.label)
             default = variant.default_config(entry.case)
-            assert variant.valid(entry.case, default) is None, (place, default)
+            assert variant.valid(entry.case, default) is None, (where, default)
             if entry.section == "bench":
                 configs = list(variant.configs(entry.case))
-                assert configs, place
-                assert len(configs) == len(set(configs)), place
+                assert configs, where
+                assert len(configs) == len(set(configs)), where
 
 
 def test_default_config_of_fewer_rows_is_that_of_the_check_case() -> None:
@@ -190,8 +190,8 @@ def test_ceiling_of_many_reads_per_write_loads_at_most_16_streams() -> None:
     """Thousands of unrolled loads take the compiler minutes: the mix folds words instead."""
     op = OPS["stream"]
     case = Case("weights", (("read", 400_000), ("write", 1_000)), "int32")
-    made = op.inputs(case, device=WHERE)
-    assert made["src"].shape[0] <= 16
+    inputs = op.inputs(case, device=WHERE)
+    assert inputs["src"].shape[0] <= 16
     assert 200 <= op.traffic(case).read / op.traffic(case).write <= 800
     variant = op.variant("baseline")
     assert Checker(op, case, WHERE).errors(variant, variant.default_config(case)) == []
@@ -199,7 +199,7 @@ def test_ceiling_of_many_reads_per_write_loads_at_most_16_streams() -> None:
 
 def test_choosers_of_calls_have_the_operator_and_variant_of_the_registry() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("kerneltune.ops.")]
-    choosers = {id(found): found for module in modules for found in vars(module).values() if isinstance(found, Chooser)}
+    choosers = {id(value): value for module in modules for value in vars(module).values() if isinstance(value, Chooser)}
     assert len(choosers) >= 17
     for chooser in choosers.values():
         assert chooser.op is OPS[chooser.op.name]

@@ -94,10 +94,10 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
     assert op.traffic(case).total == 3 * 2 * 64 * 1024
     export = ["cache", "export", "swiglu", str(guide / "out"), "--format", "triton", "--gpu", "nvidia_h200"]
     done = CliRunner().invoke(app, export)
-    said = "KEY: ['M', 'N']: no arguments of a kernel: replace or delete them"
-    assert f"{guide / 'out' / 'swiglu.py'}: {said}\n" in done.stderr
+    note = "KEY: ['M', 'N']: no arguments of a kernel: replace or delete them"
+    assert f"{guide / 'out' / 'swiglu.py'}: {note}\n" in done.stderr
     text = (guide / "out" / "swiglu.py").read_text()
-    assert f"# {said}\nKEY = ['M', 'N']\nNAMES = {{'block': 'BLOCK'}}\n" in text
+    assert f"# {note}\nKEY = ['M', 'N']\nNAMES = {{'block': 'BLOCK'}}\n" in text
     assert "{'BLOCK': 2048}" in str(runpy.run_path(str(guide / "out" / "swiglu.py"))["configs"]()[0].kwargs)
     sys.modules.pop("swiglu")
 

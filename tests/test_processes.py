@@ -23,8 +23,8 @@ from kerneltune.processes import in_fresh_processes
 
 
 def test_in_fresh_processes_starts_one_process_per_call_and_raises_their_errors(tmp_path: Path) -> None:
-    found = list(in_fresh_processes(2, os.getpid))
-    assert len({*found, os.getpid()}) == 3
+    pids = list(in_fresh_processes(2, os.getpid))
+    assert len({*pids, os.getpid()}) == 3
     with pytest.raises(ValueError, match=r"^process 1 of 1 took longer than 0.5 s$"):
         list(in_fresh_processes(1, time.sleep, 60, timeout_s=0.5))
     with pytest.raises(ValueError, match=r"^process 1 of 2 crashed: exit code 7$"):

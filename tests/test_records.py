@@ -178,18 +178,18 @@ def test_record_key_does_not_depend_on_the_order_of_keys() -> None:
 def test_frame_of_files_has_the_documented_columns_and_dtypes(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     records.append(path, [record(role="peer", flops=7), untimed("failed", reason="y differs", config=None, options={})])
-    found = records.frame([path])
-    assert {name: str(found[name].dtype) for name in ("op", "time_us", "n", "flops", "date", "axes.M", "config.block")} == {
+    frame = records.frame([path])
+    assert {name: str(frame[name].dtype) for name in ("op", "time_us", "n", "flops", "date", "axes.M", "config.block")} == {
         "op": "string", "time_us": "float64", "n": "Int64", "flops": "Int64", "date": "datetime64[us, UTC]", "axes.M": "Int64",
         "config.block": "object",
     }  # fmt: skip
-    assert found["time_us"].tolist()[0] == 43.5
-    assert found["time_us"].isna().tolist() == [False, True]
-    assert found["role"].tolist() == ["peer", ""]
-    assert found["flops"].isna().tolist() == [False, True]
-    assert found["options.zero_centered"].isna().tolist() == [False, True]
-    assert set(found["file"]) == {str(path)}
-    assert found.groupby("op")["time_us"].min().to_dict() == {"rmsnorm_fwd": 43.5}
+    assert frame["time_us"].tolist()[0] == 43.5
+    assert frame["time_us"].isna().tolist() == [False, True]
+    assert frame["role"].tolist() == ["peer", ""]
+    assert frame["flops"].isna().tolist() == [False, True]
+    assert frame["options.zero_centered"].isna().tolist() == [False, True]
+    assert set(frame["file"]) == {str(path)}
+    assert frame.groupby("op")["time_us"].min().to_dict() == {"rmsnorm_fwd": 43.5}
 
 
 def test_frame_of_an_empty_file_has_all_columns(tmp_path: Path) -> None:

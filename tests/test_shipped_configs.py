@@ -25,9 +25,9 @@ class LookedUpError(Exception):
 
 
 def entries_of(name: str) -> list[CacheEntry]:
-    found = cache.load_strict(SHIPPED / f"{name}.json")
-    assert found
-    return found
+    entries = cache.load_strict(SHIPPED / f"{name}.json")
+    assert entries
+    return entries
 
 
 def of_call(entry: CacheEntry) -> tuple[object, ...]:
@@ -50,8 +50,8 @@ def test_call_for_the_case_of_a_shipped_config_looks_up_this_config(name: str) -
     op = OPS[name]
     for entry in entries_of(name):
         variant, case = op.variant(entry.variant), entry.case
-        found = cache.Chooser.of(op, variant, entry.policy).find(op.called(case), "nvidia_h200")
-        assert (found.source, found.config) == ("own", variant.config_from(entry.config)), case.label
+        choice = cache.Chooser.of(op, variant, entry.policy).find(op.called(case), "nvidia_h200")
+        assert (choice.source, choice.config) == ("own", variant.config_from(entry.config)), case.label
         assert op.called(case) == case, f"no call looks up {case.label}"
         if variant.name == "optimized":  # the public function; other variants are given a config
             with pytest.raises(LookedUpError) as raised:
@@ -76,8 +76,8 @@ def test_python_export_answers_every_shipped_case_with_its_config(name: str, tmp
         best = runpy.run_path(str(file))["best"]
         for entry in random.Random(0).sample(entries, min(len(entries), 60)):  # a call ranks all entries
             case = entry.case
-            given = best(entry.variant, dict(case.axes), case.dtype, case.quant, dict(case.options), entry.policy)
-            assert given == entry.config, entry.case.label
+            knobs = best(entry.variant, dict(case.axes), case.dtype, case.quant, dict(case.options), entry.policy)
+            assert knobs == entry.config, entry.case.label
 
 
 _KERNEL = """
@@ -118,16 +118,16 @@ def sizes_of(table: dict[str, Any], size: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_json_export_has_every_shipped_config_once(name: str, tmp_path: Path) -> None:
     for entries, files in exported(name, "json", tmp_path):
-        found = []
+        exported_rows = []
         for file in files:
             table = json.loads(file.read_text())
             case = table["case"]
-            found += [
+            exported_rows += [
                 (case["policy"], case["dtype"], case["quant"], case["options"], sizes_of(table, size), config)
                 for size, config in table["configs"].items()
             ]
         expected = [(e.policy, e.case.dtype, e.case.quant, dict(e.case.options), dict(e.case.axes), e.config) for e in entries]
-        assert sorted(map(repr, found)) == sorted(map(repr, expected))
+        assert sorted(map(repr, exported_rows)) == sorted(map(repr, expected))
 
 
 def test_every_export_format_has_a_test_here() -> None:

@@ -51,9 +51,9 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compared(_bench: Bench, family: str, runs: Sequence[Run], _ceiling: Run | None) -> list[Record]:
     """Measure a case in no time."""
     times = {"time_us": 10.0, "gbps": 100.0, "ci_low_us": 9.9, "ci_high_us": 10.1, "n": 5}
-    made = [make_record(family, task, config, "checked", "") for task, config in runs]
-    measured.append(made[0].case)
-    return [msgspec.structs.replace(row, status="passed", **times) for row in made]
+    new_records = [make_record(family, task, config, "checked", "") for task, config in runs]
+    measured.append(new_records[0].case)
+    return [msgspec.structs.replace(row, status="passed", **times) for row in new_records]
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def find(selection: Selection, options: Options, gpu: str = GPU) -> stale.Stale:
 
 def recorded(options: Options) -> list[Record]:
     assert options.results is not None
-    found = records.load(options.results / GPU / "tiny.jsonl")
-    assert found
-    return found
+    rows = records.load(options.results / GPU / "tiny.jsonl")
+    assert rows
+    return rows
 
 
 def stored(options: Options) -> dict[int, cache.CacheEntry]:
@@ -99,11 +99,11 @@ def stored(options: Options) -> dict[int, cache.CacheEntry]:
 
 
 def test_find_stale_returns_configs_and_records_with_headlines_first(selection: Selection, options: Options) -> None:
-    found = find(selection, options)
-    assert [entry.case.axes[0][1] for entry in found.configs] == [1048576, 524288, 2097152]
-    assert found.known == {"stream": 3}
-    assert [entry.case.name for entry in found.families[0].stale] == ["first", "other", "last"]
-    assert (found.families[0].cases, found.cases, found.families[0].orphans) == (3, 3, 0)
+    stale_parts = find(selection, options)
+    assert [entry.case.axes[0][1] for entry in stale_parts.configs] == [1048576, 524288, 2097152]
+    assert stale_parts.known == {"stream": 3}
+    assert [entry.case.name for entry in stale_parts.families[0].stale] == ["first", "other", "last"]
+    assert (stale_parts.families[0].cases, stale_parts.cases, stale_parts.families[0].orphans) == (3, 3, 0)
     one = find(replace(selection, cases=("other",)), options)
     assert [entry.case.name for entry in one.families[0].stale] == ["other"]
     assert [entry.case.axes[0][1] for entry in one.configs] == [524288]
@@ -113,25 +113,25 @@ def test_find_stale_returns_configs_and_records_with_headlines_first(selection: 
 
 def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Selection, options: Options) -> None:
     before = stored(options)
-    found = find(selection, options)
-    renewals, _, left = stale.refresh(found, Progress())
+    stale_parts = find(selection, options)
+    renewals, _, remaining = stale.refresh(stale_parts, Progress())
     assert [result.entry is not None and result.entry.config == entry.config for entry, result in renewals] == [True, True, False]
     assert measured == ["first", "other", "last"]
-    assert (left.configs, left.cases) == ((), 0)
+    assert (remaining.configs, remaining.cases) == ((), 0)
     now = stored(options)
     assert [now[size].config for size in (524288, 1048576)] == [before[size].config for size in (524288, 1048576)]
     default = OPS["stream"].variants[0].default_config(now[2097152].case)
     assert now[2097152].config == {"block": default.block, "warps": default.warps, "ctas": default.ctas} != SLOW
     assert {row.source_hash for row in recorded(options)} == {OPS["stream"].variants[0].source_hash}
-    assert stale.refresh(left, Progress())[:2] == ([], [])
+    assert stale.refresh(remaining, Progress())[:2] == ([], [])
     assert measured == ["first", "other", "last"]
 
 
 def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
     before, rows = stored(options), recorded(options)
-    renewals, _, left = stale.refresh(find(selection, replace(options, search=Search(0.0))), Progress())
+    renewals, _, remaining = stale.refresh(find(selection, replace(options, search=Search(0.0))), Progress())
     assert renewals == []
-    assert (len(left.configs), left.cases, measured) == (3, 3, [])
+    assert (len(remaining.configs), remaining.cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)
 
 
@@ -148,24 +148,24 @@ def test_cases_with_records_are_measured_before_cases_without(selection: Selecti
 def test_interrupted_refresh_keeps_the_cases_it_measured(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def second_interrupts(*given: Any) -> list[Record]:
+    def second_interrupts(*arguments: Any) -> list[Record]:
         if measured:
             raise KeyboardInterrupt
-        return compared(*given)
+        return compared(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(campaign, "compare_in_worker", second_interrupts)
         with pytest.raises(KeyboardInterrupt):
             stale.refresh(find(selection, options), Progress())
-    left = find(selection, options)
-    assert (left.configs, [entry.case.name for entry in left.families[0].stale]) == ((), ["other", "last"])
-    stale.refresh(left, Progress())
+    remaining = find(selection, options)
+    assert (remaining.configs, [entry.case.name for entry in remaining.families[0].stale]) == ((), ["other", "last"])
+    stale.refresh(remaining, Progress())
     assert measured == ["first", "other", "last"]
 
 
 def test_case_whose_config_has_changed_is_stale(selection: Selection, options: Options) -> None:
-    *_, left = stale.refresh(find(selection, options), Progress())
-    assert left.cases == 0
+    *_, remaining = stale.refresh(find(selection, options), Progress())
+    assert remaining.cases == 0
     cache.store(GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
     (family,) = find(selection, options).families
     assert [entry.case.name for entry in family.stale] == ["first"]
@@ -258,12 +258,12 @@ def test_sweep_stale_without_stale_cases_prints_one_line(selection: Selection, t
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [(("--trials", "3"), "trials: 3: not with --stale"), (("--no-tune",), "no-tune: not with --stale")],
 )
-def test_sweep_stale_with_options_that_it_ignores_raises(selection: Selection, more: tuple[str, ...], said: str) -> None:
+def test_sweep_stale_with_options_that_it_ignores_raises(selection: Selection, more: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *more])
-    assert (result.exit_code, result.stderr) == (2, f"error: {said}\n")
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
 
 
 @pytest.mark.parametrize("family", ["", "tiny"])
@@ -275,5 +275,5 @@ def test_sweep_stale_of_a_selection_without_a_case_raises(
         file.write("check: [{name: nope, read: 8, write: 8}]\n")
     asked = [selection.family] if family else []
     result = CliRunner().invoke(app, ["sweep", *asked, "--stale", "--check-only", "--case", "nope"])
-    place = selection.family if family else "families"
-    assert (result.exit_code, result.stderr) == (2, f"error: {place}: no case with case=nope\n")
+    where = selection.family if family else "families"
+    assert (result.exit_code, result.stderr) == (2, f"error: {where}: no case with case=nope\n")

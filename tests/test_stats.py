@@ -115,11 +115,11 @@ def test_shift_error_equals_the_bootstrap_by_process_then_round() -> None:
         chosen = [logs[i] for i in rng.integers(0, 3, 3)]
         centres.append(np.mean([np.median(rng.choice(rounds, rounds.size)) for rounds in chosen]))
     medians = np.array([np.median(rounds) for rounds in logs])
-    found = centre_interval(runs)
-    error = np.log(found.high / found.median) / 4.302653  # Student's t of 2 degrees of freedom
+    interval = centre_interval(runs)
+    error = np.log(interval.high / interval.median) / 4.302653  # Student's t of 2 degrees of freedom
     widened = np.var(centres) + medians.var(ddof=1) / 3 - medians.var() / 3  # by P - 1 instead of P
     assert error == pytest.approx(np.sqrt(widened), rel=0.03)
-    assert found.median == pytest.approx(np.exp(medians.mean()))
+    assert interval.median == pytest.approx(np.exp(medians.mean()))
 
 
 def shift(old: list[NDArray[np.float64]], new: list[NDArray[np.float64]]) -> Shift | None:
@@ -129,9 +129,9 @@ def shift(old: list[NDArray[np.float64]], new: list[NDArray[np.float64]]) -> Shi
 def test_shift_bounds_cover_the_true_shift_in_at_least_95_of_100_trials() -> None:
     covered = wide = 0
     for seed in range(300):
-        found = shift(processes(2 * seed), processes(2 * seed + 1, slower=0.02))
-        assert found is not None
-        low, high = found.bounds
+        estimate = shift(processes(2 * seed), processes(2 * seed + 1, slower=0.02))
+        assert estimate is not None
+        low, high = estimate.bounds
         covered += low <= 0.02 <= high
         wide += high - low > 0.03
     assert 285 <= covered <= 300
@@ -139,7 +139,7 @@ def test_shift_bounds_cover_the_true_shift_in_at_least_95_of_100_trials() -> Non
 
 
 def test_p_slower_without_a_shift_is_below_5_percent_in_at_most_5_percent() -> None:
-    p = np.array([found.p_slower for s in range(300) if (found := shift(processes(2 * s), processes(2 * s + 1)))])
+    p = np.array([estimate.p_slower for s in range(300) if (estimate := shift(processes(2 * s), processes(2 * s + 1)))])
     assert (p < 0.05).mean() <= 0.05
     assert (p < 0.01).mean() <= 0.01
     assert 0.4 < np.median(p) < 0.6
@@ -148,10 +148,10 @@ def test_p_slower_without_a_shift_is_below_5_percent_in_at_most_5_percent() -> N
 def test_shift_has_the_degrees_of_freedom_of_both_runs_and_is_none_for_one_process() -> None:
     assert shift(processes(0, 1), processes(1, 1)) is None
     for old, new, freedom in ((1, 2, 1), (1, 3, 2), (3, 3, 4), (3, 6, 7)):
-        found = shift(processes(0, old), processes(1, new, slower=0.1))
-        assert found is not None
-        assert found.freedom == freedom
-        assert found.slowdown == pytest.approx(0.1, abs=0.02)
+        estimate = shift(processes(0, old), processes(1, new, slower=0.1))
+        assert estimate is not None
+        assert estimate.freedom == freedom
+        assert estimate.slowdown == pytest.approx(0.1, abs=0.02)
 
 
 def test_shift_bounds_and_p_values_equal_those_of_student_t_and_the_normal() -> None:
@@ -162,20 +162,20 @@ def test_shift_bounds_and_p_values_equal_those_of_student_t_and_the_normal() -> 
 
 
 def test_shift_of_intervals_has_the_error_of_both() -> None:
-    found = interval_shift(Interval(100, 99, 101), Interval(110, 108.9, 111.1))
-    assert found.slowdown == pytest.approx(0.1)
-    assert found.error == pytest.approx(np.sqrt(2) * np.log(101 / 99) / (2 * 1.959964))
-    assert found.freedom == float("inf")
+    estimate = interval_shift(Interval(100, 99, 101), Interval(110, 108.9, 111.1))
+    assert estimate.slowdown == pytest.approx(0.1)
+    assert estimate.error == pytest.approx(np.sqrt(2) * np.log(101 / 99) / (2 * 1.959964))
+    assert estimate.freedom == float("inf")
 
 
 def test_centre_interval_of_processes_has_the_geometric_mean_of_their_medians() -> None:
     (one,) = processes(0, 1)
     assert centre_interval([one]) == median_interval(one)
     several = processes(1)
-    found = centre_interval(several)
-    assert found.median == pytest.approx(geometric_mean([float(np.median(rounds)) for rounds in several]), rel=1e-5)
-    assert found.low < found.median < found.high
-    assert found.relative_half_width > 2 * median_interval(np.concatenate(several)).relative_half_width
+    interval = centre_interval(several)
+    assert interval.median == pytest.approx(geometric_mean([float(np.median(rounds)) for rounds in several]), rel=1e-5)
+    assert interval.low < interval.median < interval.high
+    assert interval.relative_half_width > 2 * median_interval(np.concatenate(several)).relative_half_width
 
 
 def test_holm_of_p_values_equals_worked_examples() -> None:

@@ -111,8 +111,8 @@ def test_default_roots_are_in_the_current_folder_or_the_checkout_around_it(
 
 
 def test_entry_without_dtype_quant_or_option_has_every_quant_and_the_first_dtype_and_option(tmp_path: Path) -> None:
-    found = rows(read(tmp_path, HEAD + "bench: [{name: a, M: 4, N: 8}]").bench)
-    assert found == [
+    labels = rows(read(tmp_path, HEAD + "bench: [{name: a, M: 4, N: 8}]").bench)
+    assert labels == [
         "rmsnorm_fwd a M=4 N=8 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0",
         "rmsnorm_fwd a M=4 N=8 bfloat16 fp8 zero_centered=False fp8_format=e4m3 row_pad=0",
         "rmsnorm_fwd a M=4 N=8 bfloat16 fp8_t zero_centered=False fp8_format=e4m3 row_pad=0",
@@ -121,19 +121,19 @@ def test_entry_without_dtype_quant_or_option_has_every_quant_and_the_first_dtype
 
 
 def test_dtypes_of_an_entry_may_be_short_names(tmp_path: Path) -> None:
-    found = read(tmp_path, f"{HEAD}bench:\n  - {{name: a, op: rmsnorm_bwd, M: 1, N: 2, dtype: [bf16, fp32, half]}}\n")
-    assert [entry.case.dtype for entry in found.bench] == ["bfloat16", "float32", "float16"]
+    loaded = read(tmp_path, f"{HEAD}bench:\n  - {{name: a, op: rmsnorm_bwd, M: 1, N: 2, dtype: [bf16, fp32, half]}}\n")
+    assert [entry.case.dtype for entry in loaded.bench] == ["bfloat16", "float32", "float16"]
 
 
 def test_sizes_of_an_entry_may_be_decimal_or_hexadecimal(tmp_path: Path) -> None:
-    found = read(tmp_path, f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, M: [+8, 1_024, 0x10], N: 1}}\n")
-    assert [entry.case["M"] for entry in found.bench] == [8, 1024, 16]
+    loaded = read(tmp_path, f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, M: [+8, 1_024, 0x10], N: 1}}\n")
+    assert [entry.case["M"] for entry in loaded.bench] == [8, 1024, 16]
     assert read(tmp_path, check("{name: a, op: rmsnorm_bwd, M: 0, N: 1}")).check[0].case["M"] == 0
 
 
 def test_sizes_of_an_entry_may_be_lists_if_its_name_has_them(tmp_path: Path) -> None:
-    found = read(tmp_path, HEAD + "bench: [{name: 'x-{M}x{N}', op: rmsnorm_bwd, M: [1, 2], N: [3, 4]}]").bench
-    assert [(entry.case.name, entry.case.axes) for entry in found] == [
+    bench = read(tmp_path, HEAD + "bench: [{name: 'x-{M}x{N}', op: rmsnorm_bwd, M: [1, 2], N: [3, 4]}]").bench
+    assert [(entry.case.name, entry.case.axes) for entry in bench] == [
         ("x-1x3", (("M", 1), ("N", 3))),
         ("x-1x4", (("M", 1), ("N", 4))),
         ("x-2x3", (("M", 2), ("N", 3))),
@@ -143,8 +143,8 @@ def test_sizes_of_an_entry_may_be_lists_if_its_name_has_them(tmp_path: Path) -> 
 
 def test_shape_may_be_checked_and_timed_under_two_names(tmp_path: Path) -> None:
     """Their records are kept in different files."""
-    found = read(tmp_path, check("{name: a, M: 1, N: 2}") + "bench: [{name: b, M: 1, N: 2}]\n")
-    assert [{entry.case.name for entry in section} for section in (found.check, found.bench)] == [{"a"}, {"b"}]
+    loaded = read(tmp_path, check("{name: a, M: 1, N: 2}") + "bench: [{name: b, M: 1, N: 2}]\n")
+    assert [{entry.case.name for entry in section} for section in (loaded.check, loaded.bench)] == [{"a"}, {"b"}]
 
 
 def test_name_may_have_several_entries_of_one_shape(tmp_path: Path) -> None:
@@ -353,8 +353,8 @@ def test_headline_of_a_sweep_has_10_cases_across_its_sizes(tmp_path: Path) -> No
     across = [entry.case.name for entry in Plan(OPS, plain, Selection("f", ops=("rmsnorm_bwd",))).headline()]
     assert across == [f"{name}-{size}" for name, size in zip("aaaaabbbbb", (1, 3, 5, 8, 10) * 2, strict=True)]
     named = read(tmp_path, f"{HEAD}{bench}headline: {{op: rmsnorm_fwd, case: b-1*, quant: fp8_t}}\n")
-    found = Plan(OPS, named, Selection("f")).headline()
-    assert [(entry.op, entry.case.name, entry.case.quant) for entry in found] == [
+    headline = Plan(OPS, named, Selection("f")).headline()
+    assert [(entry.op, entry.case.name, entry.case.quant) for entry in headline] == [
         ("rmsnorm_fwd", f"b-{size}", "fp8_t") for size in (1, 10, 11, 12)
     ]
     assert len(Plan(OPS, named, Selection("f", ops=("rmsnorm_bwd",))).headline()) == 10

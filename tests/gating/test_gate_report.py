@@ -153,10 +153,10 @@ def test_gate_junit_is_valid_under_the_schemas_of_ant_and_jenkins() -> None:
 def test_gate_reports_in_every_format_count_no_note_as_a_row() -> None:
     old, new = [record(), record(variant="eager", role="peer")], [record(), record(150.0, variant="eager", role="peer")]
     answer = gate(old, new, 0.03)
-    said = f"peer eager: 1 slower; most: +50.0% in {LABEL}"
-    assert gate_text(answer, 200).splitlines()[0] == f"note: {said}"
-    assert gate_markdown(answer).endswith(f"Note: {said}\n")
-    assert gate_annotations(answer).splitlines()[1] == f"::notice title=kerneltune gate::{said.replace('%', '%25')}"
+    note = f"peer eager: 1 slower; most: +50.0% in {LABEL}"
+    assert gate_text(answer, 200).splitlines()[0] == f"note: {note}"
+    assert gate_markdown(answer).endswith(f"Note: {note}\n")
+    assert gate_annotations(answer).splitlines()[1] == f"::notice title=kerneltune gate::{note.replace('%', '%25')}"
     suite = parsed(answer)
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "0", "0")
     assert (suite.findtext("system-out") or "").startswith(f"note: {LABEL} eager: 100 → 150 µs")
@@ -221,13 +221,13 @@ def test_gate_text_of_rows_that_the_baseline_lacks_is_a_note() -> None:
 def test_gate_reports_in_every_format_have_the_note() -> None:
     verdict = gate([record(unit="a")], [record(unit="b")], 0.03)
     note = "another NVIDIA H200: rows may differ by up to about 5.5 %"
-    said = "gate: pass: no row is slower (1 row compared, 0 faster)"
-    assert gate_text(verdict, 80) == f"note: {note}\n{said}\n"
-    assert gate_markdown(verdict) == f"**{said}**\n\nNote: {note}\n"
+    summary = "gate: pass: no row is slower (1 row compared, 0 faster)"
+    assert gate_text(verdict, 80) == f"note: {note}\n{summary}\n"
+    assert gate_markdown(verdict) == f"**{summary}**\n\nNote: {note}\n"
     suite = parsed(verdict)
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "0", "0")
     assert suite.findtext("system-out") == f"note: {note}"
     assert gate_annotations(verdict).splitlines() == [
-        f"::notice title=kerneltune gate::{said}",
+        f"::notice title=kerneltune gate::{summary}",
         f"::notice title=kerneltune gate::{note.replace('%', '%25')}",
     ]

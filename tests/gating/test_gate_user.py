@@ -21,13 +21,13 @@ def rows_of(family: str) -> Rows:
 def measured_again(rows: Rows, slowdown: Callable[[dict[str, Any]], float] = lambda _row: 0.0) -> Rows:
     """Return the rows as another commit measures them: with noise of 0.3 % and a slowdown."""
     noise = random.Random(0)
-    found = []
+    again = []
     for row in rows:
         factor = (1 + slowdown(row)) * (1 + noise.gauss(0, 0.003))
         timed = {name: row[name] * factor for name in TIMES if row.get(name)}
         samples = [[us * factor for us in process] for process in row["samples_us"]]
-        found.append({**row, **timed, "samples_us": samples, "date": "2026-11-26T09:00:00+00:00", "commit": "b" * 40})
-    return found
+        again.append({**row, **timed, "samples_us": samples, "date": "2026-11-26T09:00:00+00:00", "commit": "b" * 40})
+    return again
 
 
 BASE = rows_of("fp8_rowwise")

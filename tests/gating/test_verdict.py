@@ -141,8 +141,8 @@ def test_gate_new_option_at_its_default_is_the_same_row() -> None:
     new = [record(options={"pad": 0, "layout": "row"}), record(150.0, options={"pad": 0, "layout": "both"})]
     assert gate(old, new[:1], 0.03).exit_code == 0
     assert gate(old, new, 0.03).reason == "1 missing" or gate(old, new, 0.03).exit_code == 2
-    known = gate(old, new, 0.03, defaults=lambda op: {"layout": "row"} if op == "rmsnorm_fwd" else {})
-    assert (known.exit_code, known.compared) == (0, 1)
+    with_default = gate(old, new, 0.03, defaults=lambda op: {"layout": "row"} if op == "rmsnorm_fwd" else {})
+    assert (with_default.exit_code, with_default.compared) == (0, 1)
     assert gate(new, old, 0.03, defaults=lambda _op: {"layout": "row"}).reason == "1 missing"
 
 
@@ -431,11 +431,13 @@ def test_shifts_of_many_rows_equal_shift_of_each() -> None:
     ]
     together = shifts(sides)
     assert together[3] is None
-    for (old, new), found in zip(sides, together, strict=True):
+    for (old, new), shift_of_row in zip(sides, together, strict=True):
         (alone,) = shifts([(old, new)])
-        assert (alone is None) == (found is None)
-        if alone is not None and found is not None:
-            assert (found.log, found.error, found.freedom) == pytest.approx((alone.log, alone.error, alone.freedom))
+        assert (alone is None) == (shift_of_row is None)
+        if alone is not None and shift_of_row is not None:
+            assert (shift_of_row.log, shift_of_row.error, shift_of_row.freedom) == pytest.approx(
+                (alone.log, alone.error, alone.freedom)
+            )
 
 
 def test_gate_reason_of_an_ambiguous_row_has_both_ends_of_its_change() -> None:

@@ -28,8 +28,8 @@ KERNEL = Kernel("_k", 4, 40, 0, 1024)
 
 
 def rows(runs: Sequence[Run]) -> Survey:
-    found = [StaticRow(t.op.name, t.variant.name, case_text(t.case), t.policy, "sm_90", {}, (KERNEL,)) for t, _ in runs]
-    return Survey("3.7.1", tuple(found))
+    static_rows = [StaticRow(t.op.name, t.variant.name, case_text(t.case), t.policy, "sm_90", {}, (KERNEL,)) for t, _ in runs]
+    return Survey("3.7.1", tuple(static_rows))
 
 
 class Revision:
@@ -61,10 +61,10 @@ class Revision:
 
 @pytest.fixture
 def revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Revision:
-    made = Revision(tmp_path)
+    new_revision = Revision(tmp_path)
     for name in ("unpacked", "run_bound", "inspected"):
-        monkeypatch.setattr(of_revision, name, getattr(made, name))
-    return made
+        monkeypatch.setattr(of_revision, name, getattr(new_revision, name))
+    return new_revision
 
 
 def since(runs: Sequence[Run]) -> tuple[Survey, list[Run]]:

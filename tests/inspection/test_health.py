@@ -44,19 +44,19 @@ class FakeNvml:
 
 
 def lines(**changes: Any) -> dict[str, tuple[str, str]]:
-    return {what: (found, means) for what, found, means in gpu_lines(FakeNvml(**changes), object(), own_pid=7)}
+    return {what: (state, means) for what, state, means in gpu_lines(FakeNvml(**changes), object(), own_pid=7)}
 
 
 def test_health_of_a_gpu_in_order_explains_only_its_clock() -> None:
-    found = lines()
-    assert [what for what, (_, means) in found.items() if means] == ["SM clock"]
-    assert "NVML cannot say whether it is locked" in found["SM clock"][1]
-    assert found["other processes"] == ("none", "")
-    assert found["power limit"] == ("700 W of 700 W", "")
+    state = lines()
+    assert [what for what, (_, means) in state.items() if means] == ["SM clock"]
+    assert "NVML cannot say whether it is locked" in state["SM clock"][1]
+    assert state["other processes"] == ("none", "")
+    assert state["power limit"] == ("700 W of 700 W", "")
 
 
 @pytest.mark.parametrize(
-    ("what", "changes", "found", "means"),
+    ("what", "changes", "value", "means"),
     [
         ("application clocks", {"ApplicationsClock": 1500}, "SM 1500 MHz, default 1980", "do not compare"),
         ("power limit", {"EnforcedPowerLimit": 500_000}, "500 W of 700 W", "capped"),
@@ -76,9 +76,9 @@ def test_health_of_a_gpu_in_order_explains_only_its_clock() -> None:
         ),
     ],
 )
-def test_health_explains_each_value_out_of_order(what: str, changes: dict[str, Any], found: str, means: str) -> None:
+def test_health_explains_each_value_out_of_order(what: str, changes: dict[str, Any], value: str, means: str) -> None:
     state = lines(**changes)
-    assert state[what][0] == found
+    assert state[what][0] == value
     assert means in state[what][1]
     assert [name for name, (_, text) in state.items() if text] == sorted({"SM clock", what}, key=list(state).index)
 

@@ -146,9 +146,9 @@ def test_inspect_all_compiles_every_valid_config_and_lists_spills_and_failures(m
 
 
 def test_inspect_without_an_operator_compiles_nothing_unless_all_is_given(compiled: list[Any]) -> None:
-    said = refused("inspect", "--target", "sm_90")
+    error = refused("inspect", "--target", "sm_90")
     assert re.fullmatch(
-        r"error: op: missing: expected an operator, or --all to compile \d{4} configs of all operators for 1 target", said
+        r"error: op: missing: expected an operator, or --all to compile \d{4} configs of all operators for 1 target", error
     )
     assert compiled == []
     assert run("inspect", "--all", "--quant", "fp8_t", "--target", "sm_90").exit_code == 0
@@ -252,12 +252,12 @@ def test_static_gate_with_bad_arguments_fails_and_compiles_nothing(
 def test_static_gate_of_a_revision_outside_of_the_checkout_or_beside_plugins_fails(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "error: revision: 'HEAD': only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
+    message = "error: revision: 'HEAD': only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
     with monkeypatch.context() as patch:
         patch.setenv("KERNELTUNE_PLUGINS", "mine")
-        assert refused("gate", "HEAD", "--static").startswith(said)
+        assert refused("gate", "HEAD", "--static").startswith(message)
     monkeypatch.chdir(tmp_path)
-    assert refused("gate", "HEAD", "--static").startswith(said)
+    assert refused("gate", "HEAD", "--static").startswith(message)
     assert compiled == []
 
 
@@ -267,8 +267,8 @@ def test_inspect_of_an_entry_of_an_unknown_variant_fails(compiled: list[Any], tm
     path = tmp_path / "nvidia_h200" / "rmsnorm_bwd.json"
     path.parent.mkdir()
     path.write_text(json.dumps({"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": [entry]}))
-    said = refused("inspect", "rmsnorm_bwd", "--configs", tmp_path)
-    assert said.startswith(f"error: {path}: c: rmsnorm_bwd: variant: 'fast': expected one of ")
+    error = refused("inspect", "rmsnorm_bwd", "--configs", tmp_path)
+    assert error.startswith(f"error: {path}: c: rmsnorm_bwd: variant: 'fast': expected one of ")
 
 
 def test_unpacked_of_an_unknown_revision_raises() -> None:
@@ -399,8 +399,8 @@ def test_profile_prints_values_of_a_beside_b(monkeypatch: pytest.MonkeyPatch) ->
         lines = [
             ncu.ConflictLine("kernels.py:241", "words = tl.trans(q)", 12288),
         ]
-        found = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
-        return [found], lines if len(commands) == 1 else []
+        profiled = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
+        return [profiled], lines if len(commands) == 1 else []
 
     monkeypatch.setattr(profile, "find_ncu", lambda: Path("/ncu"))
     monkeypatch.setattr(profile, "profile", fake)
@@ -419,26 +419,26 @@ def test_profile_prints_values_of_a_beside_b(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_survey_of_many_configs_first_prints_the_number_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    notes: list[str] = []
 
     class Noted(Progress):
         def stage(self, name: str, total: int, kept: int = 0, work: int = 0) -> None:
-            said.append(f"{name} {total}")
+            notes.append(f"{name} {total}")
 
         def note(self, text: str) -> None:
-            said.append(text)
+            notes.append(text)
 
     monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((KERNEL,), 1.0)] * len(jobs))
     op = ops.load()["rmsnorm_fwd"]
     variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
     runs = [Run(Task(op, case, variant), config) for config in itertools.islice(variant.configs(case), 30)]
     survey.survey(runs, ["sm_90", "sm_100"], 2, Noted())
-    first, stage = said
+    first, stage = notes
     assert re.fullmatch(r"60 compilations, 30 configs for 2 targets: about \d+ s on 2 cores, less what Triton has cached", first)
     assert stage == "compile 60"
-    said.clear()
+    notes.clear()
     survey.survey(runs[:3], ["sm_90"], 2, Noted())
-    assert said == ["compile 3"]
+    assert notes == ["compile 3"]
 
 
 def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:

@@ -74,9 +74,9 @@ def test_parse_source_without_lines_gives_instructions() -> None:
 
 
 def test_why_refused_names_the_missing_permission() -> None:
-    said = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n"
-    assert "CAP_SYS_ADMIN" in why_refused(said)
-    assert "\n" not in why_refused(said)
+    output = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n"
+    assert "CAP_SYS_ADMIN" in why_refused(output)
+    assert "\n" not in why_refused(output)
     assert why_refused("==ERROR== Profiling is not supported on device 0.").startswith("ncu does not support this GPU")
     assert why_refused("==PROF== Disconnected") == ""
 

@@ -20,9 +20,9 @@ def row(*kernels: Kernel, **changes: Any) -> StaticRow:
 def test_load_after_save_returns_the_same_survey(tmp_path: Path) -> None:
     survey = Survey("3.7.1", (row(KERNEL, KERNEL), row(error="x", target="gfx942", config={"split": True})))
     save(tmp_path / "a.json", survey)
-    found = load(tmp_path / "a.json")
-    assert found.triton == "3.7.1"
-    assert sorted(found.rows, key=lambda r: r.target) == sorted(survey.rows, key=lambda r: r.target)
+    loaded = load(tmp_path / "a.json")
+    assert loaded.triton == "3.7.1"
+    assert sorted(loaded.rows, key=lambda r: r.target) == sorted(survey.rows, key=lambda r: r.target)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 

@@ -22,9 +22,9 @@ def fault(launch: Callable[[], object]) -> str:
         with strict():
             launch()
     except Exception as error:
-        if (found := fault_of(error)) is None:
+        if (text := fault_of(error)) is None:
             raise
-        return str(found)
+        return str(text)
     return ""
 
 
@@ -70,10 +70,10 @@ def _overlapping(y_ptr, STEP: tl.constexpr, VALUE: tl.constexpr):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stores_of_different_values_by_two_programs_are_a_fault_with_both_lines(dtype: torch.dtype) -> None:
     y = torch.empty(32, dtype=dtype)
-    found = fault(lambda: _overlapping[(3,)](y, 3, "program"))
-    assert found.startswith("two programs store different values to y_ptr: element 3 of 32 "), found
-    assert "program (0, 0, 0), test_bounds.py:" in found
-    assert "; program (1, 0, 0), test_bounds.py:" in found
+    text = fault(lambda: _overlapping[(3,)](y, 3, "program"))
+    assert text.startswith("two programs store different values to y_ptr: element 3 of 32 "), text
+    assert "program (0, 0, 0), test_bounds.py:" in text
+    assert "; program (1, 0, 0), test_bounds.py:" in text
 
 
 def test_stores_of_one_value_by_two_programs_are_no_fault() -> None:
@@ -99,9 +99,9 @@ def _phases(x_ptr, part_ptr, y_ptr, ORDER: tl.constexpr):
 
 @pytest.mark.parametrize("order", ["none", "relaxed", "counter before store"])
 def test_load_of_another_programs_store_without_an_order_is_a_fault(order: str) -> None:
-    found = fault(lambda: _phases[(4,)](torch.ones(4), torch.empty(4), torch.zeros(2), order))
-    assert found.startswith("two programs store and load without an order of part_ptr: element "), found
-    assert "program (3, 0, 0), test_bounds.py:" in found
+    text = fault(lambda: _phases[(4,)](torch.ones(4), torch.empty(4), torch.zeros(2), order))
+    assert text.startswith("two programs store and load without an order of part_ptr: element "), text
+    assert "program (3, 0, 0), test_bounds.py:" in text
 
 
 def test_load_behind_an_acquiring_atomic_of_the_last_arriver_is_no_fault() -> None:
@@ -133,8 +133,8 @@ def _neighbour(x_ptr, SELF: tl.constexpr):
 
 def test_in_place_kernel_that_reads_elements_of_another_program_is_a_fault() -> None:
     assert fault(lambda: _neighbour[(4,)](torch.zeros(5), True)) == ""
-    found = fault(lambda: _neighbour[(4,)](torch.zeros(5), False))
-    assert found.startswith("two programs load and store without an order of x_ptr: element 1 of 5 float32: program (0, 0, 0)")
+    text = fault(lambda: _neighbour[(4,)](torch.zeros(5), False))
+    assert text.startswith("two programs load and store without an order of x_ptr: element 1 of 5 float32: program (0, 0, 0)")
 
 
 @triton.jit
@@ -146,8 +146,8 @@ def _amax_then_use(x_ptr, top_ptr, y_ptr):
 
 
 def test_load_of_an_atomic_maximum_in_the_same_launch_is_a_fault() -> None:
-    found = fault(lambda: _amax_then_use[(4,)](torch.arange(4.0) + 1, torch.zeros(1), torch.empty(4)))
-    assert found.startswith("two programs load and atomic without an order of top_ptr: element 0 of 1 float32"), found
+    text = fault(lambda: _amax_then_use[(4,)](torch.arange(4.0) + 1, torch.zeros(1), torch.empty(4)))
+    assert text.startswith("two programs load and atomic without an order of top_ptr: element 0 of 1 float32"), text
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def test_stores_of_bytes_of_one_word_by_several_programs_are_no_fault() -> None:
 
 
 def test_unknown_keyword_of_a_launch_is_a_fault_with_the_nearest_keyword() -> None:
-    found = fault(lambda: _copy_tail[(1,)](torch.ones(4), torch.empty(4), 4, 4, num_stage=3))
-    assert found == "_copy_tail: 'num_stage': no parameter of the kernel and no option of a launch; did you mean num_stages?"
+    text = fault(lambda: _copy_tail[(1,)](torch.ones(4), torch.empty(4), 4, 4, num_stage=3))
+    assert text == "_copy_tail: 'num_stage': no parameter of the kernel and no option of a launch; did you mean num_stages?"
     options = {"num_warps": 4, "num_stages": 2, "maxnreg": 64, "enable_fp_fusion": False, "num_ctas": 1}
     assert fault(lambda: _copy_tail[(1,)](torch.ones(4), torch.empty(4), 4, BLOCK=4, **options)) == ""
 
@@ -197,8 +197,8 @@ def test_integer_operation_overflows_only_beyond_the_last_value_of_its_type(
     assert fault(lambda: _computed[(1,)](torch.tensor([1, within]).to(dtype), b, y, operation)) == ""
     exact = {"add": within + by, "sub": within - by, "mul": within * by}
     assert y[1].item() == exact[operation]
-    found = fault(lambda: _computed[(1,)](torch.tensor([1, last]).to(dtype), b, y, operation))
-    assert found.startswith(f"int{8 * dtype.itemsize} overflow detected for operation {operation}, test_bounds.py:")
+    text = fault(lambda: _computed[(1,)](torch.tensor([1, last]).to(dtype), b, y, operation))
+    assert text.startswith(f"int{8 * dtype.itemsize} overflow detected for operation {operation}, test_bounds.py:")
 
 
 @triton.jit
@@ -301,5 +301,5 @@ def _grid_of_arguments(y_ptr, N):
 
 def test_grid_that_is_computed_from_arguments_is_launched() -> None:
     y = torch.zeros(3)
-    assert fault(lambda: _grid_of_arguments[lambda given: (triton.cdiv(given["N"], 4),)](y, 11)) == ""
+    assert fault(lambda: _grid_of_arguments[lambda arguments: (triton.cdiv(arguments["N"], 4),)](y, 11)) == ""
     assert y.tolist() == [1.0, 1.0, 1.0]

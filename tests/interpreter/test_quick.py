@@ -36,12 +36,12 @@ def _operate(a_ptr, b_ptr, OPERATE: tl.constexpr):
 
 def answers(function: Callable[[Any, Any], Any], kind: torch.dtype) -> list[str]:
     """Return type and values, or the error, of a function of operands of each form."""
-    found: list[str] = []
+    lines: list[str] = []
 
     def operate(block: Any, scalar: Any, single: Any, pointer: Any, is_number: Any) -> None:
         offsets = block.to(tl.int64)
         row, column = block[None, :], block[:, None]
-        for left, right in (
+        for a, b in (
             (block, block), (block, scalar), (scalar, block), (scalar, scalar), (row, column), (block, offsets),
             (pointer, offsets), (offsets, pointer), (pointer + offsets, block.to(tl.int32)), (pointer + offsets, scalar),
             (pointer, block.to(tl.uint8)), (pointer + offsets, row), (pointer, 3),
@@ -52,17 +52,17 @@ def answers(function: Callable[[Any, Any], Any], kind: torch.dtype) -> list[str]
             (single.to(tl.int64), block), (offsets, single), (is_number(scalar), block),
         ):  # fmt: skip
             try:
-                result = function(left, right)
+                result = function(a, b)
                 handle = result.handle
                 data = handle.data - pointer.handle.data if result.dtype.is_ptr() else handle.data
-                found.append(f"{result.type} {result.shape} {handle.dtype} {handle.data.dtype} {data.shape} {data}")
+                lines.append(f"{result.type} {result.shape} {handle.dtype} {handle.data.dtype} {data.shape} {data}")
             except Exception as error:
-                found.append(f"{type(error).__name__}: {error}")
+                lines.append(f"{type(error).__name__}: {error}")
 
     a, b = torch.tensor([0, 1, 100, 127]).to(kind), torch.tensor([2]).to(kind)
     with corrected():
         _operate[(1,)](a, b, operate)
-    return found
+    return lines
 
 
 def all_answers(is_checked: bool) -> dict[str, list[str]]:

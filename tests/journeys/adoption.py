@@ -38,12 +38,12 @@ def serve(place: Place, *program: str | Path, miss: str = "error") -> list[dict[
     done = place.kerneltune(
         "serve", "--configs", "cap", "--miss", miss, "--", sys.executable, *program, env={"TRITON_CACHE_DIR": str(cache)}
     )
-    found = json_lines(done.stdout)
-    require(bool(found), "the program printed no line")
-    for row in found:
+    rows = json_lines(done.stdout)
+    require(bool(rows), "the program printed no line")
+    for row in rows:
         require(row["timed"] == 0, f"{row['timed']} timings at run time")
         require(row["served"] is not None, "nothing was served")
-    return found
+    return rows
 
 
 @journey(limit_s=180)

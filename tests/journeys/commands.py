@@ -54,8 +54,8 @@ def _beside_records(place: Place, rows: list[dict[str, object]]) -> None:
     def key(row: dict[str, object]) -> tuple[object, ...]:
         return row["op"], row["variant"], row["dtype"], row["quant"], str(row["axes"]), str(row.get("options")), row["policy"]
 
-    known = {key(row): row["time_us"] for row in place.rows(shipped) if row["status"] == "passed"}
-    ratios = [float(str(row["time_us"])) / float(str(known[key(row)])) for row in rows if key(row) in known]
+    recorded = {key(row): row["time_us"] for row in place.rows(shipped) if row["status"] == "passed"}
+    ratios = [float(str(row["time_us"])) / float(str(recorded[key(row)])) for row in rows if key(row) in recorded]
     require(len(ratios) >= 9, f"{len(ratios)} rows are recorded, expected 9")
     middle = statistics.median(ratios)
     place.remarks.append(f"{middle:.2f}x the recorded time, median of {len(ratios)} rows")
@@ -124,10 +124,10 @@ def compare_run(place: Place) -> None:
     lines = out.strip().splitlines()
     require(len(lines) >= 2, "no row")
     text = place.kerneltune("compare", "baseline", "optimized", "--run", *chosen, env=SHIPPED).stdout
-    found = re.search(r"B is ([0-9.]+)x as fast as A", " ".join(text.split()))
-    require(found is not None, "no summary")
-    assert found is not None
-    require(float(found[1]) > 1.2, f"the kernel is {found[1]}x as fast as torch's own operations")
+    matched = re.search(r"B is ([0-9.]+)x as fast as A", " ".join(text.split()))
+    require(matched is not None, "no summary")
+    assert matched is not None
+    require(float(matched[1]) > 1.2, f"the kernel is {matched[1]}x as fast as torch's own operations")
 
 
 @journey(limit_s=240, alone=True)

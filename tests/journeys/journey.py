@@ -170,9 +170,9 @@ class Place:
             JourneyError: there are none.
         """
         require(file.is_file(), f"{file}: no such file")
-        found = [json.loads(line) for line in file.read_text().splitlines()]
-        require(bool(found), f"{file}: no records")
-        return found
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        require(bool(rows), f"{file}: no records")
+        return rows
 
 
 KERNELTUNE = [sys.executable, "-m", "kerneltune"]
@@ -189,7 +189,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def inside(journey: Journey, said: Path) -> int:
+def inside(journey: Journey, verdict_file: Path) -> int:
     """Run a journey in this process, and write its end."""
     place = Place(Path.cwd(), json.loads(os.environ["JOURNEY_GPU"]))
     try:
@@ -200,5 +200,5 @@ def inside(journey: Journey, said: Path) -> int:
     except Exception as error:
         traceback.print_exc()
         passed, reason = FAILED, str(error) or type(error).__name__
-    said.write_text(json.dumps({"passed": passed, "reason": reason}))
+    verdict_file.write_text(json.dumps({"passed": passed, "reason": reason}))
     return 0

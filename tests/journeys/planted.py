@@ -180,26 +180,26 @@ def find(plant: Plant, out: Path, gpu: Mapping[str, str]) -> Found:
 
 def main(names: Sequence[str]) -> int:
     """Plant the regressions of these names, all without a name."""
-    known = {plant.name: plant for plant in PLANTS}
+    plants = {plant.name: plant for plant in PLANTS}
     for name in names:
-        if name not in known:
-            raise ValueError(f"{name!r}: expected one of {', '.join(known)}")
+        if name not in plants:
+            raise ValueError(f"{name!r}: expected one of {', '.join(plants)}")
     gpu = gpu_here()
     if gpu["slug"] == "interpreter":
         raise ValueError("no NVIDIA GPU that torch can use: journeys run on one")
     out = Path(os.environ.get("GPU_OUT") or ROOT / "results" / "runs" / "gpu").resolve() / "planted"
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [known[name] for name in names or known]
+    chosen = [plants[name] for name in names or plants]
     chosen.sort(key=lambda plant: plant.journey not in ("sweep_quick", "tune_two", "adopt_script"))  # the longest first
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = []
+        results = []
         for one in pool.map(lambda plant: find(plant, out, gpu), chosen):
-            found.append(one)
+            results.append(one)
             print(line(one), flush=True)
-    text = "\n".join(map(line, found)) + f"\n{sum(one.was_found for one in found)} of {len(found)} found\n"
+    text = "\n".join(map(line, results)) + f"\n{sum(one.was_found for one in results)} of {len(results)} found\n"
     (out / "table.txt").write_text(text)
     print(text.splitlines()[-1])
-    return int(not all(one.was_found for one in found))
+    return int(not all(one.was_found for one in results))
 
 
 def line(one: Found) -> str:

@@ -66,44 +66,44 @@ def save_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mappin
     }
     encoded = msgspec.json.encode(Proof(schema=SCHEMA, gpu=gpu, journeys=journeys, code=lines))
     text = msgspec.json.format(encoded, indent=1).decode()
-    replace_text(path, NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
+    replace_text(path, NUMBERS.sub(lambda matched: " ".join(matched[0].split()), text) + "\n")
 
 
-def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]], known: Sequence[str]) -> None:
+def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]], names: Sequence[str]) -> None:
     """Put runs into the proof of a file; runs of journeys that are not known any more go, a damaged proof is replaced."""
     kept: dict[str, tuple[JourneyRun, Mapping[str, str]]] = {}
     if path.is_file():
         try:
             proof = load_proof(path)
-            kept = {name: (run, code_of(proof, name)) for name, run in proof.journeys.items() if name in known}
+            kept = {name: (run, code_of(proof, name)) for name, run in proof.journeys.items() if name in names}
         except ValueError:
             pass
     path.parent.mkdir(parents=True, exist_ok=True)
     save_proof(path, gpu, kept | dict(runs))
 
 
-def state_line(proof: Proof, known: Sequence[str]) -> str:
+def state_line(proof: Proof, journeys: Sequence[str]) -> str:
     """Return a sentence that counts the journeys that have passed on a GPU with the present code."""
-    open_ones = dict(unproven(proof, known))
-    names = dict.fromkeys((*known, *proof.journeys))
+    open_ones = dict(unproven(proof, journeys))
+    names = dict.fromkeys((*journeys, *proof.journeys))
     last = max(proof.journeys.values(), key=lambda run: run.date, default=None)
     when = f" (last run {last.date[:10]} at {last.commit})" if last else ""
     passed = len(names) - len(open_ones)
     return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed on {proof.gpu} with the present code{when}"
 
 
-def show(known: Sequence[str], is_written: bool) -> int:
+def show(names: Sequence[str], is_written: bool) -> int:
     """List the journeys that have not passed with the present code; is_written: also write the state into the documents."""
     states = []
     for path in proof_files():
         try:
-            found = load_proof(path)
+            proof = load_proof(path)
         except ValueError as error:
             print(error)
             continue
-        states.append(state_line(found, known))
+        states.append(state_line(proof, names))
         print(states[-1])
-        for name, why in unproven(found, known):
+        for name, why in unproven(proof, names):
             print(f"  {name}: {why}")
     if not states:
         states.append("no journey of `make gpu` has run with the present code")
@@ -117,7 +117,7 @@ def _write(path: Path, states: Sequence[str]) -> None:
     """Put the state between the two marks of a document; a document without marks stays."""
     text = path.read_text(encoding="utf-8")
     lines = "".join(f"- {state[0].upper()}{state[1:]}.\n" for state in states)
-    changed = BLOCK.sub(lambda found: found[1] + lines + found[2], text)
+    changed = BLOCK.sub(lambda matched: matched[1] + lines + matched[2], text)
     if changed != text:
         path.write_text(changed, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

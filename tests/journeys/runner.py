@@ -47,9 +47,9 @@ class Ending:
 
 def gpu_here() -> dict[str, str]:
     """Return facts about the GPU and the source, by a process that leaves nothing on the GPU."""
-    if told := os.environ.get(GPU_HERE):
-        known: dict[str, str] = json.loads(told)
-        return known
+    if text := os.environ.get(GPU_HERE):
+        facts: dict[str, str] = json.loads(text)
+        return facts
     code = (
         "import json, platform, torch; from kerneltune import device as d; c = d.current(); d.select_backend(); "
         "from kerneltune.processes import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
@@ -59,8 +59,8 @@ def gpu_here() -> dict[str, str]:
     done = subprocess.run([sys.executable, "-c", code], env=_environment({}), capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"the GPU cannot be asked: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}")
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    facts: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return facts
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -156,7 +156,7 @@ class Runner:
     def _in_folder(self, journey: Journey, folder: Path, gpu: str) -> Ending:
         for name in ("home", "tmp", "place", "configs"):
             (folder / name).mkdir()
-        mark, said, modules = uuid.uuid4().hex, folder / "said.json", folder / "modules.txt"
+        mark, verdict_file, modules = uuid.uuid4().hex, folder / "said.json", folder / "modules.txt"
         environment = _environment({}) | {
             _MARK: mark,
             "JOURNEY_MODULES": str(modules),
@@ -171,7 +171,7 @@ class Runner:
             "PYTHONUNBUFFERED": "1",
             **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
         }
-        command = [*self._command, "--inside", journey.name, "--said", str(said)]
+        command = [*self._command, "--inside", journey.name, "--said", str(verdict_file)]
         output = self.out / f"{journey.name}.txt"
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -180,15 +180,15 @@ class Runner:
             )  # fmt: skip
             late = self._wait(process, journey.limit_s)
             end_marked(process, mark)
-        found = sorted(set(modules.read_text().split())) if modules.is_file() else []
+        module_names = sorted(set(modules.read_text().split())) if modules.is_file() else []
         if late:
-            return self._failed(journey, late, folder, found)
-        if process.returncode or not said.is_file():
-            return self._failed(journey, _last_line(output) or f"exit code {process.returncode}", folder, found)
-        told = json.loads(said.read_text())
-        if told["passed"] == FAILED:
-            return self._failed(journey, told["reason"], folder, found)
-        return Ending(journey.name, told["passed"], reason=told["reason"], modules=found)
+            return self._failed(journey, late, folder, module_names)
+        if process.returncode or not verdict_file.is_file():
+            return self._failed(journey, _last_line(output) or f"exit code {process.returncode}", folder, module_names)
+        verdict = json.loads(verdict_file.read_text())
+        if verdict["passed"] == FAILED:
+            return self._failed(journey, verdict["reason"], folder, module_names)
+        return Ending(journey.name, verdict["passed"], reason=verdict["reason"], modules=module_names)
 
     def _wait(self, process: "subprocess.Popen[bytes]", limit_s: float) -> str:
         """Wait for the end; return the reason for ending the process, empty for a process that ended by itself."""
@@ -213,23 +213,23 @@ class Runner:
 def _left_out(folder: str, names: list[str]) -> set[str]:
     """Return the entries of a folder that are not kept of a failed journey."""
     caches = {"triton", "home", "tmp", "inductor", "__pycache__", "triton-cache"}
-    found = {name for name in names if name in caches or name.startswith("served-")}
+    folders = {name for name in names if name in caches or name.startswith("served-")}
     for name in names:
         path = Path(folder, name)
         if path.is_file() and path.stat().st_size > _KEPT_BYTES:
-            found.add(name)
-    return found
+            folders.add(name)
+    return folders
 
 
 def end_marked(process: "subprocess.Popen[bytes]", mark: str) -> None:
     """End a journey and whatever it has started, in other sessions as well: by a mark in their environment."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        left = _marked(mark)
+        remaining = _marked(mark)
         if process.poll() is None:
-            left.add(process.pid)
-        if not left:
+            remaining.add(process.pid)
+        if not remaining:
             return
-        for pid in left:
+        for pid in remaining:
             with suppress(OSError):
                 os.kill(pid, number)
         until = time.monotonic() + _GRACE_S
@@ -240,12 +240,12 @@ def end_marked(process: "subprocess.Popen[bytes]", mark: str) -> None:
 
 def _marked(mark: str) -> set[int]:
     """Return the processes that have a mark in their environment."""
-    found, wanted = set(), f"{_MARK}={mark}".encode()
+    pids, wanted = set(), f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has just ended, or is another user's
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.add(int(folder.name))
-    return found
+                pids.add(int(folder.name))
+    return pids
 
 
 def _last_line(output: Path) -> str:

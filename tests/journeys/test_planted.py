@@ -30,8 +30,8 @@ def test_planted_regression_fails_its_journey_and_leaves_the_sources(tmp_path: P
     broken = Plant(
         "broken", "kerneltune/cli/doctor.py", 'yield "python"', 'raise ValueError("planted"); yield "python"', "doctor"
     )
-    found = find(broken, tmp_path, gpu_here())
-    assert (found.was_found, found.said.splitlines()[0]) == (True, "no: exit code 2, expected 0")
+    result = find(broken, tmp_path, gpu_here())
+    assert (result.was_found, result.said.splitlines()[0]) == (True, "no: exit code 2, expected 0")
     assert "error: planted" in (tmp_path / "broken" / "doctor.txt").read_text()
     assert file.read_bytes() == before
 

@@ -29,9 +29,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     proof.digest_of.cache_clear()
 
 
-def write(path: Path, known: list[str], **runs: JourneyRun) -> None:
+def write(path: Path, names: list[str], **runs: JourneyRun) -> None:
     code = digests(["kerneltune.a", "kerneltune.b", "kerneltune.gone"])
-    merge_proof(path, "NVIDIA H200", {name: (one, code) for name, one in runs.items()}, known)
+    merge_proof(path, "NVIDIA H200", {name: (one, code) for name, one in runs.items()}, names)
 
 
 def test_comments_and_docstrings_change_no_digest_but_code_does(package: Path) -> None:
@@ -66,19 +66,19 @@ def test_digest_is_the_same_under_every_python(package: Path) -> None:
 
 
 def test_journeys_that_changed_failed_or_never_ran_are_listed(package: Path, tmp_path: Path) -> None:
-    path, known = tmp_path / "nvidia_h200" / "proof.json", ["fine", "broken", "new"]
-    write(path, known, fine=run(), broken=run(passed=False))
-    found = load_proof(path)
-    assert dict(unproven(found, known)) == {
+    path, names = tmp_path / "nvidia_h200" / "proof.json", ["fine", "broken", "new"]
+    write(path, names, fine=run(), broken=run(passed=False))
+    proof_of = load_proof(path)
+    assert dict(unproven(proof_of, names)) == {
         "broken": "failed at 4010a35, 2026-11-25",
         "new": "has not run on NVIDIA H200",
     }
-    assert state_line(found, known) == (
+    assert state_line(proof_of, names) == (
         "1 of 3 journeys of `make gpu` passed on NVIDIA H200 with the present code (last run 2026-11-25 at 4010a35)"
     )
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()
-    assert dict(unproven(found))["fine"] == "passed at 4010a35, 2026-11-25; changed since: b"
+    assert dict(unproven(proof_of))["fine"] == "passed at 4010a35, 2026-11-25; changed since: b"
 
 
 def test_later_run_replaces_its_journey_and_keeps_the_others(package: Path, tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_later_run_replaces_its_journey_and_keeps_the_others(package: Path, tmp_
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()
     write(path, ["one", "two"], two=run(commit="5000000"))
-    found = load_proof(path)
-    assert {name: one.commit for name, one in found.journeys.items()} == {"one": "4010a35", "two": "5000000"}
-    assert dict(unproven(found)) == {"one": "passed at 4010a35, 2026-11-25; changed since: b"}
+    merged = load_proof(path)
+    assert {name: one.commit for name, one in merged.journeys.items()} == {"one": "4010a35", "two": "5000000"}
+    assert dict(unproven(merged)) == {"one": "passed at 4010a35, 2026-11-25; changed since: b"}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"schema": 9}, "schema: 9: expected 1"),
         ({"journeys": 3}, "journeys: 3: expected object"),
@@ -105,18 +105,18 @@ def test_later_run_replaces_its_journey_and_keeps_the_others(package: Path, tmp_
     ],
 )
 def test_damaged_proof_warns_in_one_line_and_is_replaced(
-    package: Path, tmp_path: Path, change: dict[str, object] | None, said: str
+    package: Path, tmp_path: Path, change: dict[str, object] | None, message: str
 ) -> None:
     path = tmp_path / "nvidia_h200" / "proof.json"
     write(path, ["one"], one=run())
     stored = json.loads(path.read_text())
-    if said.startswith("code[0]"):
+    if message.startswith("code[0]"):
         stored["journeys"]["one"]["code"] = []
     path.write_text("{" if change is None else json.dumps(stored | change))
     with pytest.raises(ValueError) as caught:
         load_proof(path)
     assert str(caught.value).startswith(f"{path}: ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).endswith(": treated as no proof")
     write(path, ["two"], two=run())
     assert list(load_proof(path).journeys) == ["two"]
@@ -135,8 +135,8 @@ def test_doctor_lists_journeys_without_proof(package: Path, tmp_path: Path, monk
     assert lines[1][:2] == ("journeys", "no proof")
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()
-    said = "`make proof` says why not one, two"
-    assert next(doctor.journey_lines()) == ("journeys", "0 of 2 passed with this code on NVIDIA H200", said)
+    hint = "`make proof` says why not one, two"
+    assert next(doctor.journey_lines()) == ("journeys", "0 of 2 passed with this code on NVIDIA H200", hint)
     (tmp_path / "nvidia_h200" / "proof.json").unlink()
     (tmp_path / "nvidia_z" / "proof.json").unlink()
     assert [line[1] for line in doctor.journey_lines()] == ["no proof"]

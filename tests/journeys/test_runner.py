@@ -24,8 +24,8 @@ def start(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def summary(tmp_path: Path) -> dict[str, dict[str, object]]:
-    found = json.loads((tmp_path / "out" / "summary.json").read_text())
-    return {one["name"]: one for one in found["journeys"]}
+    content = json.loads((tmp_path / "out" / "summary.json").read_text())
+    return {one["name"]: one for one in content["journeys"]}
 
 
 def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_rowwise_and_tensorwise_compare_scales_and_values(pow2: bool) -> None:
 def test_close_compares_64_bit_integers_exactly() -> None:
     want = torch.tensor([1 << 60, 5])
     assert same_bits("y", want, want.clone()) == close("y", want, want.clone(), 0.0, 0.0) == []
-    for found in (same_bits("y", want + 1, want), close("y", want + 1, want, 1e-2, 0.0)):
-        assert found == [f"y: 2 of 2 wrong, first at (0,): {(1 << 60) + 1}, expected {1 << 60}"]
+    for lines in (same_bits("y", want + 1, want), close("y", want + 1, want, 1e-2, 0.0)):
+        assert lines == [f"y: 2 of 2 wrong, first at (0,): {(1 << 60) + 1}, expected {1 << 60}"]
 
 
 def test_all_same_bits_names_each_wrong_output() -> None:

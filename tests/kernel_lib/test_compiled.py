@@ -29,10 +29,10 @@ def test_torch_run_passes_inputs_by_name_and_names_results(mode: str) -> None:
     run = pickle.loads(pickle.dumps(torch_run(scaled_and_shifted, "x shift", "scaled shifted", "by")))
     x = torch.arange(3.0)
     for shift, want in ((None, x), (torch.ones(3), x + 1)):
-        found = run(mode, {"x": x, "shift": shift, "by": 2.0, "unused": 1}, None)
-        assert list(found) == ["scaled", "shifted"]
-        assert torch.equal(found["scaled"], x * 2)
-        assert torch.equal(found["shifted"], want)
+        results = run(mode, {"x": x, "shift": shift, "by": 2.0, "unused": 1}, None)
+        assert list(results) == ["scaled", "shifted"]
+        assert torch.equal(results["scaled"], x * 2)
+        assert torch.equal(results["shifted"], want)
 
 
 def test_torch_run_with_fewer_results_than_names_raises() -> None:

@@ -139,7 +139,7 @@ def test_pool_lends_memory_to_one_caller_at_a_time(order: tuple[str, ...]) -> No
     pool = pool_of_words()
     stacks: dict[str, ExitStack] = {}
     lent: dict[str, int] = {}
-    most, made = 0, set()
+    most, addresses = 0, set()
     for caller in order:
         if caller in lent:
             stacks[caller].close()
@@ -149,18 +149,18 @@ def test_pool_lends_memory_to_one_caller_at_a_time(order: tuple[str, ...]) -> No
         address = stacks[caller].enter_context(pool.lend()).data_ptr()
         assert address not in lent.values()
         lent[caller] = address
-        made.add(address)
+        addresses.add(address)
         most = max(most, len(lent))
-    assert len(made) == most, "no more memory than callers at once"
+    assert len(addresses) == most, "no more memory than callers at once"
 
 
 def test_pool_lends_the_same_memory_to_successive_callers() -> None:
     pool = pool_of_words()
-    found = set()
+    addresses = set()
     for _ in range(5):
         with pool.lend() as memory:
-            found.add(memory.data_ptr())
-    assert len(found) == 1
+            addresses.add(memory.data_ptr())
+    assert len(addresses) == 1
 
 
 def test_pool_lends_memory_of_a_failed_operation_to_nobody() -> None:

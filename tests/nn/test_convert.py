@@ -159,8 +159,8 @@ def test_converted_weights_of_any_shape_give_the_grouped_product(weights: Callab
     convert_to_fp8_training(module)
     got, dy = module(x, offs), torch.randn_like(want)
     assert torch.equal(got, want)
-    for found, expected in zip(*(torch.autograd.grad(y, (x, module.weight), dy) for y in (got, want)), strict=True):
-        assert torch.equal(found, expected)
+    for gradient, expected in zip(*(torch.autograd.grad(y, (x, module.weight), dy) for y in (got, want)), strict=True):
+        assert torch.equal(gradient, expected)
 
 
 def test_converted_module_multiplies_by_public_grouped_mm_in_fp8() -> None:
@@ -276,9 +276,9 @@ def embed(layer: nn.Module, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor
 
 def test_convert_skips_a_module_without_a_product_with_a_reason() -> None:
     model = nn.ModuleDict({"positions": Single(embed), "experts": Experts()})
-    found = convert_to_fp8_training(model)
-    assert found == ["experts"]
-    assert "positions: the code of Single.forward makes no grouped or batched product" in str(found)
+    conversion = convert_to_fp8_training(model)
+    assert conversion == ["experts"]
+    assert "positions: the code of Single.forward makes no grouped or batched product" in str(conversion)
     assert model["positions"](*batch()).shape == (M, K)
     tables = nn.ModuleDict({"experts": Experts(), "table": Single(embed)})
     tables["table"].weight = nn.Parameter(torch.randn(E, 20, 36))

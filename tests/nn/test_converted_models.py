@@ -76,11 +76,11 @@ def assert_same(got: Step, want: Step) -> None:
 
 def num_graphs(model: Any) -> int:
     torch.compiler.reset()
-    made: list[Any] = []
-    models.compile_layers(model, backend=lambda graph, _: made.append(graph) or graph.forward)
+    graphs: list[Any] = []
+    models.compile_layers(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     for _ in range(2):
         step(model)
-    return len(made)
+    return len(graphs)
 
 
 def test_converted_model_compiles_into_as_many_graphs_as_in_bf16() -> None:
@@ -222,9 +222,9 @@ def test_convert_skips_other_kinds_of_layers_and_takes_no_neighbour_for_a_router
     named = {"own": Own(32, 32), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "odd": nn.Linear(32, 40)}
     silent = {"norm": nn.LayerNorm(32), "embedding": nn.Embedding(8, 32)}
     model = nn.ModuleDict({**others, **named, **silent, "plain": nn.Linear(32, 32)})
-    found = convert_to_fp8_training(model, dense=True)
-    assert found == ["plain"]
-    assert found.skipped == {
+    conversion = convert_to_fp8_training(model, dense=True)
+    assert conversion == ["plain"]
+    assert conversion.skipped == {
         **{name: f"a {type(module).__name__}: of dense layers, nn.Linear alone runs in fp8" for name, module in others.items()},
         "own": "a Own, which may have a forward of its own",
         "normed": "a ParametrizedLinear, which may have a forward of its own",
@@ -235,8 +235,8 @@ def test_convert_skips_other_kinds_of_layers_and_takes_no_neighbour_for_a_router
 
 
 def test_convert_skips_a_router_that_is_no_linear_layer() -> None:
-    found = convert_to_fp8_training(build(), dense=True)
-    assert found.skipped["model.layers.0.mlp.gate"] == "a router, which chooses among 2 experts"
+    conversion = convert_to_fp8_training(build(), dense=True)
+    assert conversion.skipped["model.layers.0.mlp.gate"] == "a router, which chooses among 2 experts"
 
 
 def test_model_converted_under_inference_mode_trains_later() -> None:

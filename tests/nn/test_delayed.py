@@ -68,17 +68,17 @@ def test_delayed_products_of_an_operand_that_was_0_are_right_after_updates(zeros
     values = filled * 1e-3
     filled.zero_()
     for _ in range(2):
-        found = step(module, x, offs, dy)
-        assert every(got.isfinite().all() for got in found)
-        assert not found[zeros == "dy"][16:].any()
+        results = step(module, x, offs, dy)
+        assert every(got.isfinite().all() for got in results)
+        assert not results[zeros == "dy"][16:].any()
         update_scales(module)
         assert not scaling_of(module).known
     filled.copy_(values)
-    for known in (False, True):
-        assert scaling_of(module).known == known
+    for is_known in (False, True):
+        assert scaling_of(module).known == is_known
         want = expected(x, module.weight, offs.tolist(), dy)
         for name, got, exact in zip(("Y", "dA", "dW"), step(module, x, offs, dy), want, strict=True):
-            assert sqnr_db(got, exact) >= 26, (name, known)
+            assert sqnr_db(got, exact) >= 26, (name, is_known)
         update_scales(module)
 
 

@@ -27,9 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def kinds_of_classes() -> dict[object, list[str]]:
     """Return the names of the marked classes, those with equal options and methods together."""
-    found = importlib.util.find_spec("transformers")
+    spec = importlib.util.find_spec("transformers")
     kinds: dict[object, list[str]] = {}
-    for path in sorted(Path(str(found and found.origin)).parent.glob("models/*/modeling_*.py")):
+    for path in sorted(Path(str(spec and spec.origin)).parent.glob("models/*/modeling_*.py")):
         for options, name, body in MARKED.findall(path.read_text(encoding="utf-8")):
             methods = re.sub(r'#.*|""".*?"""|\s', "", "".join(METHOD.findall(body)), flags=re.DOTALL | re.MULTILINE)
             module = ".".join(("transformers", *path.parts[-3:-1], path.stem))
@@ -45,7 +45,7 @@ class TinyConfig:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        known = {
+        values = {
             "act": "silu",
             "limit": 1.5,
             "alpha": 1.5,
@@ -55,7 +55,7 @@ class TinyConfig:
             "hidden": 32,
             "latent": None,
         }
-        return next((value for part, value in known.items() if part in name), EXPERTS)
+        return next((value for part, value in values.items() if part in name), EXPERTS)
 
 
 def test_experts_of_a_class_multiply_in_fp8_close_to_bf16_and_revert(expert_class: str) -> None:

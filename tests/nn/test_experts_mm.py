@@ -63,10 +63,10 @@ def test_experts_mm_with_frozen_operands_has_the_same_other_gradients() -> None:
     tensors, routing = operands()
     want = step(as_one(routing), tensors)
     for frozen in ((0,), (1, 2), (0, 2), (0, 1)):
-        for place, tensor in enumerate(tensors):
-            tensor.requires_grad_(place not in frozen)
+        for index, tensor in enumerate(tensors):
+            tensor.requires_grad_(index not in frozen)
         got = step(as_one(routing), tensors)
-        rest = [gradient for place, gradient in enumerate(want[1:]) if place not in frozen]
+        rest = [gradient for index, gradient in enumerate(want[1:]) if index not in frozen]
         for a, b in zip(got, [want[0], *rest], strict=True):
             assert torch.equal(a, b), frozen
 

@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def families() -> list[str]:
     """Return the model types whose default config has experts."""
     transformers = pytest.importorskip("transformers")
-    found = []
+    names = []
     for kind, config in transformers.CONFIG_MAPPING.items():
         try:
             text = config().get_text_config()
@@ -57,8 +57,8 @@ def families() -> list[str]:
             continue
         has_experts = any(isinstance(count := getattr(text, name, None), int) and count > 1 for name in EXPERT_COUNTS)
         if has_experts and type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            found.append(kind)
-    return found
+            names.append(kind)
+    return names
 
 
 def model_of(kind: str) -> torch.nn.Module:
@@ -97,16 +97,16 @@ def test_every_module_with_a_matrix_is_converted_or_has_a_reason(family: str) ->
     modules, keys = dict(model.named_modules()), list(model.state_dict())
     types = {name: type(module) for name, module in modules.items()}
     try:
-        found = convert_to_fp8_training(model, dense=True)
+        conversion = convert_to_fp8_training(model, dense=True)
     except ValueError as error:
         assert family in ("falcon", "gpt2", "whisper")  # whose layers are no nn.Linear, and of a config with small layers
         names = re.findall(r"[\w.*]+(?=(?: \(\d+\))?[:,])", str(error).partition("skipped: ")[2])
         named = {name for name in modules if re.sub(r"\.\d+(?=\.|$)", ".*", name) in names}
     else:
         assert list(model.state_dict()) == keys
-        assert not found.skipped.keys() & set(found)
-        named = {*found, *found.skipped}
-        assert revert_from_fp8_training(model) == [name for name in modules if name in found]
+        assert not conversion.skipped.keys() & set(conversion)
+        named = {*conversion, *conversion.skipped}
+        assert revert_from_fp8_training(model) == [name for name in modules if name in conversion]
     assert {name: type(module) for name, module in model.named_modules()} == types
     matrices = {name for name, module in modules.items() if any(p.ndim > 1 for p in module.parameters(recurse=False))}
     silent = (torch.nn.Embedding, torch.nn.utils.parametrize.ParametrizationList)
@@ -122,9 +122,9 @@ def test_shared_expert_as_wide_as_there_are_experts_holds_no_router() -> None:
             self.experts = torch.nn.ModuleList([torch.nn.Linear(4096, 16)] * 1024)
 
     with torch.device("meta"):
-        found = convert_to_fp8_training(Layer(), dense=True)
-    assert found == ["shared.up", "shared.down"]
-    assert found.skipped["router.layer"] == "a router, which chooses among 1024 experts"
+        conversion = convert_to_fp8_training(Layer(), dense=True)
+    assert conversion == ["shared.up", "shared.down"]
+    assert conversion.skipped["router.layer"] == "a router, which chooses among 1024 experts"
 
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:

@@ -40,10 +40,10 @@ def test_tensorwise_cast_of_aligned_groups_has_the_bytes_of_packed_groups(ends: 
     x, offs = values(300, 72), ends_of(*ends)
     options = {"layout": "both", **options}
     plain = fp8.fp8_tensorwise_group(x, offs, **options | {"layout": "both"})
-    found = fp8.fp8_tensorwise_group(x, offs, aligned=True, **options)
-    assert torch.equal(found.scale, plain.scale)
-    assert found.q is None or torch.equal(found.q.view(torch.uint8), plain.q.view(torch.uint8))
-    check_columns(found.q_t, plain.q, offs)
+    cast = fp8.fp8_tensorwise_group(x, offs, aligned=True, **options)
+    assert torch.equal(cast.scale, plain.scale)
+    assert cast.q is None or torch.equal(cast.q.view(torch.uint8), plain.q.view(torch.uint8))
+    check_columns(cast.q_t, plain.q, offs)
 
 
 @pytest.mark.parametrize(
@@ -59,24 +59,24 @@ def test_tensorwise_cast_with_one_scale_uses_rows_of_all_groups(ends: tuple[int,
     x, offs = values(300, 66, dtype), ends_of(*ends)
     x[ends[-1] :] = torch.nan
     plain = fp8.fp8_tensorwise_2d(x[: ends[-1]].contiguous(), layout="both", pow2=pow2)
-    found = fp8.fp8_tensorwise_2d(x, layout="both", pow2=pow2, offs=offs)
-    assert torch.equal(found.scale, plain.scale)
-    assert torch.equal(found.q[: ends[-1]].view(torch.uint8), plain.q.view(torch.uint8))
-    rest = torch.zeros_like(found.q[ends[-1] :])
-    check_columns(found.q_t, torch.cat([plain.q.view(torch.uint8), rest.view(torch.uint8)]), offs)
+    cast = fp8.fp8_tensorwise_2d(x, layout="both", pow2=pow2, offs=offs)
+    assert torch.equal(cast.scale, plain.scale)
+    assert torch.equal(cast.q[: ends[-1]].view(torch.uint8), plain.q.view(torch.uint8))
+    rest = torch.zeros_like(cast.q[ends[-1] :])
+    check_columns(cast.q_t, torch.cat([plain.q.view(torch.uint8), rest.view(torch.uint8)]), offs)
 
 
 @pytest.mark.parametrize(("ends", "K"), [(ENDS[0], 67), (ENDS[2], 80), (ENDS[3], 67), (SHORT, 80)])
 def test_cast_of_aligned_groups_in_both_layouts_has_the_bytes_of_packed_groups(ends: tuple[int, ...], K: int) -> None:
     x, offs = values(300, K), ends_of(*ends)
     plain = fp8.fp8_group_both(x, offs, inverse=True)
-    found = fp8.fp8_group_both(x, offs, inverse=True, aligned=True)
+    cast = fp8.fp8_group_both(x, offs, inverse=True, aligned=True)
     last = ends[-1]
     for name in ("scale", "q"):
-        got, want = (getattr(cast, name)[:last].view(torch.uint8) for cast in (found, plain))
+        got, want = (getattr(one, name)[:last].view(torch.uint8) for one in (cast, plain))
         assert torch.equal(got, want), name
-    assert torch.equal(found.scale_t, plain.scale_t)
-    check_columns(found.q_t, plain.q_t.contiguous(), offs)
+    assert torch.equal(cast.scale_t, plain.scale_t)
+    check_columns(cast.q_t, plain.q_t.contiguous(), offs)
 
 
 @pytest.mark.parametrize(("ends", "rows"), [(ENDS[0], 64), (ENDS[2], 512), (SHORT, 128)])
@@ -84,9 +84,9 @@ def test_colwise_cast_of_aligned_groups_has_the_bytes_of_packed_groups(ends: tup
     x1, x2, offs = values(300, 66), values(300, 40), ends_of(*ends)
     config = fp8.GroupConfig(rows=rows, cols=64, warps=8, ctas=1, stages=1, ahead=1, reload=True)
     plain = fp8.fp8_group_colwise_dual(x1, x2, offs)
-    found = fp8.fp8_group_colwise_dual(x1, x2, offs, aligned=True, config=config)
+    cast = fp8.fp8_group_colwise_dual(x1, x2, offs, aligned=True, config=config)
     alone = fp8.fp8_group_colwise(x1, offs, aligned=True)
-    for (q, scale), (want_q, want_scale) in zip((*found, alone), (*plain, plain[0]), strict=True):
+    for (q, scale), (want_q, want_scale) in zip((*cast, alone), (*plain, plain[0]), strict=True):
         assert torch.equal(scale, want_scale)
         check_columns(q, want_q.contiguous(), offs)
 
@@ -98,11 +98,11 @@ def test_weight_gradients_of_unaligned_groups_equal_those_of_aligned_groups() ->
     x, dy = values(M, K), values(M, N)
     starts = aligned_starts(offs).tolist()
     spread = ends_of(*starts[1:], aligned_size(M, len(sizes)))  # every group with the zeros behind it
-    found = []
+    gradients = []
     for rows, ends in ((lambda t: t, offs), (lambda t: align_groups(t, offs), spread)):
         a, b = (fp8.fp8_tensorwise_2d(rows(t), layout="col", inverse=True, offs=ends) for t in (dy, x))
-        found.append(fp8_grouped_gemm(a.q_t.t(), b.q_t, a.scale, b.scale, ends, aligned=True, out_dtype=torch.float32))
-    assert torch.equal(*found)
+        gradients.append(fp8_grouped_gemm(a.q_t.t(), b.q_t, a.scale, b.scale, ends, aligned=True, out_dtype=torch.float32))
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("ends", [(90, 40, 80), (-5, 500, 20), (2**31 - 1, -(2**31), 100), (50, 100, 129)], ids=str)
@@ -126,12 +126,12 @@ def test_cast_with_known_scales_uses_them_and_records_the_largest_magnitude(dtyp
     x, offs = values(150, 64, dtype), ends_of(3, 90, 120)
     x[120:] = torch.inf
     scale, amax = torch.full((1,), 0.25, device=WHERE), torch.full((1,), 0.5, device=WHERE)
-    found = fp8.fp8_delayed_2d(x, offs, scale, amax)
+    cast = fp8.fp8_delayed_2d(x, offs, scale, amax)
     want = (x.float() * 0.25).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     want[120:] = 0
-    assert torch.equal(found.q[:120].view(torch.uint8), want[:120])
-    check_columns(found.q_t, want, offs)
-    assert float(found.scale) == 4
+    assert torch.equal(cast.q[:120].view(torch.uint8), want[:120])
+    check_columns(cast.q_t, want, offs)
+    assert float(cast.scale) == 4
     assert float(amax) == float(x[:120].abs().max())
 
 

@@ -116,16 +116,16 @@ def test_fp8_linear_keeps_only_operands_of_its_gradients() -> None:
 @pytest.mark.parametrize("recipe", [Recipe(keep_weights=False), Recipe("rowwise", pow2=False, keep_weights=False)], ids=str)
 def test_layer_that_keeps_no_casts_gives_the_bits_of_a_layer_that_keeps_them(recipe: Recipe) -> None:
     layer, x = linear(), torch.randn(2, 16, 64, device=DEVICE).bfloat16().requires_grad_()
-    dy, found = torch.randn(2, 16, 48, device=DEVICE).bfloat16(), []
+    dy, results = torch.randn(2, 16, 48, device=DEVICE).bfloat16(), []
     for how in (dataclasses.replace(recipe, keep_weights=True), recipe):
         Fp8Linear.from_linear(layer, how)
         y = layer(x)
-        found.append([y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)])
-    assert every(torch.equal(*pair) for pair in zip(*found, strict=True))
+        results.append([y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)])
+    assert every(torch.equal(*pair) for pair in zip(*results, strict=True))
     layer.weight.requires_grad_(False)
-    assert torch.equal(torch.autograd.grad(layer(x), x, dy)[0], found[0][1])
+    assert torch.equal(torch.autograd.grad(layer(x), x, dy)[0], results[0][1])
     layer.weight.requires_grad_()
-    assert torch.equal(torch.autograd.grad(layer(x.detach()), layer.weight, dy)[0], found[0][2])
+    assert torch.equal(torch.autograd.grad(layer(x.detach()), layer.weight, dy)[0], results[0][2])
 
 
 class Gated(nn.Module):
@@ -160,36 +160,36 @@ def test_layers_that_keep_no_casts_keep_as_many_bytes_as_in_bf16() -> None:
     backend = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=min_cut_rematerialization_partition
     )
-    found = {}
+    nbytes = {}
     for name, recipe in (("bf16", None), ("casts", Recipe()), ("no casts", Recipe(keep_weights=False))):
         torch.compiler.reset()
         model = Gated()
         for layer in [] if recipe is None else [model.gate, model.up, model.down]:
             Fp8Linear.from_linear(layer, recipe)
-        found[name] = kept_bytes(model, model), kept_bytes(model, torch.compile(model, backend=backend, fullgraph=True))
-    assert found["no casts"] == found["bf16"]
-    assert found["casts"] > found["bf16"]
+        nbytes[name] = kept_bytes(model, model), kept_bytes(model, torch.compile(model, backend=backend, fullgraph=True))
+    assert nbytes["no casts"] == nbytes["bf16"]
+    assert nbytes["casts"] > nbytes["bf16"]
 
 
 def test_conversion_printed_counts_layers_of_one_name() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(Attention() for _ in range(3))
-    found = str(convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: not name.endswith("k"))).splitlines()
-    assert found[0] == "converted 3 modules to fp8: layers.*.q (3)"
-    assert "skipped layers.*.k (3): left out by filter_fn" in found
-    assert len(found) == 4
+    lines = str(convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: not name.endswith("k"))).splitlines()
+    assert lines[0] == "converted 3 modules to fp8: layers.*.q (3)"
+    assert "skipped layers.*.k (3): left out by filter_fn" in lines
+    assert len(lines) == 4
 
 
 def test_conversion_lists_skipped_dense_layers_with_reasons() -> None:
     model = Attention()
     before = {name: type(module) for name, module in model.named_modules()}
-    found = convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: name != "k")
-    assert found == ["q"]
+    conversion = convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: name != "k")
+    assert conversion == ["q"]
     assert isinstance(model.q, Fp8Linear)
-    assert set(found.skipped) == {"k", "small", "odd"}
-    assert "too small" in found.skipped["small"]
-    assert "multiples of 16, got (700, 720)" in found.skipped["odd"]
-    assert "skipped k: left out by filter_fn" in str(found)
+    assert set(conversion.skipped) == {"k", "small", "odd"}
+    assert "too small" in conversion.skipped["small"]
+    assert "multiples of 16, got (700, 720)" in conversion.skipped["odd"]
+    assert "skipped k: left out by filter_fn" in str(conversion)
     assert revert_from_fp8_training(model) == ["q"]
     assert {name: type(module) for name, module in model.named_modules()} == before
 
@@ -207,12 +207,12 @@ class Routed(nn.Module):
 
 
 def test_convert_skips_output_layers_routers_and_layers_with_another_forward() -> None:
-    found = convert_to_fp8_training(nn.Sequential(Routed()), dense=True)
-    assert found == ["0.layers.0"]
-    assert found.skipped["0.head"] == "the model's output layer"
-    assert found.skipped["0.gate"] == "a router, which chooses among 832 experts"
-    assert "may have a forward of its own" in found.skipped["0.hooked"]
-    assert "got torch.float64" in found.skipped["0.double"]
+    conversion = convert_to_fp8_training(nn.Sequential(Routed()), dense=True)
+    assert conversion == ["0.layers.0"]
+    assert conversion.skipped["0.head"] == "the model's output layer"
+    assert conversion.skipped["0.gate"] == "a router, which chooses among 832 experts"
+    assert "may have a forward of its own" in conversion.skipped["0.hooked"]
+    assert "got torch.float64" in conversion.skipped["0.double"]
     with pytest.raises(ValueError, match=r"model must be an nn.Module, got NoneType$"):
         convert_to_fp8_training(None)
     with pytest.raises(ValueError, match=r"0.weight has no shape before the model's first forward pass"):
@@ -256,8 +256,8 @@ def test_convert_after_torch_compile_warns_and_runs_in_fp8() -> None:
     model[0].compile(backend="eager")
     before = model(x)
     with pytest.warns(UserWarning, match=r"compiled before the conversion, compiles again at the next call: 0$"):
-        found = convert_to_fp8_training(model, dense=True)
-    assert "compiles again at the next call: 0" in str(found)
+        conversion = convert_to_fp8_training(model, dense=True)
+    assert "compiles again at the next call: 0" in str(conversion)
     got = model(x)
     assert not torch.equal(got, before)
     assert torch.equal(got, copy.deepcopy(model)(x))

@@ -71,29 +71,29 @@ def assert_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("kind", ["deepseek", "gpt-oss"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_fused_experts_with_groups_as_routed_match_bf16(kind: str, recipe: str) -> None:
-    module, given = experts(kind=kind), batch()
-    want = gradients(module, *given)
+    module, arguments = experts(kind=kind), batch()
+    want = gradients(module, *arguments)
     assert convert_to_fp8_training(module, recipe) == [""]
-    got = gradients(module, *given)
+    got = gradients(module, *arguments)
     assert_close(got, want)
     assert not torch.equal(got[0], want[0])
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_fused_experts_of_every_implementation_run_in_fp8(implementation: str) -> None:
-    module, other, given = experts(), experts(implementation), batch()
+    module, other, arguments = experts(), experts(implementation), batch()
     other.load_state_dict(module.state_dict())
     for m in (module, other):
         convert_to_fp8_training(m)
-    assert torch.equal(module(*given), other(*given))
+    assert torch.equal(module(*arguments), other(*arguments))
 
 
 @pytest.mark.parametrize("kind", ["gpt-oss", "torchtitan", "llama4"])
 def test_expert_layers_compile_without_a_graph_break_once_for_all_steps(kind: str) -> None:
     torch.compiler.reset()
-    module, given = expert_layer(kind)
+    module, arguments = expert_layer(kind)
     convert_to_fp8_training(module)
-    y = module(*given)
+    y = module(*arguments)
     dy = torch.randn_like(y)
     want = [y, *torch.autograd.grad(y, tuple(module.parameters()), dy)]
     graphs: list[Any] = []
@@ -104,7 +104,7 @@ def test_expert_layers_compile_without_a_graph_break_once_for_all_steps(kind: st
 
     compiled = torch.compile(module, backend=compile_graph, fullgraph=True)
     for _ in range(2):
-        y = compiled(*given)
+        y = compiled(*arguments)
         got = [y, *torch.autograd.grad(y, tuple(module.parameters()), dy)]
         assert every(torch.equal(*pair) for pair in zip(got, want, strict=True))
     assert len(graphs) == 1
@@ -121,11 +121,11 @@ def expert_layer(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def test_fused_experts_keep_operands_of_the_backward_pass_once() -> None:
-    module, given = experts(), batch()
+    module, arguments = experts(), batch()
     convert_to_fp8_training(module)
     kept: dict[int, int] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
-        module(*given)
+        module(*arguments)
     rows, columns = TOKENS * TOP_K, aligned_size(TOKENS * TOP_K, E)
     weights = E * 3 * INNER * HIDDEN  # gate, up and down in fp8, transposed
     operands = columns * (HIDDEN + INNER)  # tokens and gated rows in fp8, transposed
@@ -147,14 +147,14 @@ def test_fused_experts_ignore_choices_of_other_ranks() -> None:
 def test_fused_experts_without_tokens_have_gradients_of_zero(recipe: str) -> None:
     module = experts()
     convert_to_fp8_training(module, recipe)
-    y, *made = gradients(module, *batch(0))
+    y, *grads = gradients(module, *batch(0))
     assert y.shape == (0, HIDDEN)
-    assert [g.shape for g in made[2:]] == [p.shape for p in module.parameters()]
-    assert not any(g.any() for g in made)
+    assert [g.shape for g in grads[2:]] == [p.shape for p in module.parameters()]
+    assert not any(g.any() for g in grads)
 
 
 def test_convert_refuses_a_forward_set_on_an_object_and_skips_that_of_a_subclass() -> None:
-    module, given = experts(), batch()
+    module, arguments = experts(), batch()
     module.forward = module.forward  # as hooks of accelerate wrap it
     with pytest.raises(
         ValueError, match=r"skipped: .*Experts: a forward set on the object, as hooks of accelerate are: convert before"
@@ -167,10 +167,10 @@ def test_convert_refuses_a_forward_set_on_an_object_and_skips_that_of_a_subclass
 
     doubled = experts()
     doubled.__class__ = Doubled
-    want = doubled(*given)
+    want = doubled(*arguments)
     with pytest.raises(ValueError, match=r"skipped: Doubled: the code of Doubled.forward makes no grouped"):
         convert_to_fp8_training(doubled)
-    assert torch.equal(doubled(*given), want)
+    assert torch.equal(doubled(*arguments), want)
     late = experts()
     convert_to_fp8_training(late)
     late.forward = late.forward
@@ -179,37 +179,37 @@ def test_convert_refuses_a_forward_set_on_an_object_and_skips_that_of_a_subclass
 
 
 def test_converted_experts_use_a_gate_of_the_object_and_parametrized_weights() -> None:
-    module, given = experts(), batch()
+    module, arguments = experts(), batch()
     module._apply_gate = lambda rows: rows[:, :INNER]
     torch.nn.utils.parametrize.register_parametrization(module, "gate_up_proj", nn.Softsign())
-    want = module(*given)
+    want = module(*arguments)
     convert_to_fp8_training(module)
-    assert_close([module(*given)], [want])
+    assert_close([module(*arguments)], [want])
     revert_from_fp8_training(module)
-    assert torch.equal(module(*given), want)
+    assert torch.equal(module(*arguments), want)
 
 
 def test_weights_kept_by_an_evaluation_serve_training() -> None:
-    module, given = experts(), batch()
+    module, arguments = experts(), batch()
     convert_to_fp8_training(module)
     set_first_microbatch(module, True)
     with torch.inference_mode():
-        want = module(*given)
-    assert torch.equal(gradients(module, *given)[0], want)
+        want = module(*arguments)
+    assert torch.equal(gradients(module, *arguments)[0], want)
 
 
 def test_converted_experts_survive_copies_and_pickles_and_revert() -> None:
-    module, given = experts(), batch()
-    kind, before = type(module), module(*given)
+    module, arguments = experts(), batch()
+    kind, before = type(module), module(*arguments)
     convert_to_fp8_training(module, "rowwise")
-    want = module(*given)
+    want = module(*arguments)
     assert "recipe=Recipe(scaling='rowwise'" in repr(module)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(*given), want)
+        assert torch.equal(other(*arguments), want)
         assert type(other) is type(module)
     assert revert_from_fp8_training(module) == [""]
     assert type(module) is kind
-    assert torch.equal(module(*given), before)
+    assert torch.equal(module(*arguments), before)
     assert revert_from_fp8_training(module) == []
 
 
@@ -224,11 +224,11 @@ def test_fused_experts_under_autocast_accept_fp32_weights() -> None:
 
 
 def test_delayed_experts_use_scales_of_the_last_step() -> None:
-    module, given = experts(), batch()
-    want = gradients(module, *given)
+    module, arguments = experts(), batch()
+    want = gradients(module, *arguments)
     convert_to_fp8_training(module, "delayed")
     for _ in range(2):
-        assert_close(gradients(module, *given), want)
+        assert_close(gradients(module, *arguments), want)
         assert update_scales(module) == 2
 
 
@@ -255,22 +255,22 @@ def test_plain_checkpoint_loads_strictly_after_a_conversion_to_any_recipe() -> N
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_kept_weights_serve_later_microbatches_until_the_next_first_one(recipe: str) -> None:
-    module, given = experts(), batch()
+    module, arguments = experts(), batch()
     with pytest.raises(ValueError, match="DeepseekV3Experts has no converted modules"):
         set_first_microbatch(module, True)
     convert_to_fp8_training(module, recipe)
-    want = gradients(module, *given)
+    want = gradients(module, *arguments)
     for is_first in (True, False):
         assert set_first_microbatch(module, is_first) == 2
-        assert every(torch.equal(*pair) for pair in zip(gradients(module, *given), want, strict=True))
+        assert every(torch.equal(*pair) for pair in zip(gradients(module, *arguments), want, strict=True))
     with torch.no_grad():
         module.down_proj.mul_(4)
-    assert torch.equal(module(*given), want[0])
+    assert torch.equal(module(*arguments), want[0])
     set_first_microbatch(module, True)
-    assert torch.equal(module(*given), 4 * want[0])
+    assert torch.equal(module(*arguments), 4 * want[0])
     set_first_microbatch(module, None)
     assert module.fp8.down_proj_kept.q is None
-    assert torch.equal(module(*given), 4 * want[0])
+    assert torch.equal(module(*arguments), 4 * want[0])
 
 
 class GroupedExperts(nn.Module):
@@ -330,13 +330,13 @@ def test_llama4_experts_multiply_batches_in_fp8() -> None:
 
 
 def test_convert_on_meta_works_with_weights_loaded_later() -> None:
-    source, given = experts(), batch()
+    source, arguments = experts(), batch()
     module = copy.deepcopy(source).to("meta")
     convert_to_fp8_training(module)
-    assert module(*(t.to("meta") for t in given)).shape == (TOKENS, HIDDEN)
+    assert module(*(t.to("meta") for t in arguments)).shape == (TOKENS, HIDDEN)
     module.to_empty(device=DEVICE).load_state_dict(source.state_dict())
     convert_to_fp8_training(source)
-    assert torch.equal(module(*given), source(*given))
+    assert torch.equal(module(*arguments), source(*arguments))
 
 
 def test_convert_of_weights_of_wrong_sizes_names_module_and_sizes() -> None:
@@ -345,9 +345,9 @@ def test_convert_of_weights_of_wrong_sizes_names_module_and_sizes() -> None:
     with pytest.raises(ValueError, match=r"mlp: down_proj must be \(E, N, K\), N and K multiples of 16, got \(3, 32, 24\)"):
         convert_to_fp8_training(module)
     module["dense"] = nn.Linear(1024, 1024)
-    found = convert_to_fp8_training(module, dense=True)  # beside modules that can run in fp8, they stay by name
-    assert found == ["dense"]
-    assert "got (3, 32, 24)" in found.skipped["mlp"]
+    conversion = convert_to_fp8_training(module, dense=True)  # beside modules that can run in fp8, they stay by name
+    assert conversion == ["dense"]
+    assert "got (3, 32, 24)" in conversion.skipped["mlp"]
     assert not hasattr(module["mlp"], "fp8")
     del module["dense"]
     module["mlp"].down_proj = nn.Parameter(torch.randn(E, HIDDEN, INNER, device="meta"))
@@ -367,16 +367,16 @@ def test_converted_product_that_cannot_run_raises_with_its_module() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="a group of one process on the CPU")
 def test_sharded_experts_and_dense_layers_match_those_of_one_process() -> None:
     model = nn.ModuleDict({"experts": experts(), "dense": nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)})
-    given = batch()
+    arguments = batch()
     convert_to_fp8_training(model["experts"])
     Fp8Linear.from_linear(model["dense"], "tensorwise")
-    want = model["dense"](model["experts"](*given))
+    want = model["dense"](model["experts"](*arguments))
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         for module in model.values():
             fully_shard(module, mesh=mesh)
-        got = model["dense"](model["experts"](*given))
+        got = model["dense"](model["experts"](*arguments))
         got.sum().backward()
         assert torch.equal(got, want)
         assert isinstance(model["experts"].down_proj.grad, DTensor)

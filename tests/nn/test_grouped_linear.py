@@ -149,8 +149,8 @@ def test_gradients_through_kept_weights_equal_those_of_fresh_casts(recipe: str) 
     dy = torch.randn(M, N, device=DEVICE).bfloat16()
     want = torch.autograd.grad(module(x, offs), (x, module.weight), dy)
     for first in (True, False):
-        found = torch.autograd.grad(module(x, offs, is_first_microbatch=first), (x, module.weight), dy)
-        assert every(torch.equal(got, expected) for got, expected in zip(found, want, strict=True))
+        gradients = torch.autograd.grad(module(x, offs, is_first_microbatch=first), (x, module.weight), dy)
+        assert every(torch.equal(got, expected) for got, expected in zip(gradients, want, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

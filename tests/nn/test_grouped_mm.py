@@ -49,14 +49,14 @@ def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
     """Results of 26 dB and more, and zeros for empty groups."""
     a, w = leaves(ends[-1], 64, 48, 3)
     dy = torch.randn(ends[-1], 48, device=DEVICE).bfloat16()
-    found = products(a, w, offsets(ends), dy, recipe=recipe)
-    for name, got, want in zip(("Y", "dA", "dW"), found, expected(a, w, ends, dy), strict=True):
+    results = products(a, w, offsets(ends), dy, recipe=recipe)
+    for name, got, want in zip(("Y", "dA", "dW"), results, expected(a, w, ends, dy), strict=True):
         assert got.shape == want.shape
         assert got.dtype == torch.bfloat16
         assert got.is_contiguous()
         assert sqnr_db(got, want) >= 26, name
     sizes = torch.tensor(ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
-    assert not found[2][(sizes == 0).to(DEVICE)].any()
+    assert not results[2][(sizes == 0).to(DEVICE)].any()
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN, "delayed", "delayed and known"], ids=str)
@@ -108,9 +108,9 @@ def test_grouped_mm_of_other_dtypes_returns_the_asked_dtypes(recipe: str, dtype:
     ends = [16, 48]
     a, w = leaves(48, 32, 16, 2, dtype)
     dy = torch.randn(48, 16, device=DEVICE)
-    found = products(a, w, offsets(ends), dy, recipe=recipe, out_dtype=torch.float32)
-    assert [t.dtype for t in found] == [torch.float32, dtype, dtype]
-    for got, want in zip(found, expected(a, w, ends, dy), strict=True):
+    results = products(a, w, offsets(ends), dy, recipe=recipe, out_dtype=torch.float32)
+    assert [t.dtype for t in results] == [torch.float32, dtype, dtype]
+    for got, want in zip(results, expected(a, w, ends, dy), strict=True):
         assert sqnr_db(got, want) >= 26
 
 
@@ -137,10 +137,10 @@ def test_grouped_mm_weights_of_either_memory_order_give_the_same(recipe: str | R
     compiled = torch.compile(fp8_grouped_mm, fullgraph=True, backend="aot_eager")
     y, da, dw = products(a, w, offs, dy, recipe=recipe)
     for product in (fp8_grouped_mm, compiled):
-        found = product(a, b_t, offs, recipe=recipe)
-        found_da, db_t = torch.autograd.grad(found, (a, b_t), dy)
-        assert torch.equal(found, y)
-        assert torch.equal(found_da, da)
+        got = product(a, b_t, offs, recipe=recipe)
+        got_da, db_t = torch.autograd.grad(got, (a, b_t), dy)
+        assert torch.equal(got, y)
+        assert torch.equal(got_da, da)
         assert torch.equal(db_t, dw.mT)
 
 

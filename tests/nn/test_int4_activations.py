@@ -14,10 +14,10 @@ CODES = some_codes(64, 256, 128)
 
 
 def layer(*, kept: bool = False) -> Int4Linear:
-    made = Int4Linear.from_codes(CODES, whole_numbers(1, 64, torch.float16)[0], activations="fp8")
+    int4 = Int4Linear.from_codes(CODES, whole_numbers(1, 64, torch.float16)[0], activations="fp8")
     if kept:
-        made.keep_fp8_weight()
-    return made
+        int4.keep_fp8_weight()
+    return int4
 
 
 def tokens(count: int) -> Tensor:
@@ -25,14 +25,14 @@ def tokens(count: int) -> Tensor:
 
 
 def test_int4_linear_casts_activations_beyond_few_tokens() -> None:
-    made = layer()
+    int4 = layer()
     for count, product in ((32, int4_gemm), (129, int4_fp8_gemm)):
         x = tokens(count)
-        assert torch.equal(made(x), product(x, made.weight, made.bias)), count
+        assert torch.equal(int4(x), product(x, int4.weight, int4.bias)), count
 
 
 def test_int4_linear_multiplies_many_tokens_by_the_kept_fp8_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x, shapes = layer(kept=True), tokens(129), []
+    int4, x, shapes = layer(kept=True), tokens(129), []
 
     def scaled_mm(
         a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype, **_options: object
@@ -41,25 +41,25 @@ def test_int4_linear_multiplies_many_tokens_by_the_kept_fp8_weight(monkeypatch: 
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
     monkeypatch.setattr(fastest, "scaled_mm", scaled_mm)
-    want = int4_gemm(x, made.weight, made.bias).float()
-    error = (made(x).float() - want).square().mean().sqrt() / want.square().mean().sqrt()
+    want = int4_gemm(x, int4.weight, int4.bias).float()
+    error = (int4(x).float() - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert error < 0.06
     assert shapes == [((129, 256), (256, 64))]
 
 
 def test_int4_linear_drops_the_kept_fp8_weight_when_state_is_loaded() -> None:
-    made = layer(kept=True)
-    assert made.fp8_weight is not None
-    assert "fp8_weight" not in made.state_dict()
-    made.load_state_dict(made.state_dict())
-    assert made.fp8_weight is None
+    int4 = layer(kept=True)
+    assert int4.fp8_weight is not None
+    assert "fp8_weight" not in int4.state_dict()
+    int4.load_state_dict(int4.state_dict())
+    assert int4.fp8_weight is None
 
 
 def test_int4_linear_without_activations_keeps_inputs_in_16_bits() -> None:
-    made, x = Int4Linear.from_codes(CODES), tokens(40)
-    assert torch.equal(made(x), int4_gemm(x, made.weight))
+    int4, x = Int4Linear.from_codes(CODES), tokens(40)
+    assert torch.equal(int4(x), int4_gemm(x, int4.weight))
     with pytest.raises(ValueError, match="got activations=None"):
-        made.keep_fp8_weight()
+        int4.keep_fp8_weight()
 
 
 def test_int4_linear_with_unknown_activations_or_sizes_raises() -> None:
@@ -78,13 +78,13 @@ def act_order(depth: int, group: int) -> Tensor:
 def test_int4_linear_with_act_order_gives_the_product_of_its_weights(activations: Literal["fp8"] | None) -> None:
     codes, g_idx, x = some_codes(64, 256, 64), act_order(256, 64), whole_numbers(130, 256, torch.float16)
     x[:, 0] = 3.5  # scales that are powers of two: the cast to e4m3 is exact
-    made = Int4Linear.from_codes(codes, order=group_order(g_idx, 64), activations=activations)
+    int4 = Int4Linear.from_codes(codes, order=group_order(g_idx, 64), activations=activations)
     assert codes.zeros is not None
     w = (codes.codes.double() - codes.zeros.double()[:, g_idx]) * codes.scales.double()[:, g_idx]
     want = (x.double() @ w.t()).half()
-    assert torch.equal(made(x), want)
+    assert torch.equal(int4(x), want)
     loaded = Int4Linear(256, 64, group=64, zeros=True, bias=False, device=DEVICE, ordered=True)
-    loaded.load_state_dict(made.state_dict())
+    loaded.load_state_dict(int4.state_dict())
     assert torch.equal(loaded(x), want)
 
 

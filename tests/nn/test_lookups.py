@@ -32,27 +32,27 @@ class Launches(TorchDispatchMode):
     """Run each operator of kerneltune up to its look-up, on tensors without memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, given, options = func.name().removeprefix("kerneltune::"), args, kwargs or {}
+        name, operands, options = func.name().removeprefix("kerneltune::"), args, kwargs or {}
         is_dense = name == "fp8_grouped_gemm" and args[4].shape == (1,)  # torch multiplies on a GPU
         if name == "fp8_expected_weights":
-            name, given, options = "fp8_tensorwise_3d", args[:1], {"layout": "both"}
+            name, operands, options = "fp8_tensorwise_3d", args[:1], {"layout": "both"}
         if (function := FUNCTIONS.get(name)) is not None and not is_dense:
             with suppress(LookedUpError):
-                function(**dict(zip(inspect.signature(function).parameters, given, strict=False)), **options)
+                function(**dict(zip(inspect.signature(function).parameters, operands, strict=False)), **options)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], str]:
     """Return operator and sizes -> the source of the config on an H200, filled by each look-up."""
-    found: dict[tuple[str, Any], str] = {}
+    source_of: dict[tuple[str, Any], str] = {}
 
     def look_up(self: Chooser, axes: Any, dtype: str, quant: str = "none", options: Any = (), gpu: str | None = None) -> None:
-        found[self.op.name, axes] = self.find(Case("", axes, dtype, quant, options), "nvidia_h200").source
+        source_of[self.op.name, axes] = self.find(Case("", axes, dtype, quant, options), "nvidia_h200").source
         raise LookedUpError
 
     monkeypatch.setattr(Chooser, "__call__", look_up)
-    return found
+    return source_of
 
 
 @pytest.mark.parametrize(("recipe", "dense"), list(itertools.product(("tensorwise", "rowwise"), (False, True))))

@@ -29,7 +29,7 @@ def test_permute_and_unpermute_have_values_and_gradients_of_torch(dropped: bool,
     T, H, K, E = 23, 40, 3, 5
     ids = ids_of(T, K, E, dropped)
     factors = torch.randn(E, H, device=WHERE)
-    found = []
+    results = []
     x0, w0, g = torch.randn(T, H, device=WHERE), torch.rand(T, K, device=WHERE), torch.randn(T, H, device=WHERE)
     for ours in (True, False):
         x, w = x0.clone().requires_grad_(), w0.clone().requires_grad_()
@@ -41,8 +41,8 @@ def test_permute_and_unpermute_have_values_and_gradients_of_torch(dropped: bool,
         else:
             out = by_torch(x, ids, w if weighted else None, factors)
         out.backward(g)
-        found.append((out.detach(), x.grad, w.grad))
-    for name, got, want in zip(("out", "dx", "dweights"), *found, strict=True):
+        results.append((out.detach(), x.grad, w.grad))
+    for name, got, want in zip(("out", "dx", "dweights"), *results, strict=True):
         if want is not None:
             torch.testing.assert_close(got, want, msg=name)
 

@@ -22,8 +22,8 @@ def test_swiglu_equals_torch_and_its_gradient_is_within_1_percent() -> None:
     (dx,) = torch.autograd.grad(want, x, dy)
     got = swiglu(x)
     assert torch.equal(got, want)
-    (found,) = torch.autograd.grad(got, x, dy)
-    assert (found - dx).norm() < 0.01 * dx.norm()
+    (gradient,) = torch.autograd.grad(got, x, dy)
+    assert (gradient - dx).norm() < 0.01 * dx.norm()
 
 
 def test_swiglu_compiles_without_a_graph_break() -> None:

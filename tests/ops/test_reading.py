@@ -44,15 +44,15 @@ def constants_without_a_reason(source: str) -> list[str]:
         if not isinstance(statement, ast.Assign | ast.AnnAssign):
             continue
         text = [lines[statement.lineno - 2], *lines[statement.lineno - 1 : statement.end_lineno]]
-        told = text[0].startswith("#") or any("  # " in line and "# fmt" not in line for line in text[1:])
-        told |= isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        has_reason = text[0].startswith("#") or any("  # " in line and "# fmt" not in line for line in text[1:])
+        has_reason |= isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
         if statement.lineno == last_line + 1:
             names, told_before = blocks.pop()
-            blocks.append((names + names_of(statement), told or told_before))
+            blocks.append((names + names_of(statement), has_reason or told_before))
         else:
-            blocks.append((names_of(statement), told))
+            blocks.append((names_of(statement), has_reason))
         last_line = statement.end_lineno or 0
-    return [name for names, told in blocks if not told for name in names]
+    return [name for names, has_reason in blocks if not has_reason for name in names]
 
 
 def test_constants_without_a_reason_finds_only_those_without_a_comment() -> None:

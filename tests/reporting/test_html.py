@@ -270,20 +270,20 @@ def test_browser_shows_the_page_without_errors_requests_or_sideways_scrolling(
     browser: Any, shown: Path, width: int, scheme: str
 ) -> None:
     window = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    said: list[str] = []
+    errors: list[str] = []
     asked: list[str] = []
-    window.on("console", lambda message: said.append(message.text))
-    window.on("pageerror", lambda error: said.append(str(error)))
+    window.on("console", lambda message: errors.append(message.text))
+    window.on("pageerror", lambda error: errors.append(str(error)))
     window.on("request", lambda request: asked.append(request.url))
     window.goto(shown.as_uri())
     window.wait_for_selector("#untimed")
     window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")
     window.wait_for_selector("#ceiling figure svg")
-    assert said == []
+    assert errors == []
     assert asked == [shown.as_uri()]
     assert window.evaluate("document.documentElement.scrollWidth") == width
-    found = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
-    assert found == ["table", "ceiling", "peers", "scaling", "untimed"]
+    sections = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
+    assert sections == ["table", "ceiling", "peers", "scaling", "untimed"]
     cut = window.evaluate(
         """[...document.querySelectorAll("figure svg text")].filter((text) => {
             const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());

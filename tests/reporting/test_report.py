@@ -125,8 +125,8 @@ def test_ab_summary_names_up_to_five_rows_20_percent_slower_with_the_slowest_fir
     ratios = (1.2, 0.81, 0.8, 0.5)
     a = [record(100.0 * ratio, axes={"M": m, "N": 64}) for m, ratio in enumerate(ratios, start=1)]
     b = [record(100.0, axes=row.axes) for row in a]
-    said = "20 % slower or more in 2 rows: 0.50x fwd fp8 bf16 4×64; 0.80x fwd fp8 bf16 3×64"
-    assert said in tables.ab_table(tables.ab_rows(a, b)).head
+    line_of_two = "20 % slower or more in 2 rows: 0.50x fwd fp8 bf16 4×64; 0.80x fwd fp8 bf16 3×64"
+    assert line_of_two in tables.ab_table(tables.ab_rows(a, b)).head
     assert not any("20 %" in line for line in tables.ab_table(tables.ab_rows(a[:2], b[:2])).head)
     many = [record(10.0, axes={"M": m, "N": 64}) for m in range(1, 8)]
     (line,) = (x for x in tables.ab_table(tables.ab_rows(many, [record(100.0, axes=r.axes) for r in many])).head if "20 %" in x)
@@ -140,10 +140,10 @@ def test_best_peer_is_the_fastest_of_every_case() -> None:
         record(), record(90.0, variant="liger", role="peer"), record(80.0, variant="quack", role="peer"),
         record(70.0, variant="liger", role="peer", quant="none"), failed(variant="eager", role="peer"),
     ]  # fmt: skip
-    found = tables.best_peers(rows)
-    assert [(r.variant, r.time_us, r.quant) for r in found] == [("quack", 80.0, "fp8"), ("liger", 70.0, "none")]
+    peers = tables.best_peers(rows)
+    assert [(r.variant, r.time_us, r.quant) for r in peers] == [("quack", 80.0, "fp8"), ("liger", 70.0, "none")]
     ours = [record(40.0, variant="optimized"), record(70.0, variant="optimized", quant="none")]
-    table = tables.ab_table(tables.ab_rows(found, ours), tables.BEST_PEER, "optimized")
+    table = tables.ab_table(tables.ab_rows(peers, ours), tables.BEST_PEER, "optimized")
     assert table.head[0] == "A: the fastest peer of every case (quack 1, liger 1); B: optimized"
     assert "quack" in table.text()
     assert "A is" in table.text()
@@ -245,9 +245,9 @@ def test_ab_rows_of_different_runs_have_no_interval() -> None:
     a = [record(axes=axes, **runs[0]) for axes in sizes]
     b = [record(50.0, axes=axes, **run) for axes, run in zip(sizes, runs, strict=True)]
     rows = tables.ab_rows(a, [*b[:3], changed(b[3], commit="1")])
-    said = "2 of 4 rows: A and B are of different runs (another commit or GPU serial): may differ by a few per cent"
+    note = "2 of 4 rows: A and B are of different runs (another commit or GPU serial): may differ by a few per cent"
     table = tables.ab_table(rows)
-    assert table.head[-1] == said
+    assert table.head[-1] == note
     marked = [line for line in table.markdown().splitlines() if line.startswith("| fwd")]
     assert [("2.00x–2.00x" in line) for line in marked] == [True, False, False, True]
     lines = list(csv.DictReader(io.StringIO(table.csv())))

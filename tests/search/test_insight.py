@@ -34,9 +34,9 @@ def test_sparkline_of_falling_regrets_has_falling_bars() -> None:
 
 def test_importances_rank_the_knob_that_decides_first() -> None:
     times = {knobs(b, w): 10.0 + b + 0.001 * w for b in range(8) for w in range(4)}
-    found = importances(times)
-    assert list(found) == ["block", "warps"]
-    assert found["block"] > 0.8
+    ranked = importances(times)
+    assert list(ranked) == ["block", "warps"]
+    assert ranked["block"] > 0.8
     assert importances({knobs(1, 1): 1.0}) == {} == importances({knobs(1, 1): 1.0, knobs(2, 1): 1.0})
 
 
@@ -142,6 +142,6 @@ def test_tune_command_prints_counts_and_fails_if_a_case_failed(
 
 def test_trials_command_without_trials_names_the_folder(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trials", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])
-    said = " ".join(result.stdout.split())
+    output = " ".join(result.stdout.split())
     expected = f"no trials of rmsnorm in {tmp_path}/runs/trials/gone: `kerneltune tune rmsnorm` makes them, on a GPU"
-    assert (result.exit_code, said) == (0, expected)
+    assert (result.exit_code, output) == (0, expected)

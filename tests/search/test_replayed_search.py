@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kept_trials import whole_spaces
 from numpy.typing import NDArray
-from replayed import gap_at, known, replay
+from replayed import gap_at, known_times, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kerneltune.search.loop import Candidates, Search, SearchState, explore, times_of
@@ -49,10 +49,10 @@ def worse_than(chance: NDArray[np.float64], gaps: NDArray[np.float64], budgets: 
 @pytest.mark.parametrize("seed", range(3))
 def test_search_of_simulated_spaces_beats_chance(seed: int) -> None:
     space = landscapes.space(seed)
-    chance, found = replay(space, "random", 6, 100), replay(space, "ours", 3, 100)
-    assert worse_than(chance, found, (25,)) == []
+    chance, ours = replay(space, "random", 6, 100), replay(space, "ours", 3, 100)
+    assert worse_than(chance, ours, (25,)) == []
     for evaluations, bound in ((50, 0.05), (100, 0.03)):
-        gap, by_chance = gap_at(found, evaluations), gap_at(chance, evaluations)
+        gap, by_chance = gap_at(ours, evaluations), gap_at(chance, evaluations)
         assert gap is not None
         assert by_chance is not None
         assert gap.median <= min(bound, by_chance.median / 2)
@@ -111,9 +111,9 @@ def test_search_ends_where_little_gain_is_expected() -> None:
 
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
     trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
-    found = explore(Candidates(list(trials)), Search(until_gain=0.01), known(trials))
-    assert 16 <= len(found) < len(trials) / 2
-    assert min(times_of(found).values()) <= 1.05 * min(SPACE.feasible.values())
+    visited = explore(Candidates(list(trials)), Search(until_gain=0.01), known_times(trials))
+    assert 16 <= len(visited) < len(trials) / 2
+    assert min(times_of(visited).values()) <= 1.05 * min(SPACE.feasible.values())
 
 
 def test_gaps_before_the_first_time_are_counted_as_large() -> None:

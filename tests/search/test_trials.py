@@ -143,8 +143,8 @@ def test_store_with_retry_forgets_failures_that_may_pass(path: Path) -> None:
         put(open_store(path), Knobs(i, True), Evaluation("passed", 1.0))  # the last row counts
         put(open_store(path), Knobs(i, True), Evaluation(status, 2.0 if status == "passed" else None))
     again = TrialStore(path, retries_transient=True, **FINGERPRINT)
-    found = [get(again, Knobs(i, True)) for i in range(len(statuses))]
-    assert [trial and trial.status for trial in found] == ["passed", None, None, "compile", "failed", "spills"]
+    trials = [get(again, Knobs(i, True)) for i in range(len(statuses))]
+    assert [trial and trial.status for trial in trials] == ["passed", None, None, "compile", "failed", "spills"]
     put(again, Knobs(1, True), Evaluation("skipped"))
     assert get(again, Knobs(1, True)) == Evaluation("skipped")  # not a second time
 
@@ -167,13 +167,13 @@ def test_store_cut_anywhere_loses_at_most_the_cut_line(path: Path) -> None:
     rng = random.Random(0)
     lines = whole.splitlines(keepends=True)
     ends = [sum(map(len, lines[: i + 1])) for i in range(len(lines))]
-    trials = [end for line, end in zip(lines, ends, strict=True) if b'"params"' in line]
+    ends_of_trials = [end for line, end in zip(lines, ends, strict=True) if b'"params"' in line]
     for cut in [0, 1, ends[0] - 1, ends[0], ends[0] + 1, len(whole) - 1, *rng.sample(range(len(whole)), 20)]:
         path.write_bytes(whole[:cut])
-        kept = sum(end <= cut for end in trials)
+        kept = sum(end <= cut for end in ends_of_trials)
         store = open_store(path)
-        found = [get(store, config) for config in configs]
-        assert found == [Evaluation("passed", i + 0.5) for i in range(kept)] + [None] * (len(configs) - kept), cut
+        trials = [get(store, config) for config in configs]
+        assert trials == [Evaluation("passed", i + 0.5) for i in range(kept)] + [None] * (len(configs) - kept), cut
         put(store, Knobs(99, True), Evaluation("passed", 9.0))
         assert sorted(dict(trial.knobs)["block"] for trial in history(path)) == [*range(kept), 99], cut
         assert len(open_store(path)) == kept + 1, cut

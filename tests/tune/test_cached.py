@@ -60,9 +60,9 @@ def test_stored_returns_the_exact_entry_of_this_gpu(options: Options) -> None:
     store(options, GOOD)
     store(options, {"block": 512, "warps": 1}, HALF)
     store(options, {"block": 128, "warps": 1}, CASE, "another_gpu")
-    found = Task(op, CASE, VARIANT).stored(options.configs)
-    assert found is not None
-    assert found[1] == Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(64, 2)
+    entry_and_config = Task(op, CASE, VARIANT).stored(options.configs)
+    assert entry_and_config is not None
+    assert entry_and_config[1] == Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(64, 2)
     there = cache.Chooser.of(op, VARIANT, "cold", options.configs).own(CASE, "another_gpu")
     assert there is not None
     assert there[1] == Small(128, 1)

@@ -163,8 +163,8 @@ def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int,
     configs = [Small(64, i) for i in range(len(contenders))]
 
     class Bench(NoBench):
-        def time_interleaved(self, _task: Task, given: Sequence[Config]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
-            assert list(given) == configs
+        def time_interleaved(self, _task: Task, timed: Sequence[Config]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+            assert list(timed) == configs
             rng = np.random.default_rng(0)
             return [median * np.exp(spread * rng.permutation(np.linspace(-2, 2, 41))) for median, spread, _ in contenders]
 

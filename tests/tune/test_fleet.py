@@ -98,9 +98,9 @@ def test_fleet_process_that_dies_loses_one_evaluation(options: Options, log: Pat
 def test_fleet_after_an_interrupt_leaves_no_process_and_continues(when: str, options: Options, log: Path, tmp_path: Path) -> None:
     """Ctrl-C as a terminal sends it, to all processes at once, while the first process is started or after some evaluations."""
     log.touch()
-    with (tmp_path / "said").open("w") as said:
+    with (tmp_path / "said").open("w") as errors:
         command = [sys.executable, str(TESTS / "fleet_jobs.py"), str(tmp_path)]
-        process = subprocess.Popen(command, env=environment(), stderr=said, start_new_session=True)
+        process = subprocess.Popen(command, env=environment(), stderr=errors, start_new_session=True)
     try:
         wait_for(lambda: (tmp_path / "began").exists() and len(running(process.pid)) > 1)
         wait_for(lambda: when == "starting" or len(evaluations(log)) > 9)

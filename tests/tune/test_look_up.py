@@ -39,11 +39,11 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @cache_
 def bench() -> dict[str, list[Case]]:
     """Return the bench cases of every operator."""
-    found: dict[str, list[Case]] = {}
+    cases_of: dict[str, list[Case]] = {}
     for path in sorted(SWEEPS.glob("*.yaml")):
         for entry in sweep.load(path, ALL | workloads.load()).bench:
-            found.setdefault(entry.op, []).append(entry.case)
-    return found
+            cases_of.setdefault(entry.op, []).append(entry.case)
+    return cases_of
 
 
 def random_case(op: Op, rng: random.Random) -> Case:
@@ -100,10 +100,10 @@ def test_look_up_of_random_sizes_returns_a_valid_config_and_its_source(name: str
         case = op.called(Case("unnamed", tuple(sizes.items()), rng.choice(op.dtypes), rng.choice(op.quants), options))
         if math.prod(sizes.values()) > 1 << 44 or variant.unsupported(case) is not None:
             continue
-        found = chooser.find(case)
-        assert variant.valid(case, found.config) is None, case.label
-        assert found.source in ("own", "near", "default")
-        assert bool(found.describe()) == (found.source != "own")
+        choice = chooser.find(case)
+        assert variant.valid(case, choice.config) is None, case.label
+        assert choice.source in ("own", "near", "default")
+        assert bool(choice.describe()) == (choice.source != "own")
         served += 1
     assert served >= 8
 

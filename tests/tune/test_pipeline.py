@@ -100,8 +100,8 @@ def test_search_whose_compilations_hang_ends_at_its_budget() -> None:
         if time.monotonic() > ends:
             raise EnoughError
 
-    found = explore(Candidates(POOL, POOL[:1]), Search(budget_s=0.1), StandIn(Hangs, use_idle_time=meanwhile))
-    assert list(found) == POOL[:1]
+    trials_of_search = explore(Candidates(POOL, POOL[:1]), Search(budget_s=0.1), StandIn(Hangs, use_idle_time=meanwhile))
+    assert list(trials_of_search) == POOL[:1]
 
 
 def test_search_tells_refused_configs_before_measured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,16 +113,16 @@ def test_search_tells_refused_configs_before_measured_ones(monkeypatch: pytest.M
             return self.evaluation
 
     def tell(_state: loop.SearchState, config: Config, time_us: float | None) -> None:
-        told.append((config, time_us))
-        if len(told) == 9:
+        results.append((config, time_us))
+        if len(results) == 9:
             measured.evaluation.set_result(Evaluation("passed", 10.0))
 
-    told: list[tuple[Config, float | None]] = []
+    results: list[tuple[Config, float | None]] = []
     monkeypatch.setattr(loop.SearchState, "tell", tell)
     begin = StandIn(lambda config: measured if config == POOL[0] else Refused(config))
     explore(Candidates(POOL[:10]), Search(), begin)
-    assert told[-1] == (POOL[0], 10.0)
-    assert {time_us for _, time_us in told[:-1]} == {None}
+    assert results[-1] == (POOL[0], 10.0)
+    assert {time_us for _, time_us in results[:-1]} == {None}
 
 
 @pytest.fixture
@@ -148,10 +148,10 @@ def test_search_measures_while_the_sampler_decides(setting: Setting) -> None:
 
 def test_search_at_its_time_limit_counts_the_last_measurement(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
-    told: list[Config] = []
-    entry = setting.tune(tuner, Search(budget_s=1e-9), lambda config, _trial: told.append(config))
-    assert told == tuner.evaluated
-    assert entry.evidence["trials"] == len(told) < 25
+    measured: list[Config] = []
+    entry = setting.tune(tuner, Search(budget_s=1e-9), lambda config, _trial: measured.append(config))
+    assert measured == tuner.evaluated
+    assert entry.evidence["trials"] == len(measured) < 25
 
 
 def test_search_prepares_the_case_while_the_first_config_compiles(setting: Setting) -> None:
@@ -191,7 +191,7 @@ class Slow(Pool):
     """Compiles when a test says so."""
 
     workers = 3
-    given: list[tuple[Case, Config]] = []
+    requested: list[tuple[Case, Config]] = []
     futures: list["Future[CompileResult]"] = []
 
     def submit(self, job: Any) -> "Future[CompileResult]":
@@ -202,7 +202,7 @@ class Slow(Pool):
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
-    Slow.given, Slow.futures = [], []
+    Slow.requested, Slow.futures = [], []
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr("kerneltune.tune.session.CompilePool", Slow)
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", Bench)
@@ -218,20 +218,20 @@ def test_idle_compilers_compile_for_later_cases(slow: Options) -> None:
         now.begin(Small(64, 1))
         session.queue.fill()
         session.queue.fill()
-        assert [case for case, _ in Slow.given] == [cases[0], cases[1], cases[1]]  # three workers
+        assert [case for case, _ in Slow.requested] == [cases[0], cases[1], cases[1]]  # three workers
         for done in range(1, 60):
             Slow.futures[done].set_result(CompileResult((), 0.0)) if done < len(Slow.futures) else None
             session.queue.fill()
-        ahead = Slow.given[1:]
+        ahead = Slow.requested[1:]
         assert len(ahead) == len(set(ahead)) == 50
         assert {case for case, _ in ahead} == {cases[1], cases[2]}
         assert ahead[0] == (cases[1], Small(256, 4))  # what the search asks for first
         taken = [later[0].begin(config) for config in SMALL.configs(cases[1])]
-        assert len(Slow.given) == 51
+        assert len(Slow.requested) == 51
         assert len(taken) == 25
         session.queue.forget(later[1].task)
         later[1].begin(Small(64, 1))
-        assert len(Slow.given) == 52
+        assert len(Slow.requested) == 52
 
 
 def test_the_gpu_worker_begins_before_the_driver_is_asked(slow: Options, monkeypatch: pytest.MonkeyPatch) -> None:

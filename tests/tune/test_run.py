@@ -130,13 +130,13 @@ def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
     """Else, where the other 16-bit type was searched, its sixteen best and the default."""
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", versus_jobs.Bench)
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
-    made = {"fake": replace(versus_jobs.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
+    operators = {"fake": replace(versus_jobs.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
     sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
     (tmp_path / "made.yaml").write_text(sweep)
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
     whole = replace(options, search=Search())
-    run_tune(load_plan(made, first, whole), Progress())
-    (entry,) = entries_of(run_tune(load_plan(made, second, replace(whole, **asked)), Progress()))
+    run_tune(load_plan(operators, first, whole), Progress())
+    (entry,) = entries_of(run_tune(load_plan(operators, second, replace(whole, **asked)), Progress()))
     assert entry.evidence["trials"] == tried
 
 
@@ -146,8 +146,8 @@ def test_run_tune_stops_where_less_than_1_percent_is_expected(
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", versus_jobs.Bench)
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
-    selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
-    (entry,) = entries_of(run_tune(load_plan(made, selection, options), Progress()))
+    selection, operators = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
+    (entry,) = entries_of(run_tune(load_plan(operators, selection, options), Progress()))
     assert 16 <= entry.evidence["trials"] < 40
     assert entry.config == {"block": 3, "warps": 8}
 

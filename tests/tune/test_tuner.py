@@ -156,7 +156,7 @@ def test_tuner_time_limit_begins_after_inputs_are_made(setting: Setting, monkeyp
 
     tuner, default = setting.tuner(SMALL, slow), Small(256, 4)
     tuner.worker = MakesInputs()
-    told, statuses = in_step(tuner), list[str]()
+    measured, statuses = in_step(tuner), list[str]()
     step = tuner.queue.fill
 
     def meanwhile() -> None:
@@ -170,7 +170,7 @@ def test_tuner_time_limit_begins_after_inputs_are_made(setting: Setting, monkeyp
 
     def on_trial(config: Config, trial: Evaluation) -> None:
         statuses.append(trial.status)
-        told(config, trial)
+        measured(config, trial)
 
     setting.tune(tuner, Search(budget_s=4.5), on_trial)
     assert statuses[0] == "spills"
@@ -195,10 +195,10 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
 
 
 def test_default_sampler_finds_a_config_within_10_percent_and_beats_chance(setting: Setting) -> None:
-    found = [best_of(setting, Search().sampler, seed) for seed in range(5)]
+    times = [best_of(setting, Search().sampler, seed) for seed in range(5)]
     chance = [best_of(setting, "random", seed) for seed in range(5)]
-    assert sum(time <= 1.1 for time in found) >= 3, found
-    assert statistics.median(found) < statistics.median(chance), (found, chance)
+    assert sum(time <= 1.1 for time in times) >= 3, times
+    assert statistics.median(times) < statistics.median(chance), (times, chance)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -207,9 +207,9 @@ def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, 
     state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
     heard, choose = {}, state.sampler.choose
 
-    def heard_before(left: Any, seen: Any, pending: Any) -> int:
-        heard.update({Small(**state.sampler.configs[place]): time for place, time in seen.items()})
-        return choose(left, seen, pending)
+    def heard_before(remaining: Any, seen: Any, pending: Any) -> int:
+        heard.update({Small(**state.sampler.configs[index]): time for index, time in seen.items()})
+        return choose(remaining, seen, pending)
 
     monkeypatch.setattr(state.sampler, "choose", heard_before)
     times = {}
@@ -416,10 +416,10 @@ def test_tuner_cancels_compilations_in_flight_at_an_interrupt(setting: Setting) 
         return futures[-1]
 
     tuner = setting.tuner(LARGE, tables(0))
-    told = in_step(tuner)
+    measured = in_step(tuner)
 
     def interrupt(config: Config, trial: Evaluation) -> None:
-        told(config, trial)
+        measured(config, trial)
         if len(tuner.evaluated) == 3:
             raise KeyboardInterrupt
 

@@ -30,8 +30,8 @@ def _int4(variant: str, tokens: int, time_us: float) -> Record:
 
 def _fastest(variant: str, tokens: int, time_us: float, rows: int = 128) -> Record:
     axes, options = {"N": tokens, "M": rows, "K": 256}, {"group": 128, "zeros": False, "fp8_copy": True}
-    made = record(time_us, op="int4_fastest_gemm", variant=variant, dtype="bfloat16", axes=axes, options=options)
-    return changed(made, config={"product": CHOSEN[tokens]} if variant == "optimized" else None)
+    row = record(time_us, op="int4_fastest_gemm", variant=variant, dtype="bfloat16", axes=axes, options=options)
+    return changed(row, config={"product": CHOSEN[tokens]} if variant == "optimized" else None)
 
 
 OF_INT4 = [_int4(variant, tokens, us) for tokens, times in INT4.items() for variant, us in times.items()]

@@ -28,29 +28,29 @@ def written(folder: Path, fields: Any) -> Path:
 
 def cases(folder: Path, fields: dict[str, Any], ep: int = 1) -> dict[tuple[str, str], dict[str, Any]]:
     (folder / "made.yaml").write_text(model_sweep_text(read(written(folder, fields)), [4096], [1, 16], ep))
-    found = sweep.load(folder / "made.yaml", OPS)
-    return {(e.op, e.case.name): {**dict(e.case.axes), **dict(e.case.options), "dtype": e.case.dtype} for e in found.bench}
+    loaded = sweep.load(folder / "made.yaml", OPS)
+    return {(e.op, e.case.name): {**dict(e.case.axes), **dict(e.case.options), "dtype": e.case.dtype} for e in loaded.bench}
 
 
 def test_cases_of_a_dense_model_have_its_norms_and_each_projection(tmp_path: Path) -> None:
-    found = cases(tmp_path, SMALL)
-    assert found["rmsnorm_bwd", "q-norm-131072"] == {"M": 131072, "N": 128, "zero_centered": False, "dtype": "bfloat16"}
-    assert found["rmsnorm_fwd", "k-norm-32768"]["N"] == 128
-    assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560
+    sizes_of = cases(tmp_path, SMALL)
+    assert sizes_of["rmsnorm_bwd", "q-norm-131072"] == {"M": 131072, "N": 128, "zero_centered": False, "dtype": "bfloat16"}
+    assert sizes_of["rmsnorm_fwd", "k-norm-32768"]["N"] == 128
+    assert sizes_of["rmsnorm_fwd", "norm-4096"]["N"] == 2560
     projections = {
-        name: (sizes["M"], sizes["K"]) for (op, name), sizes in found.items() if op == "int4_gemm" and sizes["N"] == 16
+        name: (sizes["M"], sizes["K"]) for (op, name), sizes in sizes_of.items() if op == "int4_gemm" and sizes["N"] == 16
     }
     assert projections == {
         "attention.q-16": (4096, 2560), "attention.k+attention.v-16": (1024, 2560), "attention.o-16": (2560, 4096),
         "mlp.gate+mlp.up-16": (9728, 2560), "mlp.down-16": (2560, 9728),
     }  # fmt: skip
-    assert {op for op, _ in found} == {"rmsnorm_fwd", "rmsnorm_bwd", "int4_gemm"}
+    assert {op for op, _ in sizes_of} == {"rmsnorm_fwd", "rmsnorm_bwd", "int4_gemm"}
 
 
 def test_cases_of_experts_have_the_products_of_both_passes_on_one_gpu_of_the_group(tmp_path: Path) -> None:
-    found = cases(tmp_path, {**EXPERTS, "torch_dtype": "float16"}, ep=8)
+    sizes_of = cases(tmp_path, {**EXPERTS, "torch_dtype": "float16"}, ep=8)
     rows = 4096 * 6
-    products = {name: sizes for (op, name), sizes in found.items() if op == "fp8_grouped_gemm"}
+    products = {name: sizes for (op, name), sizes in sizes_of.items() if op == "fp8_grouped_gemm"}
     assert {sizes["E"] for sizes in products.values()} == {8}
     assert len(products) == 6
     assert {sizes["dtype"] for sizes in products.values()} == {"float16"}
@@ -58,30 +58,30 @@ def test_cases_of_experts_have_the_products_of_both_passes_on_one_gpu_of_the_gro
     assert sizes[f"experts.gate-up-{rows}"] == (rows, 2816, 2560, "rows")
     assert sizes[f"experts.gate-up.dgrad-{rows}"] == (rows, 2560, 2816, "rows")
     assert sizes[f"experts.down.wgrad-{rows}"] == (rows, 2560, 1408, "weights")
-    assert found["fp8_rowwise_3d_both", "experts.gate-up.weight-8"]["N"] == 2816
-    assert found["fp8_tensorwise_2d", f"experts.gate-up.dy-{rows}"]["layout"] == "both"
-    copied, gated = found["moe_permute_fp8", "experts.copy-4096"], found["fp8_swiglu_bwd_2d", f"experts.swiglu.dx-{rows}"]
+    assert sizes_of["fp8_rowwise_3d_both", "experts.gate-up.weight-8"]["N"] == 2816
+    assert sizes_of["fp8_tensorwise_2d", f"experts.gate-up.dy-{rows}"]["layout"] == "both"
+    copied, gated = sizes_of["moe_permute_fp8", "experts.copy-4096"], sizes_of["fp8_swiglu_bwd_2d", f"experts.swiglu.dx-{rows}"]
     assert (copied["T"], copied["H"], copied["E"], copied["K"]) == (4096, 2560, 8, 6)
     assert (gated["M"], gated["N"], gated["G"]) == (rows, 1408, 8)
-    assert found["moe_unpermute", "experts.copy.dx-4096"]["weighted"] is False
-    for (op, _), sizes in found.items():
+    assert sizes_of["moe_unpermute", "experts.copy.dx-4096"]["weighted"] is False
+    for (op, _), sizes in sizes_of.items():
         assert set(sizes) >= set(OPS[op].axes)
 
 
 def test_cases_of_experts_without_swiglu_lack_swiglu_and_routing_operators(tmp_path: Path) -> None:
-    found = {op for op, _ in cases(tmp_path, {**EXPERTS, "hidden_act": "gelu"}, ep=16)}
-    assert not [op for op in found if op.startswith(("moe_", "fp8_swiglu"))]
-    assert "fp8_grouped_gemm" in found
+    op_names = {op for op, _ in cases(tmp_path, {**EXPERTS, "hidden_act": "gelu"}, ep=16)}
+    assert not [op for op in op_names if op.startswith(("moe_", "fp8_swiglu"))]
+    assert "fp8_grouped_gemm" in op_names
 
 
 def test_cases_of_latent_attention_have_its_norms_and_shared_experts(tmp_path: Path) -> None:
-    found = cases(tmp_path, LATENT)
-    assert found["rmsnorm_fwd", "kv-latent-norm-4096"]["N"] == 512
-    assert found["rmsnorm_fwd", "q-latent-norm-4096"]["N"] == 1536
-    assert found["int4_gemm", "attention.kv-down-1"]["M"] == 576
-    assert found["int4_gemm", "shared-experts.down-1"]["K"] == 2816
-    assert found["int4_gemm", "mlp.down-1"]["K"] == 9728
-    assert not any("q-norm" in name for _, name in found)
+    sizes_of = cases(tmp_path, LATENT)
+    assert sizes_of["rmsnorm_fwd", "kv-latent-norm-4096"]["N"] == 512
+    assert sizes_of["rmsnorm_fwd", "q-latent-norm-4096"]["N"] == 1536
+    assert sizes_of["int4_gemm", "attention.kv-down-1"]["M"] == 576
+    assert sizes_of["int4_gemm", "shared-experts.down-1"]["K"] == 2816
+    assert sizes_of["int4_gemm", "mlp.down-1"]["K"] == 9728
+    assert not any("q-norm" in name for _, name in sizes_of)
 
 
 def test_model_sweep_file_begins_with_the_sizes_read(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_norms_of_a_type_with_rms_norm_are_read_without_an_epsilon_field(tmp_pat
 
 
 def test_cases_of_an_unknown_type_come_from_its_fields_or_its_text_config(tmp_path: Path) -> None:
-    found = cases(tmp_path, {"model_type": "new_vl", "vision_config": {}, "text_config": {**SMALL, "model_type": "new_text"}})
-    assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560
-    assert ("rmsnorm_fwd", "q-norm-131072") not in found
+    sizes_of = cases(tmp_path, {"model_type": "new_vl", "vision_config": {}, "text_config": {**SMALL, "model_type": "new_text"}})
+    assert sizes_of["rmsnorm_fwd", "norm-4096"]["N"] == 2560
+    assert ("rmsnorm_fwd", "q-norm-131072") not in sizes_of
     assert cases(tmp_path, {**SMALL, "model_type": "gemma3_text"})["rmsnorm_fwd", "norm-4096"]["zero_centered"] is True
 
 
@@ -188,8 +188,8 @@ def test_layers_of_model_families_are_those_of_their_code(tmp_path: Path) -> Non
 def test_projections_follow_heads_per_layer_value_heads_and_low_ranks(tmp_path: Path) -> None:
     def projections(**fields: Any) -> dict[str, tuple[int, int]]:
         base = {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6}
-        found = cases(tmp_path, {**base, "intermediate_size": 9216, "model_type": "new", **fields})
-        shapes = {name.rpartition("-")[0]: (case["M"], case["K"]) for (op, name), case in found.items() if op == "int4_gemm"}
+        sizes_of = cases(tmp_path, {**base, "intermediate_size": 9216, "model_type": "new", **fields})
+        shapes = {name.rpartition("-")[0]: (case["M"], case["K"]) for (op, name), case in sizes_of.items() if op == "int4_gemm"}
         return {layer: shape for layers, shape in shapes.items() for layer in layers.split("+") if "attention" in layer}
 
     gemma = projections(model_type="gemma4_text", per_layer_config={"05": {"head_dim": 512}})
@@ -293,8 +293,8 @@ def test_experts_without_a_width_have_that_of_their_class(tmp_path: Path, monkey
     assert mixtral is not None
     assert (experts.width, experts.width_field) == (768, "moe_intermediate_size")
     assert (mixtral.width, mixtral.width_field) == (9728, "intermediate_size")
-    for known in (sys.modules["transformers"], None):
-        monkeypatch.setitem(sys.modules, "transformers", known)
+    for package in (sys.modules["transformers"], None):
+        monkeypatch.setitem(sys.modules, "transformers", package)
         with pytest.raises(ValueError, match=r"config.json: moe_intermediate_size: missing: looked for moe_intermediate_size, "):
             read(written(tmp_path, fields))
 

@@ -32,14 +32,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def families() -> list[str]:
     """Return the model types of language models whose class has default sizes."""
     transformers = pytest.importorskip("transformers")
-    found = []
+    kinds = []
     for kind, config in transformers.CONFIG_MAPPING.items():
         try:
             is_written = type(config()) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         except Exception:  # of a config without default sizes, or one that asks the network
             continue
-        found += [kind] if is_written else []
-    return found
+        kinds += [kind] if is_written else []
+    return kinds
 
 
 def layers_of(config: Any) -> torch.nn.Module:
@@ -75,7 +75,7 @@ def test_projections_of_a_family_equal_parameters_of_its_model(kind: str, tmp_pa
     if kind not in NOT_BUILT | OTHER_PARTS:
         assert not {shape for shape in dense | routed if frozenset(shape) not in shapes}
     if kind not in OTHER_PARTS and not read_as.has_recurrence:
-        known = {frozenset(shape) for shape in dense | routed} | {frozenset((2 * out, depth)) for out, depth in dense}
+        shapes_of = {frozenset(shape) for shape in dense | routed} | {frozenset((2 * out, depth)) for out, depth in dense}
         wide = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m.out_features > WIDE}
         heads = {name: m for name, m in wide.items() if m.out_features == config.get_text_config().vocab_size}
-        assert not {name: m for name, m in wide.items() if name not in heads and frozenset(m.weight.shape) not in known}
+        assert not {name: m for name, m in wide.items() if name not in heads and frozenset(m.weight.shape) not in shapes_of}

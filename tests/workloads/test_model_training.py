@@ -91,11 +91,11 @@ def test_stale_steps_without_records_are_estimated_at_minutes_each(tmp_path: Pat
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list of graphs that torch.compile makes of layers from now on, and let it run them as they are."""
     torch.compiler.reset()
-    made: list[Any] = []
+    captured: list[Any] = []
     monkeypatch.setattr(
-        models, "compile_layers", partial(models.compile_layers, backend=lambda graph, _: made.append(graph) or graph.forward)
+        models, "compile_layers", partial(models.compile_layers, backend=lambda graph, _: captured.append(graph) or graph.forward)
     )
-    return made
+    return captured
 
 
 def with_epsilon(epsilon: float, model: nn.Module) -> None:

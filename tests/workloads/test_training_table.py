@@ -27,7 +27,7 @@ RECORDS = [
 def values(table: Table, *names: str) -> list[tuple[object, ...]]:
     """Return the values of some columns, by their names in CSV, a tuple per row."""
     places = [[column.csv_name for column in table.columns].index(name) for name in names]
-    return [tuple(row.values[place] for place in places) for row in table.rows]
+    return [tuple(row.values[column] for column in places) for row in table.rows]
 
 
 def test_training_table_prints_a_rest_of_0_without_a_sign() -> None:
@@ -125,9 +125,9 @@ def test_compare_of_training_records_prints_the_training_table(tmp_path: Path) -
 def test_steps_of_models_have_tokens_per_second_and_ratios_within_a_run() -> None:
     steps = {"op": "model_step", "case": "some", "axes": {"T": 4096}, "family": "model_training", "options": {"compiled": True}}
     times = {"baseline": 2000.0, "torchao": 1600.0, "tensorwise": 1000.0, "tensorwise_dense": 800.0}
-    found = [record(us, variant=variant, **steps) for variant, us in times.items()]
+    rows = [record(us, variant=variant, **steps) for variant, us in times.items()]
     failed = record(1.0, variant="rowwise", **steps | NO_TIMES | {"status": "failed", "reason": "wrong"})
-    (table,) = tables([*found, failed])
+    (table,) = tables([*rows, failed])
     assert values(table, "variant", "layers", "step_ms", "tokens_per_s", "times_bf16", "times_torchao") == [
         ("bf16", "compiled", 2.0, 2_048_000.0, 1.0, 0.8),
         ("torchao", "compiled", 1.6, 2_560_000.0, 1.25, 1.0),

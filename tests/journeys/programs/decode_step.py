@@ -23,10 +23,10 @@ def main():
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
-                    made = Int4Linear.from_linear(child, group=64)
-                    child.weight.data = dequantise(made.weight, child.weight.dtype)  # the reference has the same values
-                    setattr(parent, name, made)
-                    made.plain = [child]
+                    int4 = Int4Linear.from_linear(child, group=64)
+                    child.weight.data = dequantise(int4.weight, child.weight.dtype)  # the reference has the same values
+                    setattr(parent, name, int4)
+                    int4.plain = [child]
                     changed += 1
     print(f"{changed} layers are Int4Linear")
     assert changed == 14
@@ -49,13 +49,13 @@ def main():
 
 def decode(model, tokens):
     """Return the logits of every step."""
-    past, found = None, []
+    past, steps = None, []
     for step in range(tokens.shape[1]):
         out = model(tokens[:, step : step + 1], past_key_values=past, use_cache=True)
         past = out.past_key_values
-        found.append(out.logits.float())
-    assert all(bool(logits.isfinite().all()) for logits in found)
-    return torch.cat(found, 1)
+        steps.append(out.logits.float())
+    assert all(bool(logits.isfinite().all()) for logits in steps)
+    return torch.cat(steps, 1)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ def digest(*tensors):
     """Return a digest of the bits of tensors."""
     import torch
 
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+        sha.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def row(*tensors):
     """Return the results, the configs that were launched last, the timings, and what serving counted (None where nothing is)."""
-    tuners = [found for found in gc.get_objects() if issubclass(type(found), Autotuner)]
+    tuners = [one for one in gc.get_objects() if issubclass(type(one), Autotuner)]
     configs = {one.base_fn.__name__: str(one.best_config) for one in tuners if getattr(one, "best_config", None) is not None}
     try:
         from kerneltune.adopt import startup

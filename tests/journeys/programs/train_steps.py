@@ -37,14 +37,14 @@ def losses(model, is_compiled):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
     tokens = torch.randint(0, SIZES["vocab_size"], (1, TOKENS), device=DEVICE)
-    found = []
+    values = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def main(kind, way):
@@ -55,10 +55,10 @@ def main(kind, way):
     converted = convert_to_fp8_training(model, "tensorwise", experts=kind == "experts", dense=kind == "dense")
     print(converted)
     assert converted, "nothing was converted"
-    found = losses(model, way == "compiled")
-    print("bf16", expected, "fp8", found)
-    assert found[-1] < found[0], "the loss does not fall"
-    assert all(abs(a - b) < 0.05 * abs(b) for a, b in zip(found, expected, strict=True)), "losses differ by more than 5 %"
+    values = losses(model, way == "compiled")
+    print("bf16", expected, "fp8", values)
+    assert values[-1] < values[0], "the loss does not fall"
+    assert all(abs(a - b) < 0.05 * abs(b) for a, b in zip(values, expected, strict=True)), "losses differ by more than 5 %"
     if way == "compiled":
         breaks = dict(torch._dynamo.utils.counters["graph_break"])
         assert not breaks, f"graph breaks: {breaks}"

@@ -13,8 +13,8 @@ def rank(number, widths, answers):
     from observed import row
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = [scaled_sum((torch.arange(64 * width, device=device) % 7).float().view(64, width)) for width in widths]
-    answers.put((number, row(*found)))
+    sums = [scaled_sum((torch.arange(64 * width, device=device) % 7).float().view(64, width)) for width in widths]
+    answers.put((number, row(*sums)))
 
 
 if __name__ == "__main__":
@@ -23,9 +23,9 @@ if __name__ == "__main__":
     ranks = [context.Process(target=rank, args=(number, [int(text) for text in sys.argv[1:]], answers)) for number in range(2)]
     for process in ranks:
         process.start()
-    found = [answers.get() for _ in ranks]
+    sums = [answers.get() for _ in ranks]
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0, 0]
-    for _, answer in sorted(found, key=lambda one: one[0]):
+    for _, answer in sorted(sums, key=lambda one: one[0]):
         print(json.dumps(answer))

@@ -8,8 +8,8 @@ from observed import report
 
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = []
+    results = []
     for columns in map(int, sys.argv[1:]):
         x = (torch.arange(64 * columns, device=device) % 7).float().view(64, columns)
-        found += [scaled_sum(x), shifted(x, 3.0)]
-    report(*found)
+        results += [scaled_sum(x), shifted(x, 3.0)]
+    report(*results)

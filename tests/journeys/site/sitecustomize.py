@@ -32,8 +32,8 @@ class Noting:
 
 if FILE:
     sys.meta_path.insert(0, Noting())
-    if known := [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:  # `capture` and `serve` start before
-        note(*known)
+    if imported := [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:  # `capture` and `serve` start before
+        note(*imported)
 
 here = os.path.dirname(os.path.abspath(__file__))
 hidden = importlib.machinery.PathFinder.find_spec(

@@ -164,9 +164,9 @@ def test_tensorwise_scales_are_of_the_largest_magnitude_wherever_it_lies(at: int
 def test_torchao_tensorwise_blocks_may_hold_several_groups(run, ends: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
     x = contract.values((40, 35), torch.bfloat16, WHERE, seed=8)
     inputs = {"x": x, "offs": ends_of(*ends), "fp8_format": "e4m3", "pow2": False, "inverse": False, "layout": "both"}
-    found = run(inputs, torchao_tensorwise.FlatConfig(block=64, warps=1))
+    outputs = run(inputs, torchao_tensorwise.FlatConfig(block=64, warps=1))
     for name, want in tensorwise_group.reference(inputs).items():
-        assert same_bits(name, found[name], want) == []
+        assert same_bits(name, outputs[name], want) == []
 
 
 CASTS_OF_VALUES = [op for op in OPS.values() if op.module.startswith("kerneltune.ops.fp8.") and "pow2" in op.options]
@@ -185,9 +185,9 @@ def test_casts_to_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> N
     inputs = dict(op.inputs(Case("", axes, "bfloat16", "fp8", tuple(options.items())), device=WHERE, seed=1))
     for name in {"x", "x1", "x2"} & inputs.keys():
         inputs[name][3], inputs[name][4, :5] = -0.0, -1e-30
-    found = op.variant("optimized").run(inputs, None)
+    outputs = op.variant("optimized").run(inputs, None)
     for output, want in op.reference(inputs).items():
-        assert same_bits(output, found[output], want) == []
+        assert same_bits(output, outputs[output], want) == []
 
 
 @pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
@@ -229,19 +229,19 @@ def test_tensorwise_cast_with_expected_magnitudes_has_the_same_result(expected: 
 
 
 @pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
-@pytest.mark.parametrize("known", [False, True])
-def test_tensorwise_cast_with_the_expected_magnitude_casts_once(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_tensorwise_cast_with_the_expected_magnitude_casts_once(is_expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest comes last: a first launch alone makes the result only if it knew."""
     w = torch.full((1, 48, 40), 0.5, dtype=torch.bfloat16)
     w[:, -1, -1] = 100.0
-    amax = torch.full((1,), 100.0 if known else 0.0)
+    amax = torch.full((1,), 100.0 if is_expected else 0.0)
     final = fp8.fp8_tensorwise_3d(w.mT).q
     with monkeypatch.context() as patched:
         patched.setattr(early_kernels, "cast_again", defaultdict(lambda: lambda *_, **__: None))
         early = fp8.fp8_tensorwise_3d(w.mT, amax=amax, config=TILES).q
     assert early is not None
     assert final is not None
-    assert torch.equal(early.view(torch.uint8), final.view(torch.uint8)) == known
+    assert torch.equal(early.view(torch.uint8), final.view(torch.uint8)) == is_expected
 
 
 @pytest.mark.gpu
@@ -283,11 +283,11 @@ def test_casts_of_more_than_2_to_the_31_elements_are_exact() -> None:
     want, want_scale = quantised(tail, 1)
     assert same_bits("q", q[-8:], want) == []
     assert same_bits("scale", scale[-8:], want_scale) == []
-    found = fp8.fp8_group_both(x, ends_of(M - 8, M))
-    assert same_bits("q", found.q[-8:], want) == []
-    assert same_bits("scale", found.scale[-8:], want_scale) == []
-    assert same_bits("q_t", found.q_t[-8:], quantised(tail, 0)[0]) == []
-    del found
+    cast = fp8.fp8_group_both(x, ends_of(M - 8, M))
+    assert same_bits("q", cast.q[-8:], want) == []
+    assert same_bits("scale", cast.scale[-8:], want_scale) == []
+    assert same_bits("q_t", cast.q_t[-8:], quantised(tail, 0)[0]) == []
+    del cast
     assert torch.equal(fp8.fp8_transpose_2d(q)[:, -8:].view(torch.uint8), q[-8:].t().view(torch.uint8))
     w = x.view(4, M // 4, K).transpose(1, 2)
     q, scale = fp8.fp8_colwise_3d(w)
@@ -314,9 +314,9 @@ def test_casts_of_a_single_row_accept_any_stride(stride: int) -> None:
     q_t, scale_t = fp8.fp8_group_colwise(x, ends_of(1))
     assert same_bits("q_t", q_t, down) == []
     assert same_bits("scale_t", scale_t, scale[0]) == []
-    found = fp8.fp8_group_both(x, ends_of(1))
-    assert same_bits("q", found.q, want) == []
-    assert same_bits("q_t", found.q_t, down) == []
+    cast = fp8.fp8_group_both(x, ends_of(1))
+    assert same_bits("q", cast.q, want) == []
+    assert same_bits("q_t", cast.q_t, down) == []
 
 
 def test_torchao_is_unsupported_where_its_result_is_wrong() -> None:
@@ -409,17 +409,17 @@ def test_casts_write_into_given_tensors(name: str) -> None:
     w = weights()
     want = CASTS[name](w)
     out = type(want)(*(torch.zeros_like(t) for t in want)) if hasattr(want, "_fields") else tuple(map(torch.zeros_like, want))
-    found = CASTS[name](w, out=out)
-    for got, given, expected in zip(found, out, want, strict=True):
-        assert got.data_ptr() == given.data_ptr()
+    returned = CASTS[name](w, out=out)
+    for got, passed, expected in zip(returned, out, want, strict=True):
+        assert got.data_ptr() == passed.data_ptr()
         assert got.stride() == expected.stride()
-        assert torch.equal(given.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        assert torch.equal(passed.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_casts_into_tensors_of_another_form_raise(name: str) -> None:
-    w, found = weights(), CASTS[name](weights())
+    w, cast = weights(), CASTS[name](weights())
     with pytest.raises(ValueError, match=r"out.* must be column-major \(3, \d+, \d+\) torch.float8_e4m3fn on .*, got \(2, "):
-        CASTS[name](w, out=type(found)(*(t[:2] for t in found)) if hasattr(found, "_fields") else tuple(t[:2] for t in found))
+        CASTS[name](w, out=type(cast)(*(t[:2] for t in cast)) if hasattr(cast, "_fields") else tuple(t[:2] for t in cast))
     with pytest.raises(ValueError, match=r"got .* torch\.float8_e5m2"):
         CASTS[name](w, out=CASTS[name](w, "e5m2"))

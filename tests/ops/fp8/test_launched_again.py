@@ -7,10 +7,10 @@ from kerneltune.ops import fp8
 
 
 def bytes_of(x: torch.Tensor) -> list[torch.Tensor]:
-    found = fp8.fp8_tensorwise_2d(x, layout="both", inverse=True)
-    assert found.q is not None
-    assert found.q_t is not None
-    return [found.q.view(torch.uint8), found.q_t.t().contiguous().view(torch.uint8), found.scale]
+    cast = fp8.fp8_tensorwise_2d(x, layout="both", inverse=True)
+    assert cast.q is not None
+    assert cast.q_t is not None
+    return [cast.q.view(torch.uint8), cast.q_t.t().contiguous().view(torch.uint8), cast.scale]
 
 
 @pytest.mark.gpu
@@ -21,10 +21,10 @@ def test_casts_relaunched_have_the_bytes_of_the_formula(M: int, K: int) -> None:
         scale = torch.exp2(torch.floor(torch.log2(448 / x.float().abs().max())))
         q = (x.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8)
         for _ in range(3):
-            found = bytes_of(x)
-            assert torch.equal(found[0], q)
-            assert torch.equal(found[1], q.t())
-            assert torch.equal(found[2], 1 / scale.view(1))
+            got = bytes_of(x)
+            assert torch.equal(got[0], q)
+            assert torch.equal(got[1], q.t())
+            assert torch.equal(got[2], 1 / scale.view(1))
 
 
 @pytest.mark.gpu
@@ -32,6 +32,6 @@ def test_casts_relaunched_at_other_addresses_have_the_same_bytes() -> None:
     x = torch.randn(512, 256, device="cuda").bfloat16()
     shifted = torch.empty(512 * 256 + 8, dtype=torch.bfloat16, device="cuda")[1 : 1 + 512 * 256].view(512, 256).copy_(x)
     want = bytes_of(x)
-    for given in (x, shifted, x.clone(), shifted):
-        for got, expected in zip(bytes_of(given), want, strict=True):
+    for tensor in (x, shifted, x.clone(), shifted):
+        for got, expected in zip(bytes_of(tensor), want, strict=True):
             assert torch.equal(got, expected)

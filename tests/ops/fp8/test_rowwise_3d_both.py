@@ -67,9 +67,9 @@ def test_programs_of_both_layouts_cover_all_blocks_once_and_await_earlier_ones_o
 def test_program_ids_of_experts_with_more_than_2_to_the_31_rows_times_blocks_are_right() -> None:
     """Whose row blocks times programs of an expert are more than 2^31."""
     blocks, tiles = 8192, 262144
-    found = roles(blocks, tiles, blocks, 2 * blocks + tiles - 4096, 4096)
-    assert [tile for _, _, tile in found if tile >= 0][-1] == tiles - 1
-    cast = [block for _, block, tile in found if tile < 0]
+    programs = roles(blocks, tiles, blocks, 2 * blocks + tiles - 4096, 4096)
+    assert [tile for _, _, tile in programs if tile >= 0][-1] == tiles - 1
+    cast = [block for _, block, tile in programs if tile < 0]
     assert cast == list(range(2 * blocks - len(cast), 2 * blocks))
     assert len(cast) in (124, 125)
 
@@ -88,9 +88,9 @@ def test_rowwise_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
     w = contract.values((3, 70, K), torch.bfloat16, WHERE, seed=5).transpose(1, 2)
     config = fp8.BothConfig(rows=16, step=4, cols=32, warps=1, lag=lag)
     want = rowwise_3d_both.reference({"w": w, "fp8_format": "e4m3", "pow2": True, "inverse": False})
-    found = fp8.fp8_rowwise_3d_both(w, config=config)._asdict()
+    outputs = fp8.fp8_rowwise_3d_both(w, config=config)._asdict()
     for name in ("q", "q_t", "scale", "scale_t"):
-        assert same_bits(name, found[name], want[name]) == []
+        assert same_bits(name, outputs[name], want[name]) == []
     assert not counted.any()
 
 
@@ -103,8 +103,8 @@ def test_rowwise_cast_in_both_layouts_is_exact_every_time(E: int, K: int, N: int
     config = replace(rowwise_3d_both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
     for seed in range(10):
         w = contract.values((E, N, K), torch.bfloat16, WHERE, seed=seed).transpose(1, 2)
-        found = fp8.fp8_rowwise_3d_both(w, config=config)
-        for got, want in zip(found, (*fp8.fp8_colwise_3d(w), *fp8.fp8_rowwise_3d_transpose(w)), strict=True):
+        outputs = fp8.fp8_rowwise_3d_both(w, config=config)
+        for got, want in zip(outputs, (*fp8.fp8_colwise_3d(w), *fp8.fp8_rowwise_3d_transpose(w)), strict=True):
             assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
@@ -136,10 +136,10 @@ def test_group_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False}
     offs = torch.tensor(ends, dtype=torch.int32, device=WHERE)
     want = group_both.reference({"x": x[: ends[-1]], "offs": offs, **options})
-    found = fp8.fp8_group_both(x, offs, config=config)
+    outputs = fp8.fp8_group_both(x, offs, config=config)
     for name in ("q", "q_t", "scale"):
-        assert same_bits(name, getattr(found, name)[: ends[-1]], want[name]) == []
-    assert same_bits("scale_t", found.scale_t, want["scale_t"]) == []
+        assert same_bits(name, getattr(outputs, name)[: ends[-1]], want[name]) == []
+    assert same_bits("scale_t", outputs.scale_t, want["scale_t"]) == []
     assert not counted.any()
 
 
@@ -153,6 +153,9 @@ def test_group_cast_in_both_layouts_is_exact_every_time(M: int, K: int, G: int, 
     for seed in range(6):
         inputs = contract.inputs(case, device=WHERE, seed=seed)
         for lag in (2, 8):
-            found = fp8.fp8_group_both(**inputs, config=replace(group_both.default(case), lag=lag))._asdict()
+            outputs = fp8.fp8_group_both(**inputs, config=replace(group_both.default(case), lag=lag))._asdict()
             for name, want in group_both.run_separately(inputs, None).items():
-                assert torch.equal(found[name].contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)), (seed, name)
+                assert torch.equal(outputs[name].contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)), (
+                    seed,
+                    name,
+                )

@@ -63,9 +63,9 @@ def test_grouped_gemm_is_exact_and_zero_for_rows_of_no_group(ends: tuple[int, ..
 def test_grouped_gemm_of_torch_is_zero_for_rows_of_no_group(ends: tuple[int, ...], own: bool) -> None:
     a, b, offs = integers(64, 48), integers(2, 1040, 48).transpose(1, 2), ends_of(*ends)
     out = torch.full((64, 1040), 7.0, dtype=torch.bfloat16, device=WHERE) if own else None
-    found = gemm.fp8_grouped_gemm(a, b, powers(1), powers(2), offs, out=out, config=gemm.CUTLASS)
-    assert not found[ends[-1] :].any()
-    assert found[: ends[-1]].isfinite().all()
+    product = gemm.fp8_grouped_gemm(a, b, powers(1), powers(2), offs, out=out, config=gemm.CUTLASS)
+    assert not product[ends[-1] :].any()
+    assert product[: ends[-1]].isfinite().all()
 
 
 def test_compare_of_nonzero_rows_of_no_group_fails() -> None:
@@ -124,8 +124,8 @@ def test_grouped_gemm_of_offs_in_disorder_accesses_nothing_outside(ends: tuple[i
         return
     size = aligned_size(M, E) if product_of == "aligned" else M
     a, b = integers(N, size), integers(K, size)
-    found = gemm.fp8_grouped_gemm(a, b.t(), one, one, ends_of(*ends), aligned=product_of == "aligned", config=config())
-    assert found.isfinite().all()
+    product = gemm.fp8_grouped_gemm(a, b.t(), one, one, ends_of(*ends), aligned=product_of == "aligned", config=config())
+    assert product.isfinite().all()
 
 
 def _check_weight_gradients(M: int, ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
@@ -158,9 +158,9 @@ def test_grouped_gemm_accepts_a_scale_per_tensor_or_per_group() -> None:
 def test_grouped_gemm_with_nan_spoils_only_its_group(ends: tuple[int, ...], at: int) -> None:
     a, b, one = integers(16, ends[-1]), integers(32, ends[-1]).t(), powers(1)
     a.view(torch.uint8)[3, at] = 0x7F
-    found = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(*ends), config=config())
-    assert found[1, 3].isnan().all()
-    assert int(found.isnan().sum()) == found.shape[2]
+    product = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(*ends), config=config())
+    assert product[1, 3].isnan().all()
+    assert int(product.isnan().sum()) == product.shape[2]
 
 
 def test_grouped_gemm_accepts_rows_that_lie_apart() -> None:
@@ -181,9 +181,9 @@ def test_grouped_gemm_of_more_groups_than_it_sorts_is_exact() -> None:
     E = 130
     a, b, one = integers(16, 16 * E), integers(16, 16 * E).t(), torch.ones(1, device=WHERE)
     offs = ends_of(*range(16, 16 * E + 1, 16))
-    found = gemm.fp8_grouped_gemm(a, b, one, one, offs, out_dtype=torch.float32, config=config())
+    product = gemm.fp8_grouped_gemm(a, b, one, one, offs, out_dtype=torch.float32, config=config())
     want = torch.bmm(a.float().view(16, E, 16).transpose(0, 1), b.float().reshape(E, 16, 16))
-    assert torch.equal(found, want)
+    assert torch.equal(product, want)
 
 
 A, B, OFFS = (

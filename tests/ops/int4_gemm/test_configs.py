@@ -27,9 +27,9 @@ def test_valid_allows_several_blocks_of_rows_for_many_tokens_and_large_weights_o
     few = dataclasses.replace(config, tokens=8)
     assert configs.valid(case_of(8, 5120, 25600), few) == "4 blocks of rows where there are 8 tokens"
     for tokens in (8, 16, 32, 64):
-        found = configs_of(case_of(tokens, 5120, 25600))
-        assert len(found) <= 260
-        assert {c.blocks for c in found} == ({1} if tokens == 8 else {1, 2, 4})
+        space = configs_of(case_of(tokens, 5120, 25600))
+        assert len(space) <= 260
+        assert {c.blocks for c in space} == ({1} if tokens == 8 else {1, 2, 4})
 
 
 @pytest.mark.parametrize(("tokens", "want"), [

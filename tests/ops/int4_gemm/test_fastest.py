@@ -75,8 +75,8 @@ def test_cached_product_serves_tokens_of_its_band_and_needs_its_weight(tmp_path:
     try:
         cache.store("some_gpu", entry)
         chooser = cache.Chooser.of(OP, OP.variant("optimized"))
-        found = {n: chooser.find(case_of(n, 64, 256), "some_gpu").config.product for n in (64, 65, 96, 97)}
-        assert found == {64: "int4_gemm", 65: "fp8", 96: "fp8", 97: "int4_gemm"}
+        products = {n: chooser.find(case_of(n, 64, 256), "some_gpu").config.product for n in (64, 65, 96, 97)}
+        assert products == {64: "int4_gemm", 65: "fp8", 96: "fp8", 97: "int4_gemm"}
         assert chooser.find(case_of(96, 64, 256, fp8_copy=False), "some_gpu").config.product == "int4_gemm"
     finally:
         monkeypatch.undo()
@@ -118,13 +118,13 @@ def test_fp8_product_with_scaling_in_its_own_launch_differs_by_one_rounding(dtyp
     assert got.isnan().sum() == (rows if count > 5 else 0)
 
 
-@pytest.mark.parametrize(("product", "copy", "said"), [
+@pytest.mark.parametrize(("product", "copy", "message"), [
     ("fp8_scaled", None, "with the weight in fp8"), ("fp4", COPY, "product='fp4'"),
     ("fp8", COPY._replace(q=COPY.q[:32]), "fp8_weight.q must"),
     ("fp8", COPY._replace(scale=COPY.scale.half()), "fp8_weight.scale must"),
 ])  # fmt: skip
-def test_fastest_gemm_without_the_weight_of_its_product_raises(product: str, copy: Fp8Weight | None, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_fastest_gemm_without_the_weight_of_its_product_raises(product: str, copy: Fp8Weight | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fastest_gemm(tokens_of(2), WEIGHT, None, copy, config=ProductConfig(product))
 
 

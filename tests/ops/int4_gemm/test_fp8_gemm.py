@@ -80,15 +80,15 @@ CAST = cast_tokens(X)
 MISPLACED = torch.empty(1025, dtype=torch.uint8, device=DEVICE)[1:].view(torch.float8_e4m3fn).view(4, 256)
 
 
-@pytest.mark.parametrize(("x", "said"), [
+@pytest.mark.parametrize(("x", "message"), [
     (X.float(), "x must be"), (X[:, :128], "x must be"), (X.t(), "x must be"), (X.bfloat16(), "scales must be"),
     (CAST._replace(depth=128), "x.q must be"), (CAST._replace(q=CAST.q[:, ::2]), "x.q must be a contiguous"),
     (CAST._replace(q=CAST.q.float()), "x.q must be"), (CAST._replace(scale=CAST.scale[:3]), "x.scale must be"),
     (CAST._replace(scale=CAST.scale.half()), "x.scale must be"), (CAST._replace(dtype=torch.float32), "x.dtype must be"),
     (CAST._replace(q=MISPLACED), "multiple of 16"),
 ])  # fmt: skip
-def test_int4_fp8_gemm_of_operands_that_do_not_fit_raises(x: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_int4_fp8_gemm_of_operands_that_do_not_fit_raises(x: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         int4_fp8_gemm(x, pack(*CODES))
 
 
@@ -121,9 +121,9 @@ def test_valid_refuses_too_many_registers_and_empty_splits() -> None:
     case = case_of(128, 64, 512, 0)
     good = Int4Fp8Config(128, 1, 4, 1, 3, early=True)
     assert fp8_gemm.valid(case, good) is None
-    for changed, said in (
+    for changed, reason in (
         ({"blocks": 2}, "128 sums"), ({"splits": 2}, "whose parts"), ({"tokens": 64, "splits": 3}, "along 4 blocks"),
         ({"tokens": 16}, "16 tokens where there are 128"), ({"warps": 8}, "8 warps to 1 blocks"),
         ({"stages": 12}, "bytes of shared"),
     ):  # fmt: skip
-        assert said in (fp8_gemm.valid(case, dataclasses.replace(good, **changed)) or ""), changed
+        assert reason in (fp8_gemm.valid(case, dataclasses.replace(good, **changed)) or ""), changed

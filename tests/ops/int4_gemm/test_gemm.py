@@ -176,15 +176,15 @@ def test_int4_gemm_with_warpgroups_refuses_groups_below_half_a_block() -> None:
     assert not gemm.default(one).warpgroup
 
 
-@pytest.mark.parametrize(("knobs", "said"), [
+@pytest.mark.parametrize(("knobs", "message"), [
     ({"along": 2}, "2 warps along k, of which each multiplies with three other warps"),
     ({"splits": 4}, "4 programs along 5 blocks of k"),
     ({"rows": 32}, "32 rows of a warpgroup, which has 64"),
 ])  # fmt: skip
-def test_int4_gemm_with_invalid_warpgroup_configs_raises(knobs: dict[str, int], said: str) -> None:
+def test_int4_gemm_with_invalid_warpgroup_configs_raises(knobs: dict[str, int], message: str) -> None:
     config = dataclasses.replace(warpgroups(32, 1), **knobs)
     assert gemm.valid(case_of(32, 64, 640), config) is not None
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ops.int4_gemm(whole_numbers(32, 640, torch.float16), pack(*some_codes(64, 640, 64, False)), config=config)
 
 
@@ -401,4 +401,4 @@ def test_int4_gemm_code_awaits_every_partial_sum_once() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=240)
     pairs = [line.split() for line in done.stdout.splitlines()]
     assert len(pairs) == len(configs), done.stderr[-600:]
-    assert every(found == wanted for found, wanted in pairs), pairs
+    assert every(count == wanted for count, wanted in pairs), pairs

@@ -57,14 +57,14 @@ def test_int4_grouped_gemm_of_cast_tokens_gives_the_same() -> None:
     assert int4_fp8_grouped_gemm(X[:0], pack(*CODES), OFFS * 0).shape == (0, 64)
 
 
-@pytest.mark.parametrize(("x", "offs", "said"), [
+@pytest.mark.parametrize(("x", "offs", "message"), [
     (X[:, :128], OFFS, "x must be"), (X.bfloat16(), OFFS, "scales must be"), (X, OFFS.long(), "offs must be"),
     (X, OFFS[None], "offs must be"), (X, [2, 2, 4], "offs must be a tensor"), (X, OFFS[:0], "for each of 0 groups"),
     (X, OFFS[:2], "multiple of 64 rows for each of 2 groups, got 192 rows"), (X, ends(1, 1, 1, 0, 1, 0)[::2], "contiguous"),
     (cast_tokens(X)._replace(depth=128), OFFS, "x.q must be"),
 ])  # fmt: skip
-def test_int4_grouped_gemm_of_operands_that_do_not_fit_raises(x: Any, offs: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_int4_grouped_gemm_of_operands_that_do_not_fit_raises(x: Any, offs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         int4_fp8_grouped_gemm(x, pack(*CODES), offs)
 
 
@@ -88,11 +88,11 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
 def test_valid_refuses_too_many_registers_or_tokens() -> None:
     case, good = case_of(20, 128, 512, 2), Int4GroupedConfig(32, 2, 4, 3, early=True)
     assert grouped.valid(case, good) is None
-    for changed, said in (
+    for changed, reason in (
         ({"tokens": 64}, "64 tokens where there are 20"), ({"blocks": 1, "warps": 8}, "8 warps to 1 blocks"),
         ({"tokens": 128}, "128 sums"), ({"stages": 20}, "bytes of shared"),
     ):  # fmt: skip
-        assert said in (grouped.valid(case, dataclasses.replace(good, **changed)) or ""), changed
+        assert reason in (grouped.valid(case, dataclasses.replace(good, **changed)) or ""), changed
 
 
 def test_traffic_counts_at_most_one_weight_per_token() -> None:

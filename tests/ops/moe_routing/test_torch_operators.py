@@ -22,8 +22,8 @@ def test_operators_of_routing_have_fakes_and_give_results_of_their_functions(nam
     torch.library.opcheck(operator, (), inputs, test_utils=("test_schema", "test_faketensor"))
     variant = op.variant("optimized")
     names = variant.run(inputs, variant.default_config(case)).keys()
-    found = operator(**inputs)
-    outputs = dict(zip(names, (found,) if isinstance(found, torch.Tensor) else found, strict=True))
+    results = operator(**inputs)
+    outputs = dict(zip(names, (results,) if isinstance(results, torch.Tensor) else results, strict=True))
     assert op.compare(case, inputs, outputs, op.reference(inputs)) == []
 
 
@@ -31,7 +31,7 @@ def test_operators_of_routing_have_fakes_and_give_results_of_their_functions(nam
 def test_sort_of_64_bit_ids_outside_the_experts_assigns_no_expert(dtype: torch.dtype) -> None:
     outside = [2**32 + 1, -(2**32), 2**62 + 2, 3, -1] if dtype == torch.int64 else [3, -1, 2**31 - 1, -(2**31), 4]
     ids = torch.tensor([[identifier, 1] for identifier in outside], dtype=dtype, device=WHERE)
-    found = moe_sort(ids, 3)
-    assert found.places.tolist() == [[-1, row] for row in range(5)]
-    assert found.pairs.tolist() == [1, 3, 5, 7, 9, -1, -1, -1, -1, -1]
-    assert found.offs.tolist() == [0, 5, 5]
+    routing = moe_sort(ids, 3)
+    assert routing.places.tolist() == [[-1, row] for row in range(5)]
+    assert routing.pairs.tolist() == [1, 3, 5, 7, 9, -1, -1, -1, -1, -1]
+    assert routing.offs.tolist() == [0, 5, 5]

@@ -43,10 +43,10 @@ def agrees(
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     """Record the sizes of every launch."""
-    found: list[list[tuple[int, ...]]] = []
+    grids: list[list[tuple[int, ...]]] = []
     table = tiles.table_of
-    monkeypatch.setattr(tiles, "table_of", lambda ts, *rest: (found.append([t[3:5] for t in ts]), table(ts, *rest))[1])
-    return found
+    monkeypatch.setattr(tiles, "table_of", lambda ts, *rest: (grids.append([t[3:5] for t in ts]), table(ts, *rest))[1])
+    return grids
 
 
 def test_cast_transpose_of_whole_and_odd_sizes_in_one_call_is_exact(launched: list[list[tuple[int, ...]]]) -> None:
@@ -150,7 +150,7 @@ def test_cast_transpose_with_wrong_arguments_raises_with_their_names(change: dic
         multi_cast_transpose(**arguments)  # type: ignore[arg-type]
 
 
-def given(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def given_outputs(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     casts = [torch.zeros_like(x, dtype=torch.float8_e4m3fn) for x in xs]
     return casts, [cast.t().contiguous() for cast in casts]
 
@@ -174,7 +174,7 @@ def test_operator_of_cast_transpose_in_place_compiles(skipped: bool) -> None:
     xs = weights((32, 64), (16, 48))
     scales, amaxes = scalars(2)
     skip, scale_inv = torch.full((1,), float(skipped), device=WHERE), torch.zeros_like(scales)
-    casts, transposes = given(xs)
+    casts, transposes = given_outputs(xs)
     arguments = (xs, scales, amaxes, casts, transposes, scale_inv, skip)
     torch.library.opcheck(
         torch.ops.kerneltune.multi_cast_transpose_out, arguments, test_utils=["test_faketensor", "test_autograd_registration"]

@@ -145,8 +145,8 @@ def in_part(M: int, N: int, dtype: str = "bfloat16") -> tuple[list[tuple[int, in
     """cols, warps and stages of the configs of a space that hold rows in part, and how many others there are."""
     case = Case("c", (("M", M), ("N", N)), dtype)
     valid = list(OPS["rmsnorm_fwd"].variant("optimized").configs(case))
-    found = [(c.cols, c.warps, c.stages) for c in valid if c.reload and c.stages > 1]
-    return sorted(found), len(valid) - len(found)
+    held = [(c.cols, c.warps, c.stages) for c in valid if c.reload and c.stages > 1]
+    return sorted(held), len(valid) - len(held)
 
 
 def test_space_holds_only_long_rows_in_part() -> None:
@@ -284,11 +284,11 @@ def test_rmsnorm_bwd_reduction_awaits_its_partial_sums(M: int, N: int) -> None:
     weight, rsigma = torch.randn(N, device="cuda", dtype=torch.bfloat16), torch.rand(M, device="cuda")
 
     def steps() -> list[torch.Tensor]:
-        found, gradient = [], dz
+        gradients, gradient = [], dz
         for _ in range(4):
             gradient, dgamma = rmsnorm_bwd(gradient, x, rsigma, weight)
-            found.append(dgamma * 2)
-        return found
+            gradients.append(dgamma * 2)
+        return gradients
 
     expected = []
     gradient = dz
@@ -352,13 +352,13 @@ def test_rmsnorm_of_short_rows_in_tiles_agrees_with_the_reference(
 def test_rmsnorm_fwd_of_short_rows_in_whole_tiles_transposes_in_one_launch(
     M: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
+    names: list[str] = []
     for name in ("_rmsnorm_fwd_at_once", "_rmsnorm_fwd_once", "transpose_bytes"):
-        launcher = partial(lambda kernel, *_, **__: found.append(kernel), name)
+        launcher = partial(lambda kernel, *_, **__: names.append(kernel), name)
         monkeypatch.setattr(forward, name, {(M // 32,): launcher, (2,): launcher, (1,): launcher})
     x, config = torch.ones(M, 128, dtype=torch.bfloat16), FwdConfig(32, 128, False, 4, ctas=0, stages=1, reload=False)
     rmsnorm_fwd(x, None, quant="fp8_t", config=config, **{k: v.cpu() for k, v in scalars().items()})
-    assert found == launched
+    assert names == launched
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ class Launches(list[tuple[str, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    found = Launches()
+    recorded = Launches()
     for name in ("_rmsnorm_fwd_te", "_transpose_te", "_rmsnorm_bwd_te", "_reduce_te"):
-        monkeypatch.setattr(te, name, found.of(name))
-    return found
+        monkeypatch.setattr(te, name, recorded.of(name))
+    return recorded
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8", "fp8_t"])
@@ -58,15 +58,15 @@ def test_te_forward_launches_the_published_kernels_and_options(
     te.run_pr593_fwd(inputs, te.TePr593FwdConfig(16, 64, 128, 4))
     turned = ["_transpose_te"] if quant == "fp8_t" else []
     assert launches.names == ["_rmsnorm_fwd_te", "_rmsnorm_fwd_te", *turned]
-    for (_, grid, _, found), pr593 in zip(launches, (False, True), strict=False):
+    for (_, grid, _, options), pr593 in zip(launches, (False, True), strict=False):
         assert grid == (min(M, PROGRAMS),)
-        assert (found["BLOCK"], found["BLOCKED"], found["num_warps"]) == (block, blocked, 16)
-        assert found["HOIST"] == (pr593 and not blocked)
-        assert found["TRANSPOSE"] == (quant == "fp8_t" and not pr593)
-    for _, grid, args, found in launches[2:]:
+        assert (options["BLOCK"], options["BLOCKED"], options["num_warps"]) == (block, blocked, 16)
+        assert options["HOIST"] == (pr593 and not blocked)
+        assert options["TRANSPOSE"] == (quant == "fp8_t" and not pr593)
+    for _, grid, args, options in launches[2:]:
         assert grid == (-(-M // 64), -(-N // 128))
         assert args[2:] == (M, N)
-        assert found == {"ROWS": 64, "COLS": 128, "num_warps": 4}
+        assert options == {"ROWS": 64, "COLS": 128, "num_warps": 4}
 
 
 @pytest.mark.parametrize(("M", "N", "dtype", "block", "blocked", "partials"), [
@@ -83,19 +83,19 @@ def test_te_backward_launches_the_published_kernels_and_options(
         dgamma = run(inputs, te.TeBwdConfig(16, 128, 64, 8))["dgamma"]
         at_once = pr593 and partials == 1  # one row of partials is the sum
         assert launches.names == ["_rmsnorm_bwd_te", "_reduce_te"][: 1 if at_once else 2]
-        _, grid, args, found = launches[0]
+        _, grid, args, options = launches[0]
         assert grid == (min(M, PROGRAMS),)
-        assert (found["BLOCK"], found["BLOCKED"], found["PR593"], found["num_warps"]) == (block, blocked, pr593, 16)
+        assert (options["BLOCK"], options["BLOCKED"], options["PR593"], options["num_warps"]) == (block, blocked, pr593, 16)
         if at_once:
             assert args[5] is dgamma
             continue
         assert args[5].shape == (partials, N)
         assert args[5].dtype == torch.float32
-        _, grid, args, found = launches[1]
+        _, grid, args, options = launches[1]
         assert grid == (-(-N // 64),)
         assert args[1] is dgamma
         assert args[2:] == (partials, N)
-        assert found == {"ROWS": 128, "COLS": 64, "num_warps": 8}
+        assert options == {"ROWS": 128, "COLS": 64, "num_warps": 8}
 
 
 def test_te_configs_are_the_published_ones() -> None:
