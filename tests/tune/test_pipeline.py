@@ -195,7 +195,7 @@ class Slow(Pool):
     futures: list["Future[CompileResult]"] = []
 
     def submit(self, job: Any) -> "Future[CompileResult]":
-        self.given.append((job.make_inputs.args[0], job.config))
+        self.requested.append((job.make_inputs.args[0], job.config))
         self.futures.append(Future())
         return self.futures[-1]
 
