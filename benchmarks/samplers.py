@@ -20,7 +20,7 @@ from kept_trials import ROOT, TrialBlock, whole_spaces
 from optuna.distributions import BaseDistribution
 
 from kerneltune.search import FiniteGPSampler, ListSampler
-from kerneltune.search.study import Seen
+from kerneltune.search.study import TrialStates
 
 EVALUATIONS = (10, 25, 50, 100)
 IN_FLIGHT = 8
@@ -43,14 +43,14 @@ class UntriedSampler(ListSampler):
         self._asking = study, trial
         return super().sample_relative(study, trial, search_space)
 
-    def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
-        """Return the place of a config that was not tried."""
-        untried, first = set(left), left[0]
+    def choose(self, states: TrialStates) -> int:
+        """Return the index of a config that was not tried."""
+        first = super().choose(states)
         for _ in range(self._attempts if first >= STARTUP else 0):
             drawn = self.configs[first] | self._inner.sample_relative(*self._asking, dict(self._varied))
-            place = self._index.get(tuple(drawn[name] for name in self.space))
-            if place in untried:
-                return place
+            index = self._index.get(tuple(drawn[name] for name in self.space))
+            if index in states.untried:
+                return index
         return first
 
 

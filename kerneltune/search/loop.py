@@ -102,7 +102,7 @@ class Evaluator(Protocol):
     def begin(self, config: Config) -> "Future[Any]":
         """Begin to compile a config. The compilation can be cancelled until it runs."""
 
-    def evaluate(self, config: Config, begun: "Future[Any]") -> "Future[Evaluation]":
+    def evaluate(self, config: Config, compilation: "Future[Any]") -> "Future[Evaluation]":
         """Return the evaluation of a compiled config. Until its measurement begins, the future can be cancelled."""
 
     def is_ready(self) -> bool:
@@ -130,31 +130,31 @@ def explore(
     for config, evaluation in known.items():
         state.tell(config, evaluation.time_us)
     limit = min(search.trials or len(candidates.pool), len(candidates.pool))
-    flying, evaluations = _InFlight(evaluator), dict(known)
-    began: float | None = None  # the time to start a process and to make inputs does not belong to the search
-    enough = False
+    running, evaluations = _RunningTrials(evaluator), dict(known)
+    began_at: float | None = None  # the time to start a process and to make inputs does not belong to the search
+    is_over = False
     try:
         while True:
-            while not enough and flying.has_room(state.ahead) and len(evaluations) + flying.length < limit:
+            while not is_over and running.has_room(state.ahead) and len(evaluations) + len(running) < limit:
                 asked = state.ask()
                 if asked is None:
                     break
-                flying.begin(asked)
-            if not flying.length:
+                running.begin(asked)
+            if not running:
                 break
             state.sampler.prepare()
             evaluator.use_idle_time()
-            for config, evaluation in flying.move():
+            for config, evaluation in running.finished():
                 evaluations[config] = evaluation
                 state.tell(config, evaluation.time_us)
-                began = time.monotonic() if began is None and evaluator.is_ready() else began
-                enough = enough or state.is_gain_small()
-            spent_s = 0.0 if began is None else time.monotonic() - began
-            enough = enough or spent_s > (search.budget_s or math.inf)
-            if enough:
-                flying.give_up()
+                began_at = time.monotonic() if began_at is None and evaluator.is_ready() else began_at
+                is_over = is_over or state.is_gain_small()
+            spent_s = 0.0 if began_at is None else time.monotonic() - began_at
+            is_over = is_over or spent_s > (search.budget_s or math.inf)
+            if is_over:
+                running.cancel()
     finally:
-        flying.give_up()
+        running.cancel()
     return evaluations
 
 
@@ -165,18 +165,18 @@ def times_of(evaluations: Mapping[Config, Evaluation]) -> dict[Config, float]:
 
 def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
     """Return configs in random order; a config that differs little from a guess probably comes early."""
-    rng, known = random.Random(seed), [knobs_of(guess).values() for guess in guesses]
+    rng, guessed = random.Random(seed), [knobs_of(guess).values() for guess in guesses]
 
-    def when(config: Config) -> float:
+    def turn(config: Config) -> float:
         values = knobs_of(config).values()
-        changed = min((sum(map(operator.ne, values, guess)) for guess in known), default=0)
-        return rng.expovariate(1.0) * _LESS_LIKELY**changed
+        num_changed = min((sum(map(operator.ne, values, guess)) for guess in guessed), default=0)
+        return rng.expovariate(1.0) * _LESS_LIKELY**num_changed
 
-    return sorted(rest, key=when)
+    return sorted(rest, key=turn)
 
 
 class SearchState:
-    """Hold the candidates of a search with their states: untried, asked for, or told with a time.
+    """Choose the configs of a search by ask and tell, as a study of Optuna does.
 
     Attributes:
         sampler: sampler that chooses among the untried configs.
@@ -185,7 +185,7 @@ class SearchState:
 
     def __init__(self, candidates: Candidates, search: Search) -> None:
         """Set up the sampler of a search."""
-        from kerneltune.search.study import FiniteGPSampler, ListSampler
+        from kerneltune.search.study import FiniteGPSampler, ListSampler, TrialStates
 
         self._order = candidates.in_order(search)
         knobs = [knobs_of(config) for config in self._order]
@@ -195,34 +195,29 @@ class SearchState:
         if not is_blind:
             self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed)
         self._least_gain, self._seed = search.until_gain, search.seed
-        self._place = {config: place for place, config in enumerate(self._order)}
-        self._left = dict.fromkeys(self._place.values())
-        self._pending: dict[int, None] = {}
-        self._seen: dict[int, float | None] = {}
+        self._index = {config: index for index, config in enumerate(self._order)}
+        self._states = TrialStates(dict.fromkeys(self._index.values()), {}, {})
 
     def ask(self) -> Config | None:
         """Return the next config to try; None when all were tried."""
-        if not self._left:
+        if not self._states.untried:
             return None
-        place = self.sampler.choose(list(self._left), self._seen, list(self._pending))
-        del self._left[place]
-        self._pending[place] = None
-        return self._order[place]
+        index = self.sampler.choose(self._states)
+        self._states.running[index] = self._states.untried.pop(index)
+        return self._order[index]
 
     def tell(self, config: Config, time_us: float | None) -> None:
         """Take the time of a config, or None for a failure, whether `ask` returned the config or not."""
-        place = self._place[config]
-        self._left.pop(place, None)
-        self._pending.pop(place, None)
-        self._seen[place] = time_us
+        self._states.tell(self._index[config], time_us)
 
     def is_gain_small(self) -> bool:
         """Return whether the untried configs are expected to gain too little; computed after every fourth told config."""
-        timed = sum(time_us is not None for time_us in self._seen.values())
-        if not self._least_gain or timed < _GAIN_AFTER or len(self._seen) % _GAIN_EVERY:
+        times = self._states.times
+        num_timed = sum(time_us is not None for time_us in times.values())
+        if not self._least_gain or num_timed < _GAIN_AFTER or len(times) % _GAIN_EVERY:
             return False
-        self._surrogate.fit(list(self._seen), list(self._seen.values()))
-        return self._surrogate.gain([*self._left, *self._pending]) < self._least_gain
+        self._surrogate.fit(list(times), list(times.values()))
+        return self._surrogate.gain([*self._states.untried, *self._states.running]) < self._least_gain
 
     @cached_property
     def _surrogate(self) -> "Surrogate":
@@ -231,41 +226,39 @@ class SearchState:
         return Surrogate(self.sampler.configs, self._seed, worst=FAR)
 
 
-class _InFlight:
-    """Hold the configs that compile or wait for their evaluation. A slow compilation delays no other config."""
+class _RunningTrials:
+    """Hold the configs that were asked for and not told: they compile or wait. A slow compilation delays no other config."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._compiling: list[tuple[Config, Future[Any]]] = []
         self._waiting: list[tuple[Config, Future[Evaluation]]] = []
 
-    @property
-    def length(self) -> int:
-        """Return the number of configs that were asked for and have no evaluation yet."""
+    def __len__(self) -> int:
         return len(self._compiling) + len(self._waiting)
 
     def has_room(self, ahead: int) -> bool:
         """Return whether to ask for another config."""
-        return self.length < ahead or (len(self._waiting) <= _READY and len(self._compiling) < self._evaluator.compilers)
+        return len(self) < ahead or (len(self._waiting) <= _READY and len(self._compiling) < self._evaluator.compilers)
 
     def begin(self, config: Config) -> None:
         """Begin to compile a config."""
         self._compiling.append((config, self._evaluator.begin(config)))
 
-    def move(self) -> list[tuple[Config, Evaluation]]:
+    def finished(self) -> list[tuple[Config, Evaluation]]:
         """Hand compiled configs to their evaluation and return up to two finished evaluations; wait 1 ms if there are none."""
-        for one in [one for one in self._compiling if one[1].done()]:
-            self._compiling.remove(one)
-            self._waiting.append((one[0], self._evaluator.evaluate(*one)))
-        ready = [one for one in self._waiting if one[1].done()][:_READY]
+        for trial in [trial for trial in self._compiling if trial[1].done()]:
+            self._compiling.remove(trial)
+            self._waiting.append((trial[0], self._evaluator.evaluate(*trial)))
+        ready = [trial for trial in self._waiting if trial[1].done()][:_READY]
         if not ready:
             time.sleep(_POLL_S)
-        self._waiting = [one for one in self._waiting if one not in ready]
+        self._waiting = [trial for trial in self._waiting if trial not in ready]
         return [(config, evaluation.result()) for config, evaluation in ready]
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Give up every config that has no evaluation, except the config that is measured at this moment."""
-        for _, begun in self._compiling:
-            begun.cancel()
+        for _, compilation in self._compiling:
+            compilation.cancel()
         self._compiling.clear()
-        self._waiting = [one for one in self._waiting if not one[1].cancel()]
+        self._waiting = [trial for trial in self._waiting if not trial[1].cancel()]

@@ -1,6 +1,7 @@
 """Samplers of Optuna studies over a finite list of configs. Knows no operator and measures nothing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,26 @@ if TYPE_CHECKING:
 _SCORED = 2048
 """Untried configs, in order, for which the model computes the expected improvement."""
 
-Seen = Mapping[int, float | None]
-"""Place in the list -> time of each tried config; None for a failure."""
+
+@dataclass(slots=True)
+class TrialStates:
+    """Hold the state of every config of a list, by index: untried, asked for and running, or told, as the trials of a study.
+
+    Attributes:
+        untried: configs that were neither asked for nor told, in the order of the list.
+        running: configs that were asked for and not told, in the order of asking.
+        times: time of each told config; None for a failure.
+    """
+
+    untried: dict[int, None]
+    running: dict[int, None]
+    times: dict[int, float | None]
+
+    def tell(self, index: int, time: float | None) -> None:
+        """Take the time of a config, or None for a failure, whether the config was asked for or not."""
+        self.untried.pop(index, None)
+        self.running.pop(index, None)
+        self.times[index] = time
 
 
 class ListSampler(BaseSampler):
@@ -42,8 +61,8 @@ class ListSampler(BaseSampler):
         self.space = {name: CategoricalDistribution(sorted(offered, key=choice_order)) for name, offered in values.items()}
         self._index = {tuple(config.values()): i for i, config in enumerate(self.configs)}
         self._study: optuna.Study | None = None
-        self._seen: dict[int, float | None] = {}
-        self._num_finished = 0  # trials from the first on that are all finished, with their times in _seen
+        self._times: dict[int, float | None] = {}
+        self._num_finished = 0  # trials from the first on that are all finished, with their times in _times
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all knobs."""
@@ -53,9 +72,8 @@ class ListSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: Mapping[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Return the knobs of the next config."""
-        seen, pending = self._times_and_pending(study)
-        left = [i for i in range(len(self.configs)) if i not in seen and i not in pending]
-        return dict(self.configs[self.choose(left, seen, pending) if left else -1])
+        states = self._states_in(study)
+        return dict(self.configs[self.choose(states) if states.untried else -1])
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -66,34 +84,32 @@ class ListSampler(BaseSampler):
     def prepare(self) -> None:
         """Import and set up the model of the first decision, ahead of the decision."""
 
-    def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
-        """Return the place of the next config.
+    def choose(self, states: TrialStates) -> int:
+        """Return the index of the next config, one of the untried."""
+        return next(iter(states.untried))
 
-        Args:
-            left: places in the list that were never tried, in order; one or more.
-            seen: places that were tried, with their times.
-            pending: places of configs that are being tried.
-        """
-        return left[0]
-
-    def _times_and_pending(self, study: optuna.Study) -> tuple[dict[int, float | None], list[int]]:
-        """Return times of finished trials and places of running trials; for a study that maximizes, times are reciprocals."""
+    def _states_in(self, study: optuna.Study) -> TrialStates:
+        """Return the states of the configs in a study; if the study maximizes, the times are reciprocals."""
         if self._study is not study:
-            self._study, self._seen, self._num_finished = study, {}, 0
-        inverse = study.direction is optuna.study.StudyDirection.MAXIMIZE
-        pending = []
+            self._study, self._times, self._num_finished = study, {}, 0
+        maximizes = study.direction is optuna.study.StudyDirection.MAXIMIZE
+        running: dict[int, None] = {}
+        are_finished = True
         for trial in study.get_trials(deepcopy=False)[self._num_finished :]:
             index = self._index.get(tuple(trial.params.get(name) for name in self.space))
-            if not trial.state.is_finished():
-                pending += [] if index is None else [index]
+            are_finished = are_finished and trial.state.is_finished()
+            self._num_finished += are_finished
+            if index is None:
                 continue
-            if not pending and self._num_finished == trial.number:
-                self._num_finished += 1
-            if index is not None and trial.state is TrialState.COMPLETE and trial.value is not None:
-                self._seen[index] = 1.0 / trial.value if inverse else trial.value
-            elif index is not None:
-                self._seen.setdefault(index, None)
-        return self._seen, pending
+            if not trial.state.is_finished():
+                running[index] = None
+            elif trial.state is TrialState.COMPLETE and trial.value is not None:
+                reciprocal = 1.0 / trial.value if trial.value else float("inf")
+                self._times[index] = reciprocal if maximizes else trial.value
+            else:
+                self._times.setdefault(index, None)
+        untried = dict.fromkeys(i for i in range(len(self.configs)) if i not in self._times and i not in running)
+        return TrialStates(untried, running, self._times)
 
 
 class FiniteGPSampler(ListSampler):
@@ -139,13 +155,17 @@ class FiniteGPSampler(ListSampler):
 
         return Surrogate(self.configs, self._seed)
 
-    def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
-        """Return the place of the untried config with the largest expected improvement; at the start the next in order."""
-        if left[0] < self._startup or all(time is None for time in seen.values()):
-            return left[0]
+    def choose(self, states: TrialStates) -> int:
+        """Return the index of the untried config with the largest expected improvement; at the start the next in order."""
+        untried, times = list(states.untried), states.times
+        known = [time for time in times.values() if time is not None]
+        if untried[0] < self._startup or not known:
+            return untried[0]
+        if min(known) <= 0:
+            raise ValueError("objective: a value of 0 or less: expected values above 0, which have a logarithm")
         model = self._model
-        if seen != self._fitted:
-            model.fit(list(seen), list(seen.values()))
-            self._fitted = dict(seen)
-        scored = left[:_SCORED]
-        return scored[int(model.improvement(scored, list(pending)).argmax())]
+        if times != self._fitted:
+            model.fit(list(times), list(times.values()))
+            self._fitted = dict(times)
+        scored = untried[:_SCORED]
+        return scored[int(model.improvement(scored, list(states.running)).argmax())]

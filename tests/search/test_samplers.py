@@ -65,6 +65,20 @@ def test_study_that_maximizes_finds_the_largest_value() -> None:
     assert study.best_params == {"block": 256, "warps": 4, "fast": False}
 
 
+def test_gp_sampler_maximizing_takes_zero_as_the_slowest_and_refuses_negative_values() -> None:
+    """0 ended the study with ZeroDivisionError, and a negative value with an error of a matrix that holds NaN."""
+    for lowest in (0.0, -1.0):
+        sampler = FiniteGPSampler(CONFIGS, n_startup_trials=2)
+        study = optuna.create_study(sampler=sampler, direction="maximize")
+        for value in (lowest, 1.0):
+            study.tell(study.ask(dict(sampler.space)), value)
+        if lowest < 0:
+            with pytest.raises(ValueError, match=r"^objective: a value of 0 or less: expected values above 0, "):
+                study.ask(dict(sampler.space))
+        else:
+            assert study.ask(dict(sampler.space)).params not in [trial.params for trial in study.trials[:2]]
+
+
 def test_sampler_asks_no_config_in_flight_again() -> None:
     sampler = FiniteGPSampler(CONFIGS, n_startup_trials=2)
     study = optuna.create_study(sampler=sampler)

@@ -39,6 +39,7 @@ from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search import SAMPLERS, loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
+from kerneltune.search.study import TrialStates
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
@@ -207,9 +208,9 @@ def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, 
     state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
     heard, choose = {}, state.sampler.choose
 
-    def heard_before(remaining: Any, seen: Any, pending: Any) -> int:
-        heard.update({Small(**state.sampler.configs[index]): time for index, time in seen.items()})
-        return choose(remaining, seen, pending)
+    def heard_before(states: TrialStates) -> int:
+        heard.update({Small(**state.sampler.configs[index]): time for index, time in states.times.items()})
+        return choose(states)
 
     monkeypatch.setattr(state.sampler, "choose", heard_before)
     times = {}
