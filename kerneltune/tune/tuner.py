@@ -164,30 +164,32 @@ class Tuner:
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
         finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
         if len(finalists) > 1:
-            best, evidence = self._crashing_final(finalists, default)
+            incumbent, best, evidence = self._crashing_final(finalists, default)
         else:
-            best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
-        if standing[:1] == [before.config]:
+            incumbent = best = finalists[0]
+            evidence = {"time_us": times[best], "default_us": times.get(default)}
+        if incumbent == before.config:
             evidence["before"] = before.source
         evidence |= {"trials": num_trials, **stamp(task.variant)}
         entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(best), evidence=evidence)
         cache.store(device.current().slug, entry, self.root)
         return entry
 
-    def _crashing_final(self, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
-        """Run the final; if the worker crashes, let each challenger meet the incumbent in a final of two configs.
+    def _crashing_final(self, finalists: Sequence[Config], default: Config) -> tuple[Config, Config, dict[str, Any]]:
+        """Run the final, and return its incumbent, the best config and its evidence.
 
-        If a final of two crashes, its challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
+        If the worker crashes, let each challenger meet the incumbent in a final of two configs. If a final of two crashes, its
+        challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
 
         Raises:
             WorkerCrashedError: all configs dropped out, or the worker stopped.
         """
-        try:
-            return self.run_final(finalists, default)
-        except WorkerCrashedError:
-            if len(finalists) == 1:
-                raise
         incumbent, *challengers = finalists
+        try:
+            return incumbent, *self.run_final(finalists, default)
+        except WorkerCrashedError:
+            if not challengers:
+                raise
         try:
             alone = self.run_final([incumbent], default)
         except WorkerCrashedError:
@@ -196,7 +198,7 @@ class Tuner:
         for challenger in challengers:
             with suppress(WorkerCrashedError):
                 finals.append(self.run_final([incumbent, challenger], default))
-        return max((*finals, alone), key=lambda final: final[1]["speedup"])
+        return incumbent, *max((*finals, alone), key=lambda final: final[1]["speedup"])
 
     @property
     def compilers(self) -> int:

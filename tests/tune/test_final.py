@@ -121,6 +121,7 @@ def test_final_drops_configs_that_crash_the_gpu_worker(lost: set[Config], stored
     assert len(tuner.finals) == finals
     assert entry.evidence["time_us"] == small_time(stored)
     assert entry.evidence["default_us"] == (None if DEFAULT in lost else small_time(DEFAULT))
+    assert ("before" in entry.evidence) == (DEFAULT not in lost), "a gain over earlier calls needs their config in the final"
 
 
 def test_final_whose_configs_all_crash_the_gpu_worker_stores_nothing(setting: Setting) -> None:
