@@ -37,6 +37,7 @@ _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
 """NaN and infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
+_Group = tuple[str, Axes]
 
 _MOST_ELEMENTS = 1 << 48
 """Elements of an axis, at most: no memory holds more."""
@@ -191,12 +192,6 @@ def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     return sorted(entries, key=lambda entry: (-_size(entry.case), _order(entry.config)))
 
 
-@lru_cache(maxsize=1024)
-def _remembered(path: Path) -> tuple[CacheEntry, ...]:
-    """Return the readable entries of a file, which are read once."""
-    return tuple(load(path.stem, path.parent.name, path.parent.parent))
-
-
 def _size(case: Case) -> int:
     numbers = (value for _, value in case.options if type(value) is int and value > 0)
     return math.prod(size for _, size in case.axes) * math.prod(numbers)
@@ -324,12 +319,11 @@ class Chooser:
         gpu = gpu or device.current_slug()
         if (own := self.own(case, gpu)) is not None:
             return Choice(own[1], "own", str)
-        folder = _folder(self.op.name, gpu, self.root)
-        for entry, config, distance in self.near(case, folder, self.op.max_distance):
-            if folder != gpu:
-                _say_borrowed(gpu, folder)
-            borrowed = folder if folder != gpu else ""
-            return Choice(config, "near", partial(_described, case, entry, distance, self.policy, borrowed))
+        for entry, config, distance in self.near(case, gpu, self.op.max_distance):
+            lender = "" if (folder := _entries(self, gpu).folder) == gpu else folder
+            if lender:
+                misses.report_lender(gpu, lender)
+            return Choice(config, "near", partial(_described, case, entry, distance, self.policy, lender))
         config = self.variant.default_config(case)
         if (reason := self.variant.valid(case, config)) is not None:
             raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
@@ -337,7 +331,7 @@ class Chooser:
 
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly a case and its config; None if there is no valid config."""
-        entry = _table(self, gpu, case.quant).own.get(case)
+        entry = _entries(self, gpu).own.get(case)
         config = None if entry is None else self.variant.valid_config(case, entry.config)
         return None if entry is None or config is None else (entry, config)
 
@@ -346,11 +340,17 @@ class Chooser:
 
         Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
         """
-        kin = _table(self, gpu, case.quant).same_bands.get(_fixed(self, case.axes), ())
+        group = _entries(self, gpu).groups.get(self.group_of(case), ())
         free = self.op.free_axes, self.op.free_options, self.op.bands, max_distance
-        for (_, _, distance), entry in ranked(_place(case), kin, *free) if kin else ():
+        for (_, _, distance), entry in ranked(_place(case), group, *free) if group else ():
             if (config := self.variant.valid_config(case, entry.config)) is not None:
                 yield entry, config, distance
+
+    def group_of(self, case: Case) -> _Group:
+        """Return what a case has in common with the entries that can serve it: mode, fixed sizes, and bands of free axes."""
+        free, bands = self.op.free_axes, self.op.bands
+        kept = [(axis, size) for axis, size in case.axes if axis in bands or axis not in free]
+        return case.quant, tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
 
     def defect(self, entry: CacheEntry) -> str | None:
         """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
@@ -367,41 +367,60 @@ class Chooser:
             return f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{str(error)[:160]}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Hold the entries of a variant and mode without a defect; entries of the chooser's policy come before entries of `cold`.
-
-    Attributes:
-        own: entries of the chooser's policy, by case.
-        same_bands: all entries, by sizes and by the bands of free axes.
-    """
-
-    own: Mapping[Case, CacheEntry]
-    same_bands: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
-
-
 def _place(case: Case) -> Place:
     """Return a case as `ranked` takes it."""
     return dict(case.axes), case.dtype, dict(case.options)
 
 
-def _fixed(chooser: Chooser, axes: Axes) -> Axes:
-    """Return the sizes of axes that are not free, and the bands of free axes."""
-    free, bands = chooser.op.free_axes, chooser.op.bands
-    kept = [(axis, size) for axis, size in axes if axis in bands or axis not in free]
-    return tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Hold the entries of a variant that serve a GPU, without a defect.
+
+    Attributes:
+        folder: the folder of the entries: the GPU's own or a lender's, see `_serving_folder`.
+        own: entries of the chooser's policy and of the GPU itself, by case.
+        groups: all entries by group; entries of the chooser's policy come before entries of `cold`.
+    """
+
+    folder: str
+    own: Mapping[Case, CacheEntry]
+    groups: Mapping[_Group, Sequence[tuple[Place, CacheEntry]]]
 
 
-@lru_cache(maxsize=4096)
-def _folder(op: str, gpu: str, root: Path | None) -> str:
-    """Return the folder whose entries serve a GPU: its own, or the folder of the nearest known architecture of its maker.
+@lru_cache(maxsize=1024)
+def _loaded(path: Path) -> tuple[CacheEntry, ...]:
+    """Return the readable entries of a file, which is read once for all variants, and warn once of the others."""
+    return tuple(load(path.stem, path.parent.name, path.parent.parent))
+
+
+@lru_cache(maxsize=1024)
+def _entries(chooser: Chooser, gpu: str) -> _Entries:
+    """Return the entries that serve a chooser's calls on a GPU, and warn of those with a defect."""
+    folder = _serving_folder(chooser.op.name, gpu, chooser.root)
+    path = path_of(chooser.op.name, folder, chooser.root)
+    own: dict[Case, CacheEntry] = {}
+    groups: dict[_Group, list[tuple[Place, CacheEntry]]] = {}
+    defects = []
+    of_variant = in_order(entry for entry in _loaded(path) if entry.variant == chooser.variant.name)
+    for entry in (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in of_variant if e.policy == policy):
+        if (reason := chooser.defect(entry)) is not None:
+            defects.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
+            continue
+        if entry.policy == chooser.policy and folder == gpu:
+            own.setdefault(entry.case, entry)
+        groups.setdefault(chooser.group_of(entry.case), []).append((_place(entry.case), entry))
+    _warn_of(defects)
+    return _Entries(folder, own, groups)
+
+
+def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
+    """Return the folder whose entries serve a GPU: its own, or the lender's: the nearest known architecture of its maker.
 
     The interpreter takes no other folder, because nothing is tuned for it.
     """
     if gpu == device.INTERPRETER or path_of(op, gpu, root).exists():
         return gpu
-    places = read_roots(root)
-    others = sorted({path.parent.name for place in places for path in place.glob(f"*/{op}.json")})
+    others = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)
     of_maker = [(abs(_architecture(other)[1] - number), other) for other in others if _architecture(other)[0] == maker]
     return min(of_maker)[1] if of_maker and maker else gpu
@@ -411,30 +430,6 @@ def _architecture(gpu: str) -> tuple[str, int]:
     """Return the letters and the number of an architecture, such as (sm, 90); ("", 0) for an unknown GPU."""
     arch = device.arch_of(gpu)
     return re.sub(r"[^a-z]", "", arch), int(re.sub(r"\D", "", arch) or 0)
-
-
-@lru_cache(maxsize=64)
-def _say_borrowed(gpu: str, other: str) -> None:
-    warnings.warn(f"no configs for {gpu}: those of {other}, the nearest known architecture, serve", stacklevel=6)
-
-
-@lru_cache(maxsize=1024)
-def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
-    path = path_of(chooser.op.name, gpu, chooser.root)
-    own: dict[Case, CacheEntry] = {}
-    same_bands: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
-    defects = []
-    wanted = [e for e in _remembered(path) if (e.variant, e.case.quant) == (chooser.variant.name, quant)]
-    in_turn = (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in in_order(wanted) if e.policy == policy)
-    for entry in in_turn:
-        if (reason := chooser.defect(entry)) is not None:
-            defects.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
-            continue
-        if entry.policy == chooser.policy:
-            own.setdefault(entry.case, entry)
-        same_bands.setdefault(_fixed(chooser, entry.case.axes), []).append((_place(entry.case), entry))
-    _warn_of(defects)
-    return _Table(own, same_bands)
 
 
 @lru_cache(maxsize=65536)
@@ -458,6 +453,6 @@ def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu:
 
 def clear() -> None:
     """Forget every answer and every file read; call it after KERNELTUNE_CONFIGS or a file was changed from outside."""
-    for answered in (_chosen, _table, _folder, _say_borrowed, _remembered):
-        answered.cache_clear()
+    for remembered in (_chosen, _entries, _loaded):
+        remembered.cache_clear()
     misses.forget()

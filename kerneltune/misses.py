@@ -36,7 +36,7 @@ class CacheMissWarning(UserWarning):
 
 
 _said: set[tuple[object, ...]] = set()
-"""Misses that were warned of, without the sizes of their free axes."""
+"""Misses that were warned of, without the sizes of their free axes; and (GPU without configs, lender of configs)."""
 
 
 def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Sequence[str]) -> None:
@@ -66,6 +66,13 @@ def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Se
         raise LookupError(f"{text} ({_STRICT}=1); nearest: {describe()}")
     _said.add(alike)
     warnings.warn(f"{text}; using {describe()}", CacheMissWarning, stacklevel=5)
+
+
+def report_lender(gpu: str, lender: str) -> None:
+    """Warn that the configs of another GPU, by its folder, serve a GPU that has none."""
+    if (gpu, lender) not in _said:
+        _said.add((gpu, lender))
+        warnings.warn(f"no configs for {gpu}: those of {lender}, the nearest known architecture, serve", stacklevel=6)
 
 
 def _is_strict() -> bool:
