@@ -12,53 +12,48 @@ from types import FrameType
 
 _IMPORT = ("<frozen importlib._bootstrap>", "_find_and_load")
 _AGAIN_S = 0.02
+heard = False
+"""Whether a signal came."""
+_has_ended = False
+_waits_for_import = False
 
 
-class Interrupts:
-    """Handle both signals in the command line's process.
-
-    Attributes:
-        heard: whether a signal came.
-    """
-
-    def __init__(self) -> None:
-        self.heard = False
-        self._ended = False
-        self._waiting = False
-
-    def take(self) -> None:
-        """Handle both signals from now on, except a SIGINT that the process was started to ignore. Call in the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.handle)
-
-    def end(self) -> None:
-        """Ignore a waiting signal, because the command has ended; let the next signal end the process."""
-        self._ended = True
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, after the end of a running import."""
-        self.heard = True
-        if self._ended:
-            signal.signal(number, signal.SIG_DFL)
-            return
-        if not is_importing(frame):
-            raise KeyboardInterrupt
-        if not self._waiting:
-            self._waiting = True
-            again = threading.Timer(_AGAIN_S, self._again, (number,))
-            again.daemon = True
-            again.start()
-
-    def _again(self, number: int) -> None:
-        self._waiting = False
-        signal.pthread_kill(threading.main_thread().ident or 0, number)
+def take() -> None:
+    """Handle both signals from now on, except a SIGINT that the process was started to ignore. Call in the main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _handle)
 
 
-interrupts = Interrupts()
+def end() -> None:
+    """Ignore a waiting signal, because the command has ended; let the next signal end the process."""
+    global _has_ended
+    _has_ended = True
 
 
-def is_importing(frame: FrameType | None) -> bool:
+def _handle(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, after the end of a running import."""
+    global heard, _waits_for_import
+    heard = True
+    if _has_ended:
+        signal.signal(number, signal.SIG_DFL)
+        return
+    if not _is_importing(frame):
+        raise KeyboardInterrupt
+    if not _waits_for_import:
+        _waits_for_import = True
+        again = threading.Timer(_AGAIN_S, _send_again, (number,))
+        again.daemon = True
+        again.start()
+
+
+def _send_again(number: int) -> None:
+    global _waits_for_import
+    _waits_for_import = False
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
     """Return whether a frame is within an import."""
     while frame is not None:
         if (frame.f_code.co_filename, frame.f_code.co_name) == _IMPORT:

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 from made_up import CompiledAtOnce
 
-from kerneltune.interrupts import interrupts
+from kerneltune import interrupts
 from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.tune.gpu_worker import GpuWorker

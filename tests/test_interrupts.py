@@ -9,7 +9,7 @@ from started import environment
 
 IMPORTS = """
 import os, signal, sys, threading, time
-from kerneltune.interrupts import interrupts
+from kerneltune import interrupts
 
 interrupts.take()
 sys.path.insert(0, sys.argv[1])
@@ -23,7 +23,7 @@ except KeyboardInterrupt:
 """
 AT_THE_END = """
 import atexit, os, signal, sys, threading, time
-from kerneltune.interrupts import interrupts
+from kerneltune import interrupts
 
 interrupts.take()
 interrupts.end()

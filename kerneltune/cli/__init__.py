@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
+from kerneltune import interrupts
 from kerneltune.cli import (
     adopt,
     cache,
@@ -34,7 +35,6 @@ from kerneltune.cli import (
 )
 from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.files import RESULTS
-from kerneltune.interrupts import interrupts
 from kerneltune.sweep import NO_FAMILY, families
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -236,11 +236,11 @@ def _root_options_first(arguments: list[str]) -> list[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     first: list[str] = []
     rest: list[str] = []
-    given = iter(arguments[:end])
-    for argument in given:
+    waiting = iter(arguments[:end])
+    for argument in waiting:
         name, equals, _ = argument.partition("=")
         if name in ("--plugin", "--captured"):
-            first += [argument] if equals else [argument, *itertools.islice(given, 1)]
+            first += [argument] if equals else [argument, *itertools.islice(waiting, 1)]
         else:
             rest.append(argument)
     return [*first, *rest, *arguments[end:]]

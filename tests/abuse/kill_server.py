@@ -24,9 +24,8 @@ import kill_jobs
 import torch
 from bench_jobs import LOG
 
-from kerneltune import cli
+from kerneltune import cli, interrupts
 from kerneltune.inspection import revision
-from kerneltune.interrupts import interrupts
 from kerneltune.processes import start_server
 
 SUBREAPER = 36
