@@ -187,10 +187,10 @@ class _Writer:
     def _lambda(self, function: Any) -> None:
         module = required_module(module_of(function))
         line = function.__code__.co_firstlineno
-        found = [n for n in ast.walk(module.tree) if isinstance(n, ast.Lambda) and n.lineno == line]
-        if not found:
+        lambdas = [n for n in ast.walk(module.tree) if isinstance(n, ast.Lambda) and n.lineno == line]
+        if not lambdas:
             raise ValueError(f"{module.name}: no lambda at line {line}: edited after it was imported: start a new process")
-        for node in found:
+        for node in lambdas:
             self.node(node, _Scope(module))
 
     def _named(self, module_name: str, qualname: str) -> None:
@@ -283,7 +283,7 @@ class _Writer:
         elif name == own:
             self._parts.append("itself")
         else:
-            self._found(self._resolve(name, scope), name)
+            self._meaning(self._resolve(name, scope))
 
     def _attribute(self, node: ast.Attribute, scope: _Scope) -> None:
         """Write `a.b.c`: its definition if `a` is a followed module, its name if `a` is a module of another package."""
@@ -296,17 +296,18 @@ class _Writer:
             self.node(node.value, scope)
             self._parts.append(f".{node.attr}")
             return
-        found = self._resolve(base.id, scope)
-        while names and isinstance(found, _Own) and not found.name:
-            found = self._member(found.module, names.pop())
-        self._found(found, base.id)
-        self._parts += [f".{name}" for name in reversed(names)] if found is not None else []
+        meaning = self._resolve(base.id, scope)
+        while names and isinstance(meaning, _Own) and not meaning.name:
+            meaning = self._member(meaning.module, names.pop())
+        self._meaning(meaning)
+        self._parts += [f".{name}" for name in reversed(names)] if meaning is not None else []
 
-    def _found(self, found: "_Own | str | None", name: str) -> None:
-        if isinstance(found, _Own):
-            self._definition(found)
+    def _meaning(self, meaning: "_Own | str | None") -> None:
+        """Write what `_resolve` returned."""
+        if isinstance(meaning, _Own):
+            self._definition(meaning)
         else:
-            self._parts.append("engine" if found is None else found or name)
+            self._parts.append("engine" if meaning is None else meaning)
 
     def _is_followed(self, name: str) -> bool:
         top = name.partition(".")[0]
@@ -361,8 +362,8 @@ class _Writer:
 def _is_decorated(wrapper: Any) -> bool:
     """Return whether a decorator made a wrapper, so that the definition of the wrapped function holds the decorator."""
     module, name = source_module(wrapper.__module__), wrapper.__qualname__.partition(".")[0]
-    made = module.bound.get(name, ()) if module is not None else ()
-    return any(not isinstance(each, _METHODS) or each.decorator_list for each in made)
+    statements = module.bound.get(name, ()) if module is not None else ()
+    return any(not isinstance(each, _METHODS) or each.decorator_list for each in statements)
 
 
 class _Method:

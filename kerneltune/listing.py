@@ -70,13 +70,13 @@ def listed(
         before_import: function that is called before each import.
     """
     index = _read(INDEX)
-    found: dict[str, OpFacts] = {}
+    ops: dict[str, OpFacts] = {}
     for module in modules:
         if module not in index:
             before_import()
         of_module = index[module] if module in index else map(facts_of, family(module))
-        found |= {facts.name: facts for facts in of_module}
-    return found
+        ops |= {facts.name: facts for facts in of_module}
+    return ops
 
 
 def write_index(modules: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:

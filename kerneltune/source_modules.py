@@ -97,10 +97,10 @@ def is_installed(package: str) -> bool:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a script that is run
         spec = None
-    places = (
+    files = (
         [spec.origin, *(spec.submodule_search_locations or ())] if spec else [getattr(sys.modules.get(package), "__file__", None)]
     )
-    paths = [Path(place).resolve() for place in places if place and place != "frozen"]
+    paths = [Path(file).resolve() for file in files if file and file != "frozen"]
     standard = (_STANDARD_LIBRARY in path.parents for path in paths)
     return not paths or any(standard) or any({"site-packages", "dist-packages"} & set(path.parts) for path in paths)
 

@@ -84,44 +84,46 @@ def explain(
     configs: o.ReadConfigs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
-    known = o.load_ops()
-    chosen = known[o.choice("op", op, known)]
-    of = chosen.variant(variant)
-    if of.config is None:
+    ops = o.load_ops()
+    operator = ops[o.choice("op", op, ops)]
+    chosen_variant = operator.variant(variant)
+    if chosen_variant.config is None:
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
-    slug = _gpu(gpu, configs)
-    text = ",".join(case)
+    folder, text = _gpu(gpu, configs), ",".join(case)
     if "=" in text:
-        given = o.case_of_sizes(chosen, text.split(","), dtype or chosen.dtypes[0], quant or chosen.quants[0], whole=True)
+        sizes = text.split(",")
+        named_case = o.case_of_sizes(operator, sizes, dtype or operator.dtypes[0], quant or operator.quants[0], whole=True)
     else:
-        given = bench_case(known, chosen, text, dtype, quant)
-    asked = chosen.called(given)
-    if (reason := of.unsupported(asked)) is not None:
-        raise ValueError(f"case: {asked.label}: unsupported: {reason}")
-    chooser = cache.Chooser.of(chosen, of, "cold", configs)
-    choice, own = chooser.find(asked, slug), chooser.own(asked, slug)
-    changes = changed(of, own[0], here=False) if own else ""
-    reach = f", at most {chosen.max_distance:g} away in log2 of {' and '.join(chosen.free_axes)}" if chosen.free_axes else ""
+        named_case = bench_case(ops, operator, text, dtype, quant)
+    called = operator.called(named_case)
+    if (reason := chosen_variant.unsupported(called)) is not None:
+        raise ValueError(f"case: {called.label}: unsupported: {reason}")
+    chooser = cache.Chooser.of(operator, chosen_variant, "cold", configs)
+    choice, own = chooser.find(called, folder), chooser.own(called, folder)
+    changes = changed(chosen_variant, own[0], here=False) if own else ""
+    free = " and ".join(operator.free_axes)
+    reach = f", at most {operator.max_distance:g} away in log2 of {free}" if free else ""
     sources = {
         "own": "the cache's entry for exactly this case" + (f"; stale: {changes}" if changes else ""),
         "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
-        "default": f"the default: {slug} has no entry for this case or near it{reach}",
+        "default": f"the default: {folder} has no entry for this case or near it{reach}",
     }
-    for word, found in (("case", asked.label), ("config", pairs(knobs_of(choice.config))), ("from", sources[choice.source])):
-        show_wrapped(f"{word:<10}{found}", " " * 10)
+    lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": sources[choice.source]}
+    for word, line in lines.items():
+        show_wrapped(f"{word:<10}{line}", " " * 10)
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:
     """Return the folder of a GPU: the given GPU, this machine's, or the only folder."""
     here = device.current()
-    known = sorted({path.parent.name for path in o.config_files(configs)})
+    folders = sorted({path.parent.name for path in o.config_files(configs)})
     if gpu is not None:
-        return o.choice("gpu", gpu, [*known, here.slug])
+        return o.choice("gpu", gpu, [*folders, here.slug])
     if here.is_gpu:
         return here.slug
-    if len(known) != 1:
-        raise ValueError(f"gpu: not given: expected one of {', '.join(known) or '(none found)'}")
-    return known[0]
+    if len(folders) != 1:
+        raise ValueError(f"gpu: not given: expected one of {', '.join(folders) or '(none found)'}")
+    return folders[0]
 
 
 @app.command("from-misses")
@@ -151,8 +153,8 @@ def export_(
     """
     from kerneltune import exchange
 
-    known = o.load_ops()
-    of = known[o.choice("op", op, known)]
+    ops = o.load_ops()
+    operator = ops[o.choice("op", op, ops)]
     files = _chosen(op, gpu, configs)
     if len(files) > 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
@@ -160,15 +162,15 @@ def export_(
     stored = load_strict(path)
     o.choice(f"{path}: variant", variant, dict.fromkeys(entry.variant for entry in stored))
     entries = [entry for entry in stored if entry.variant == variant]
-    if of.origin is not None and (format_ != "triton" or "candidate" in entries[0].config):
+    if operator.origin is not None and (format_ != "triton" or "candidate" in entries[0].config):
         raise ValueError(f"format: {format_!r}: {op} is of a capture: ship the capture's folder served instead")
-    names = _author_names(of, variant)
-    texts = exchange.WRITERS[format_](of, path.parent.name, entries, names)
+    names = _author_names(operator, variant)
+    texts = exchange.WRITERS[format_](operator, path.parent.name, entries, names)
     for name, text in texts.items():
         replace_text(folder / name, text)
     (name, *others) = texts
     note(f"wrote {len(texts)} files to {folder}" if others else f"wrote {folder / name}")
-    for line in exchange.unnamed(of, entries, names) if format_ == "triton" else ():
+    for line in exchange.unnamed(operator, entries, names) if format_ == "triton" else ():
         note(f"{folder / name}: {line}")
 
 
@@ -196,8 +198,8 @@ def _parameters(kernel: Any) -> list[tuple[str, bool]]:
     """Return the parameters of a kernel, also of an autotuned or interpreted kernel, and whether each is a constexpr."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
-    found = inspect.signature(kernel).parameters.values() if inspect.isfunction(kernel) else ()
-    return [(parameter.name, "constexpr" in str(parameter.annotation)) for parameter in found]
+    parameters = inspect.signature(kernel).parameters.values() if inspect.isfunction(kernel) else ()
+    return [(parameter.name, "constexpr" in str(parameter.annotation)) for parameter in parameters]
 
 
 @app.command("import")
@@ -211,26 +213,26 @@ def import_(
     """Store the configs of exported files in the cache, after all of them are checked."""
     from kerneltune import exchange
 
-    known = o.load_ops()
-    chosen = known[o.choice("op", op, known)]
+    ops = o.load_ops()
+    operator = ops[o.choice("op", op, ops)]
     if gpu != device.slug(gpu):
         raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
     root = o.configs_root(configs)
     o.require_writable(root)
     path = cache.path_of(op, gpu, root)
-    present = {entry.key for entry in cache.load_strict(path)} if path.exists() else set()
-    taken = []
+    stored_keys = {entry.key for entry in cache.load_strict(path)} if path.exists() else set()
+    accepted = []
     for file in files:
-        for entry in exchange.read(file, chosen, None if force else gpu):
+        for entry in exchange.read(file, operator, None if force else gpu):
             try:
-                _require_fit(chosen, entry)
+                _require_fit(operator, entry)
             except ValueError as error:
                 raise ValueError(f"{file}: {entry.case.label}: {error}") from error
-            if force or entry.key not in present:
-                taken.append(entry)
-    if taken:
-        cache.store(gpu, taken, root)
-    show(f"{counted(len(taken), 'entry', 'entries')} stored in {path}")
+            if force or entry.key not in stored_keys:
+                accepted.append(entry)
+    if accepted:
+        cache.store(gpu, accepted, root)
+    show(f"{counted(len(accepted), 'entry', 'entries')} stored in {path}")
 
 
 @app.command()
@@ -256,12 +258,12 @@ def check(configs: o.ReadConfigs = None) -> None:
 
 def fitting_entries(path: Path) -> list[CacheEntry]:
     """Return the entries of a file; an entry that calls do not use is an error."""
-    known = o.load_ops()
-    if path.stem not in known:
-        raise unknown(f"{path}: op", path.stem, known)
+    ops = o.load_ops()
+    if path.stem not in ops:
+        raise unknown(f"{path}: op", path.stem, ops)
     for index, entry in enumerate(entries := load_strict(path)):
         try:
-            _require_fit(known[path.stem], entry)
+            _require_fit(ops[path.stem], entry)
         except ValueError as error:
             raise ValueError(f"{path}: entries[{index}]: {error}") from error
     return entries
@@ -277,9 +279,9 @@ def _require_fit(op: Op, entry: CacheEntry) -> None:
     for field, value, known in (("dtype", entry.case.dtype, op.dtypes), ("quant", entry.case.quant, op.quants)):
         o.choice(field, value, known)
     o.choice("policy", entry.policy, o.POLICIES)
-    given = dict(entry.case.options)
-    if given.keys() != op.options.keys() or any(given[name] not in offered for name, offered in op.options.items()):
-        raise ValueError(f"options: {given}: expected a value for each of {', '.join(op.options) or 'none'}")
+    options = dict(entry.case.options)
+    if options.keys() != op.options.keys() or any(options[name] not in offered for name, offered in op.options.items()):
+        raise ValueError(f"options: {options}: expected a value for each of {', '.join(op.options) or 'none'}")
     reason = Chooser.of(op, variant).defect(entry)
     if reason is not None:
         raise ValueError(reason)

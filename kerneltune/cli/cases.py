@@ -28,11 +28,11 @@ def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batche
 
 def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
     """Write the sweep of a model under `runs/models` of the results, say what was read, and return its path."""
-    made = text(model, tokens, ep, batch)
-    _, read_as, family, *_ = made.splitlines()
+    sweep = text(model, tokens, ep, batch)
+    _, read_as, family, *_ = sweep.splitlines()
     note(f"{model}: {read_as.removeprefix('# ')}")
     path = results / "runs" / "models" / f"{family.removeprefix('family: ')}.yaml"
-    replace_text(path, made)
+    replace_text(path, sweep)
     return path
 
 
@@ -43,10 +43,10 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
 
     counts = sizes_of("tokens", tokens)
     batches = [] if batch == "none" else sizes_of("batch", batch)
-    known = read(model)
-    if ep > 1 and known.experts is None:
-        raise ValueError(f"ep: {ep}: expected 1, as {known.path} has no experts")
-    return model_sweep_text(known, counts, batches, ep)
+    config = read(model)
+    if ep > 1 and config.experts is None:
+        raise ValueError(f"ep: {ep}: expected 1, as {config.path} has no experts")
+    return model_sweep_text(config, counts, batches, ep)
 
 
 def sizes_of(field: str, given: str) -> list[int]:

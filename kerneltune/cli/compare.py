@@ -86,13 +86,13 @@ def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Pa
     """Measure A and B now; return their records."""
     if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")
-    options, known = o.make_options(wanted.family, results, policy=policy), o.load_ops()
+    options, ops = o.make_options(wanted.family, results, policy=policy), o.load_ops()
     from kerneltune.campaign import measure_live
 
     for name in (a, b):  # a pattern may match several variants
-        o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
-    selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
-    plan = load_plan(known, replace(selection, variants=(a, b)), options)
+        o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or ops for v in ops[op].variants))
+    selection = o.make_selection(ops, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
+    plan = load_plan(ops, replace(selection, variants=(a, b)), options)
     with Reporter() as progress:
         measured = measure_live(plan, progress, "compare --run")
     if a == b:

@@ -84,14 +84,17 @@ def _tools() -> Iterator[Finding]:
 def peer_packages() -> Iterator[Finding]:
     """List the packages that peers need, and for a missing package the peers that need it."""
     try:
-        known = o.load_facts()
+        ops = o.load_facts()
     except ValueError as error:
         yield "operators", "not usable", str(error)
         return
-    needed = [(package, op.name) for op in known.values() for variant in op.variants for package in variant.requires]
+    needed = [(package, op.name) for op in ops.values() for variant in op.variants for package in variant.requires]
     for package, of_it in grouped((pair for pair in needed if pair[0] != "torch"), lambda pair: pair[0]).items():
-        found, ops = importlib.util.find_spec(package) is not None, dict.fromkeys(op for _, op in of_it)
-        yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {first_of(ops, _NAMED)}"
+        users = dict.fromkeys(op for _, op in of_it)
+        if importlib.util.find_spec(package) is not None:
+            yield f"peer {package}", "found", ""
+        else:
+            yield f"peer {package}", "not installed", f"left out of {first_of(users, _NAMED)}"
 
 
 def journey_lines() -> Iterator[Finding]:

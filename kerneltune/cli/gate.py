@@ -126,9 +126,9 @@ def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> 
     """Raise ValueError for a config file of the records' operators and GPUs that has an entry which calls do not use."""
     from kerneltune.cli.cache import fitting_entries
 
-    known = o.load_ops()
+    ops = o.load_ops()
     for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
-        if op in known and (path := path_of(op, gpu, configs)).exists():
+        if op in ops and (path := path_of(op, gpu, configs)).exists():
             fitting_entries(path)
 
 

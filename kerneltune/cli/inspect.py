@@ -80,13 +80,13 @@ def command(
         tasks = {(task.variant.name, task.case): task for task, _ in runs}.values()
         _show_space(_compiled([Run(task, one) for task in tasks for one in task.variant.configs(task.case)], targets, workers))
         return
-    found = _compiled(_with_config(runs, config), targets, workers)
+    survey = _compiled(_with_config(runs, config), targets, workers)
     if save is None:
-        _show(found)
+        _show(survey)
     else:
-        static.save(save, replace(found, gpu=gpu))
+        static.save(save, replace(survey, gpu=gpu))
         note(f"wrote {save}")
-    if config is not None and any(row.error for row in found.rows):
+    if config is not None and any(row.error for row in survey.rows):
         raise typer.Exit(1)
 
 
@@ -158,16 +158,16 @@ def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -
         return _sized_runs(chosen[0], sizes, selection)  # sizes follow an operator
     place = str(readable(Path(gpu), configs))
     runs = cached_runs(chosen, configs, gpu)
-    found = _selected(runs, selection)
-    if wanted.ops and not found:
+    selected_runs = _selected(runs, selection)
+    if wanted.ops and not selected_runs:
         for op in chosen:
             cases = dict.fromkeys(entry.case for entry in swept(known) if entry.op == op.name)
             runs += default_runs(op, cases, selection)
-        found = _selected(runs, selection)
-        if found:
+        selected_runs = _selected(runs, selection)
+        if selected_runs:
             note(f"{place} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
-    if found:
-        return found
+    if selected_runs:
+        return selected_runs
     for field in ("variant", "dtype", "quant", "case") if runs else ():
         o.require_match(selection, field, (run.task.key.fields[field] for run in runs))
     of = f" of {', '.join(selection.ops)}" if selection.ops else ""

@@ -37,18 +37,18 @@ def command(
 
     Clocks are left as they are and caches start cold. The profiler distorts times: compare times with `compare`.
     """
-    known = o.load_ops()
-    chosen = known[o.choice("op", op, known)]
+    ops = o.load_ops()
+    operator = ops[o.choice("op", op, ops)]
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
-        o.choice("variant", name, [variant.name for variant in chosen.variants])
+        o.choice("variant", name, [variant.name for variant in operator.variants])
         if text:
-            o.config_of(chosen.variant(name), field, text)
-    found = bench_case(known, chosen, case, dtype, quant)
-    for variant in (chosen.variant(a), chosen.variant(b)):
+            o.config_of(operator.variant(name), field, text)
+    profiled_case = bench_case(ops, operator, case, dtype, quant)
+    for variant in (operator.variant(a), operator.variant(b)):
         if variant.missing():
             raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
-        if unsupported := variant.unsupported(found):
-            raise ValueError(f"{variant.name} does not support {found.name}: {unsupported}")
+        if unsupported := variant.unsupported(profiled_case):
+            raise ValueError(f"{variant.name} does not support {profiled_case.name}: {unsupported}")
     import torch
 
     if not device.current().is_gpu or torch.version.hip is not None:
@@ -59,8 +59,8 @@ def command(
     profiled = []
     for name, text in ((a, config_a), (b, config_b)):
         note(f"profiling {name}")
-        profiled.append(_profiled(ncu, [o.captured(), op, name, msgspec.json.encode(found).decode(), text or ""]))
-    show(f"{op}: {found.name} {found.label}")
+        profiled.append(_profiled(ncu, [o.captured(), op, name, msgspec.json.encode(profiled_case).decode(), text or ""]))
+    show(f"{op}: {profiled_case.name} {profiled_case.label}")
     _show(profiled[0], profiled[1], (a, b))
 
 
@@ -71,15 +71,15 @@ def launch_profiled(captured: str, op: str, variant: str, case: str, config: str
     """
     import torch
 
-    known = o.load_ops(captured)
-    chosen = known[op].variant(variant)
+    ops = o.load_ops(captured)
+    profiled = ops[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)
-    knobs = o.config_of(chosen, "config", config) if config else Task(known[op], shape, chosen).config_of_call(None)
-    inputs = known[op].inputs(shape, device="cuda")
-    chosen.run(inputs, knobs)
+    knobs = o.config_of(profiled, "config", config) if config else Task(ops[op], shape, profiled).config_of_call(None)
+    inputs = ops[op].inputs(shape, device="cuda")
+    profiled.run(inputs, knobs)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    chosen.run(inputs, knobs)
+    profiled.run(inputs, knobs)
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 

@@ -91,8 +91,8 @@ def _short(path: Path) -> str:
 
 def _entries(records: Sequence[Record], configs: Path | None) -> list[CacheEntry]:
     """Return the cached configs of the records' operators and devices."""
-    places = dict.fromkeys((record.op, slug(record.device)) for record in records)
-    return [entry for op, device in places for entry in cache.load(op, device, configs)]
+    folders = dict.fromkeys((record.op, slug(record.device)) for record in records)
+    return [entry for op, device in folders for entry in cache.load(op, device, configs)]
 
 
 def _markdown(sources: Sources, picture: Path | None, folder: Path) -> str:

@@ -47,9 +47,9 @@ def gate_markdown(verdict: Verdict) -> str:
     """Return the answer as Markdown: the summary, the table of `gate_text`, failures and notes."""
     table = _table(verdict)
     lines = [*(f"Failed: {failure}" for failure in verdict.failures), *(f"Note: {note}" for note in _notes(verdict))]
-    said = f"**{markdown_text(summary(verdict))}**"
+    answer = f"**{markdown_text(summary(verdict))}**"
     below = "\n".join(map(markdown_text, lines))
-    return "\n\n".join(filter(None, [said, table.markdown().rstrip() if table.rows else "", below])) + "\n"
+    return "\n\n".join(filter(None, [answer, table.markdown().rstrip() if table.rows else "", below])) + "\n"
 
 
 def _table(verdict: Verdict) -> Table:
@@ -79,7 +79,7 @@ def gate_junit(verdict: Verdict) -> str:
     ElementTree.SubElement(
         ElementTree.SubElement(suite, "properties"), "property", name="exit code", value=f"{verdict.exit_code}"
     )
-    said = [f"note: {note}" for note in verdict.notes]
+    remarks = [f"note: {note}" for note in verdict.notes]
     for row in verdict.rows:
         test = ElementTree.SubElement(
             suite,
@@ -95,7 +95,7 @@ def gate_junit(verdict: Verdict) -> str:
             child = ElementTree.SubElement(test, tag, type=row.verdict, message=_xml(f"{row.verdict}: {text}"))
             child.text = _xml(f"case {row.record.case}: {text}")
         if row.verdict != "pass" and (tag is None or tag == "skipped"):
-            said.append(f"{'note' if row.note else row.verdict}: {row.record.label} {row.record.variant}: {text}")
+            remarks.append(f"{'note' if row.note else row.verdict}: {row.record.label} {row.record.variant}: {text}")
     for kind, failure in [*(("stale", line) for line in verdict.stale), *(("regression", line) for line in verdict.slower)]:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name=_xml(failure.partition(": ")[0]), time="0")
         ElementTree.SubElement(test, "failure", type=kind, message=_xml(failure)).text = _xml(failure)
@@ -103,7 +103,7 @@ def gate_junit(verdict: Verdict) -> str:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name="comparable", time="0")
     if verdict.exit_code == UNUSABLE:
         ElementTree.SubElement(test, "error", type="unusable", message=_xml(verdict.reason)).text = _xml(summary(verdict))
-    ElementTree.SubElement(suite, "system-out").text = _xml("\n".join(said))
+    ElementTree.SubElement(suite, "system-out").text = _xml("\n".join(remarks))
     ElementTree.SubElement(suite, "system-err")
     tests = suite.findall("testcase")
     suite.set("tests", str(len(tests)))
@@ -150,10 +150,10 @@ def _folded(variant: str, note: str, rows: Sequence[GateRow]) -> str:
     if note != A_PEER:
         return f"{variant}: {len(rows)} failed, in the baseline as well"
     counts = Counter(_OF_PEERS.get(row.verdict, row.verdict) for row in rows)
-    said = ", ".join(f"{count} {word}" for word, count in counts.items())
+    verdicts = ", ".join(f"{count} {word}" for word, count in counts.items())
     slowest = max((row.change for row in rows if row.change is not None), key=lambda change: change.slowdown, default=None)
     worst = "" if slowest is None else f"; most: {slowest.slowdown:+.1%} in {slowest.new.label}"
-    return f"peer {variant}: {said}{worst}"
+    return f"peer {variant}: {verdicts}{worst}"
 
 
 def _command(level: str, title: str, message: str) -> str:

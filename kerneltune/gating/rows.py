@@ -62,8 +62,8 @@ def _pooled(group: Sequence[Record]) -> Record:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return median(numbers) if numbers else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,9 @@ def run_processes(
     device.require_gpu(_COMMAND)
     progress.stage("measure", processes)
     rows: list[Record] = []
-    for found in in_fresh_processes(processes, _measure, load_ops, selection, options, keys):
-        rows += found
-        progress.advance(f"{len(found)} rows in a fresh process")
+    for measured in in_fresh_processes(processes, _measure, load_ops, selection, options, keys):
+        rows += measured
+        progress.advance(f"{len(measured)} rows in a fresh process")
     return rows
 
 

@@ -49,15 +49,15 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
 
 def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
     """Return a line for each kernel that spills more or accesses memory less widely than its earlier self, by name and order."""
-    found = []
+    findings = []
     before = numbered(old)
     for key, second in numbered(new).items():
         first = before.get(key)
         spilled = first.spill_bytes if first else max((kernel.spill_bytes for kernel in old), default=0)
         if second.spill_bytes > spilled:
-            found.append(f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}")
+            findings.append(f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}")
         for kind in ("load", "store"):
             was, now = (typical_bits(kernel.accesses, kind) for kernel in (first or second, second))
             if 0 < now < was:
-                found.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")
-    return found
+                findings.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")
+    return findings

@@ -379,23 +379,23 @@ def _other_unit(compared: Sequence[Change]) -> str:
     return f"another {moved[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
-def _with_answer(found: Verdict, *, is_judged: bool) -> Verdict:
+def _with_answer(verdict: Verdict, *, is_judged: bool) -> Verdict:
     """Return a verdict with its exit code and reason; is_judged: whether any compared row counts."""
-    if not found.count("failed") and not found.compared:
-        rows = tuple(row for row in found.rows if row.record.status != "passed")  # the reason below says it of all other rows
+    if not verdict.count("failed") and not verdict.compared:
+        rows = tuple(row for row in verdict.rows if row.record.status != "passed")  # the reason below says it of all other rows
         reason = "nothing compared: no row of the baseline is timed in the new records"
-        return replace(found, rows=rows, exit_code=UNUSABLE, reason=reason)
+        return replace(verdict, rows=rows, exit_code=UNUSABLE, reason=reason)
     failed = [
-        *(f"{count} {verdict}" for verdict in ("failed", "missing") if (count := found.count(verdict))),
-        *([counted(count, "regression")] if (count := found.count("regression")) else []),
-        *([f"{counted(len(found.stale), 'variant')} of other code or configs"] if found.stale else []),
-        *([f"{counted(len(found.slower), 'group')} slower as a whole"] if found.slower else []),
+        *(f"{count} {kind}" for kind in ("failed", "missing") if (count := verdict.count(kind))),
+        *([counted(count, "regression")] if (count := verdict.count("regression")) else []),
+        *([f"{counted(len(verdict.stale), 'variant')} of other code or configs"] if verdict.stale else []),
+        *([f"{counted(len(verdict.slower), 'group')} slower as a whole"] if verdict.slower else []),
     ]
     if failed:
-        return replace(found, exit_code=REGRESSION, reason=", ".join(failed))
+        return replace(verdict, exit_code=REGRESSION, reason=", ".join(failed))
     if not is_judged:
-        return replace(found, exit_code=UNUSABLE, reason="nothing judged: all compared rows are of peers, which --peers judges")
-    if count := found.count("ambiguous"):
-        return replace(found, exit_code=AMBIGUOUS, reason=f"{count} ambiguous")
-    slower = found.count("slower")
-    return replace(found, reason=f"{slower} slower, tolerated" if slower else "no row is slower")
+        return replace(verdict, exit_code=UNUSABLE, reason="nothing judged: all compared rows are of peers, which --peers judges")
+    if count := verdict.count("ambiguous"):
+        return replace(verdict, exit_code=AMBIGUOUS, reason=f"{count} ambiguous")
+    slower = verdict.count("slower")
+    return replace(verdict, reason=f"{slower} slower, tolerated" if slower else "no row is slower")

@@ -69,8 +69,8 @@ def find_ncu() -> Path | None:
     on_path = shutil.which("ncu")
     if on_path:
         return Path(on_path)
-    found = [path for place in _PLACES for path in Path("/").glob(place.lstrip("/")) if os.access(path, os.X_OK)]
-    return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], default=None)
+    programs = [path for place in _PLACES for path in Path("/").glob(place.lstrip("/")) if os.access(path, os.X_OK)]
+    return max(programs, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], default=None)
 
 
 def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[ConflictLine]]:
@@ -82,25 +82,25 @@ def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profi
     flags = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all", "--import-source", "yes"]
     flags += [flag for section in _SECTIONS for flag in ("--section", section)]
     flags += ["--metrics", ",".join([*METRICS.values(), DURATION]), "--force-overwrite"]
-    said = _run([str(ncu), *flags, "-o", str(report), *command])
+    log = _run([str(ncu), *flags, "-o", str(report), *command])
     if not report.is_file():
-        raise ValueError(why_refused(said) or f"ncu made no report: {_last(said)}")
+        raise ValueError(why_refused(log) or f"ncu made no report: {_last(log)}")
     page = [str(ncu), "--import", str(report), "--csv", "--page"]
     profiles = parse_raw(_run([*page, "raw"]))
     if not profiles:
-        raise ValueError(f"ncu saw no kernel: {_last(said)}")
+        raise ValueError(f"ncu saw no kernel: {_last(log)}")
     return profiles, parse_source(_run([*page, "source", "--print-source", "cuda,sass"]))
 
 
-def why_refused(said: str) -> str:
+def why_refused(log: str) -> str:
     """Return the reason if ncu's output says that permission or support is missing; else an empty text."""
-    if "ERR_NVGPUCTRPERM" in said:
+    if "ERR_NVGPUCTRPERM" in log:
         return (
             "ncu was refused: this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, give the container "
             "CAP_SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
         )
-    if "ERR_NVCMPGPU" in said or "not supported" in said.lower():
-        return f"ncu does not support this GPU: {_last(said)}"
+    if "ERR_NVCMPGPU" in log or "not supported" in log.lower():
+        return f"ncu does not support this GPU: {_last(log)}"
     return ""
 
 
@@ -166,12 +166,12 @@ def _number(text: str) -> float | None:
 
 def _run(command: Sequence[str]) -> str:
     """Run a command, and return its output and error streams in a single text."""
-    said: str = run_program(command, timeout_s=_TIMEOUT_S, stderr=subprocess.STDOUT, text=True).stdout
-    return said
+    output: str = run_program(command, timeout_s=_TIMEOUT_S, stderr=subprocess.STDOUT, text=True).stdout
+    return output
 
 
-def _last(said: str) -> str:
+def _last(log: str) -> str:
     """Return the last error that ncu names, else the last line that is not blank."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("==ERROR==")]
     return (errors or lines or ["it said nothing"])[-1]

@@ -92,8 +92,8 @@ def _digests_of(tree: Path) -> _Digests:
     done = run_bound(_DIGESTS, [str(path)], cwd=tree, env=env)
     if done.returncode or not path.is_file():
         return {}
-    found: _Digests = json.loads(read_text(path))
-    return found
+    digests: _Digests = json.loads(read_text(path))
+    return digests
 
 
 def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mapping[str, Any]]:

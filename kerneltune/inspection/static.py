@@ -86,11 +86,11 @@ def load(path: Path) -> Survey:
 def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
     """Return the kernels, keyed by name and by the number of earlier kernels with the same name."""
     seen: Counter[str] = Counter()
-    found = {}
+    by_number = {}
     for kernel in kernels:
-        found[kernel.name, seen[kernel.name]] = kernel
+        by_number[kernel.name, seen[kernel.name]] = kernel
         seen[kernel.name] += 1
-    return found
+    return by_number
 
 
 def facts(kernel: Kernel, target: str) -> dict[str, str]:

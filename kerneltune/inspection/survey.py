@@ -31,16 +31,16 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
     Args:
         root: the folder of the cache; None for the folder that kernels look in, and the packaged files as well.
     """
-    found = []
+    runs = []
     for op in ops:
         for entry in cache.load(op.name, gpu, root):
             case = entry.case
             try:
                 variant = op.variant(entry.variant)
-                found.append(Run(Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
+                runs.append(Run(Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
             except ValueError as error:
                 raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
-    return found
+    return runs
 
 
 def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Run]:

@@ -113,5 +113,5 @@ def look(variant: str) -> tuple[int, int]:
     """Return colour and symbol of a variant, by its name alone: the same in every chart and on every page."""
     if variant in ("baseline", "optimized"):
         return (_GREY, 0) if variant == "baseline" else (_OURS, 2)
-    place = _USUAL.index(variant) if variant in _USUAL else int(hashlib.sha256(variant.encode()).hexdigest(), 16)
-    return _REST[place % len(_REST)], (place + place // len(_REST) + 3) % HUES
+    number = _USUAL.index(variant) if variant in _USUAL else int(hashlib.sha256(variant.encode()).hexdigest(), 16)
+    return _REST[number % len(_REST)], (number + number // len(_REST) + 3) % HUES

@@ -346,8 +346,8 @@ def case_columns(records: Iterable[Record], *first: Column, sizes_first: bool = 
 
 def _part(group: str, part: str, name: CaseName) -> CellValue:
     """Return an option or a size of a case; None if the case lacks it."""
-    found: CellValue = getattr(name, group).get(part)
-    return found
+    value: CellValue = getattr(name, group).get(part)
+    return value
 
 
 def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:
