@@ -216,13 +216,21 @@ def _show_forecast(folder: Path, share: float, workers: int | None, budget: floa
     from kerneltune.adopt.tuning import forecast
 
     classes, configs, seconds, skipped = forecast(folder, share, workers)
-    for line in skipped:
-        note(f"skipped: {line}")
+    _show_skipped(skipped)
     if not classes:
         raise ValueError(f"{folder}: no class can be tuned")
     tried = f"{counted(classes, 'class', 'classes')}, up to {counted(configs, 'config')}"
     ends = f"; --budget ends it after {budget:g} s" if budget and budget < seconds else ""
     show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
+
+
+def _show_skipped(lines: "Sequence[str]") -> None:
+    """Print the launches that are not tuned, given as `LAUNCH: REASON`, with a line for each reason."""
+    from kerneltune.records import grouped
+
+    for reason, alike in grouped(lines, lambda line: line.partition(": ")[2]).items():
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        note(f"skipped: {alike[0].partition(': ')[0]}{more}: {reason}")
 
 
 def tune_folder(folder: Path, budget: float | None, share: float | None, force: bool, workers: int | None, dry_run: bool) -> None:
@@ -240,8 +248,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, force: 
     with Reporter() as progress:
         outcome = tune_capture(folder, progress, budget_s=budget, share=share or 1.0, force=force, workers=workers)
     show_table(*tuned_table(outcome.tuned))
-    for line in outcome.skipped:
-        note(f"skipped: {line}")
+    _show_skipped(outcome.skipped)
     count = counted(len(outcome.tuned), "class", "classes")
     show(f"{count} tuned in {outcome.seconds:.0f} s; SHA-256 {outcome.digest[:16]} {outcome.table}")
     if not outcome.tuned:

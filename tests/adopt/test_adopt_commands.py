@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -287,6 +288,30 @@ def test_capture_of_kernels_in_a_compiled_graph_names_the_option_for_them(tmp_pa
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, message + hint)
     shown = run("capture", "--eager", "--out", tmp_path / "cap", "--", "sh", "-c", "exit 4$TORCHDYNAMO_DISABLE")
     assert (shown.exit_code, hint in shown.stderr) == (41, False)
+
+
+SIZES_OF_A_FACTORY = """
+import torch, triton, triton.language as tl
+def made():
+    @triton.autotune([triton.Config({"BLOCK": 16})], ["N"])
+    @triton.jit
+    def doubled(x_ptr, N, BLOCK: tl.constexpr):
+        places = tl.arange(0, BLOCK)
+        tl.store(x_ptr + places, 2 * tl.load(x_ptr + places, mask=places < N), mask=places < N)
+    return doubled
+kernel = made()
+for size in (3, 4, 5):
+    kernel[(1,)](torch.ones(size), size)
+"""
+
+
+def test_dry_run_says_once_why_launches_of_a_kernel_are_not_tuned(tmp_path: Path) -> None:
+    (tmp_path / "factory.py").write_text(SIZES_OF_A_FACTORY)
+    run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "factory.py")
+    skipped, error = run("tune", tmp_path / "cap", "--dry-run").stderr.splitlines()
+    reason = "a function made the kernel, so that it cannot be imported by name"
+    assert re.fullmatch(rf"skipped: made.<locals>.doubled \d float32 N=\d and 2 more: {reason}", skipped)
+    assert error == f"error: {tmp_path / 'cap'}: no class can be tuned"
 
 
 NOTEBOOK = """
