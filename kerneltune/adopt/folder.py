@@ -71,7 +71,8 @@ class LaunchClass:
         candidates: configs that the class may run with, the author's first config first.
         storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
             statistics.
-        home: the module that holds the autotuner, and the autotuner's name there; None if unknown or if no module holds it.
+        home: the module that holds the autotuner, and the name there of the autotuner, or of its class or container; None if
+            unknown or if no module holds it.
         home_file: source file of the module of `home`.
         argv: arguments of the program, its file first.
         path: folders that the program imported from.

@@ -152,8 +152,16 @@ def is_plain(autotuner: Any) -> bool:
     return getattr(autotuner, PLAIN_MARK, False) is True
 
 
+def members(value: Any) -> Iterator[Any]:
+    """Yield the objects that a class, a dict, a list or a tuple of a module holds. Runs no code of the objects."""
+    if issubclass(type(value), type):
+        yield from (getattr(member, "__func__", member) for member in vars(value).values())
+    elif type(value) in (dict, list, tuple):
+        yield from value.values() if type(value) is dict else value
+
+
 def home_of(autotuner: Any) -> KernelName | None:
-    """Return the module that holds an autotuner and its qualified name there, perhaps in a class; None if no module holds it.
+    """Return the module that holds an autotuner, and the name there of the autotuner, or of its class or container; None if none.
 
     A program may autotune a kernel of another module. The kernel's own module need not be in `sys.modules`.
     """
@@ -164,16 +172,18 @@ def home_of(autotuner: Any) -> KernelName | None:
     own = dict(autotuner.base_fn.__globals__)
     if unwrap(attribute(own, name.name)) is wanted:
         return name
-    modules = {module: values_of_module(module) for module in ("__main__", *sys.modules)}
-    for module, values in ((name.module, own), *modules.items()):
+    users, kernel = [(name.module, own)], jit_of(autotuner)
+    own_module = sys.modules.get(name.module, kernel)
+    for module, values in (*users, *((module, values_of_module(module)) for module in ("__main__", *sys.modules))):
         for key, value in values.items():
             if (unwrap(value) if values is own else value) is wanted:
                 return KernelName(main_name(module), key)
-    for module, values in ((name.module, own), *modules.items()):
+            if value is kernel or value is own_module:
+                users.append((module, values))
+    for module, values in users:
         for key, value in values.items():
-            for member, inner in vars(value).items() if issubclass(type(value), type) else ():
-                if getattr(inner, "__func__", inner) is wanted:
-                    return KernelName(main_name(module), f"{key}.{member}")
+            if key != "__builtins__" and any(member is wanted for member in members(value)):
+                return KernelName(main_name(module), key)
     return None
 
 

@@ -40,7 +40,8 @@ def live_kernel(captured: LaunchClass) -> Any:
     home, name = captured.home or captured.kernel, captured.kernel.text
     file, held = _file_of(captured, home.module), vars(_module_of(captured, home))
     unwrap = kernels.jit_of if captured.is_plain else kernels.autotuner_of
-    tuners = [found for found in map(unwrap, [attribute(held, home.name), *held.values()]) if found is not None]
+    holder = attribute(held, home.name)
+    tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
     if captured.is_plain:
         options = {name: captured.candidates[0].config.get(name) for name in OPTIONS}
         tuners = [plain_tuner(kernel, options, captured.keys) for kernel in tuners]

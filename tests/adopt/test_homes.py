@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,22 +91,28 @@ def test_live_kernel_is_found_in_the_module_that_autotunes_it(tmp_path: Path, wr
 
 
 HELD = {
-    "class": "class Layer:\n    tuned = triton.autotune(CONFIGS, key=['N'])(added)\n",
-    "static": "class Layer:\n    tuned = staticmethod(triton.autotune(CONFIGS, key=['N'])(added))\n",
+    "Layer.tuned": "class Layer:\n    tuned = triton.autotune(CONFIGS, key=['N'])(added)\n",
+    "Layer.static": "class Layer:\n    static = staticmethod(triton.autotune(CONFIGS, key=['N'])(added))\n",
+    "BY_COUNT[1]": "BY_COUNT = {}\nfor n in (2, 1):\n    BY_COUNT[n] = triton.autotune(CONFIGS[:n], key=['N'])(added)\n",
+    "PAIR[1]": "PAIR = (None, triton.autotune(CONFIGS, key=['N'])(added))\n",
 }
+"""What a module holds of an autotuner, and the module's statements for it."""
 
 
-@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("holder", HELD)
 @pytest.mark.parametrize("is_imported", [False, True])
-def test_kernel_that_a_class_holds_is_found_there(tmp_path: Path, write: Any, kind: str, is_imported: bool) -> None:
-    name = f"of_{kind}_{is_imported}"
+def test_kernel_that_a_class_or_a_container_holds_is_found_there(
+    tmp_path: Path, write: Any, holder: str, is_imported: bool
+) -> None:
+    name = f"of_{re.sub('[^A-Za-z]', '', holder)}_{is_imported}"
     kernels = "from of_base import added\n" if is_imported else KERNEL
     if is_imported:
         write("of_base", HEAD + "K = 1" + KERNEL)
-    module = write(name, HEAD + "K = 1\n" + kernels + HELD[kind])
-    (launch,) = captured(tmp_path / "cap", module.Layer.tuned)
-    assert (launch.home, launch.problem) == (KernelName(name, "Layer.tuned"), "")
-    assert live_kernel(launch) is module.Layer.tuned
+    module = write(name, HEAD + "K = 1\n" + kernels + HELD[holder])
+    kernel = eval(holder, vars(module))
+    (launch,) = captured(tmp_path / "cap", kernel)
+    assert (launch.home, launch.problem) == (KernelName(name, re.split("[.[]", holder)[0]), "")
+    assert live_kernel(launch) is kernel
 
 
 def forget(package: str) -> None:
@@ -185,8 +192,10 @@ def test_live_kernel_of_a_module_with_work_at_its_top_is_loaded_or_raises(
 
 
 def test_capture_of_a_kernel_that_no_module_holds_records_the_problem(tmp_path: Path, write: Any) -> None:
-    module = write("of_nobody", HEAD + "K = 1" + KERNEL + "held = [triton.autotune(CONFIGS, key=['N'])(added)]\n")
-    (launch,) = captured(tmp_path / "cap", module.held[0])
+    module = write(
+        "of_nobody", HEAD + "K = 1" + KERNEL + "held = lambda kernel=triton.autotune(CONFIGS, key=['N'])(added): kernel\n"
+    )
+    (launch,) = captured(tmp_path / "cap", module.held())
     assert launch.problem == "no module holds its autotuner by a name, so that it cannot be imported"
 
 
