@@ -71,12 +71,12 @@ def _names_function(value: Any) -> bool:
 
 def _decode_function(stored: Sequence[str], load: Callable[[str, str], Any]) -> Any:
     module, name, digest = stored
-    found = attribute(vars(load(module, name)), name)
-    if not is_function(found):
+    function = attribute(vars(load(module, name)), name)
+    if not is_function(function):
         raise ValueError(f"{module}.{name}: the module holds no function of this name under triton.jit: capture again")
-    if source_digest(found.fn) != digest:
+    if source_digest(function.fn) != digest:
         raise ValueError(f"{module}.{name}: its source has changed since it was captured: capture again")
-    return found
+    return function
 
 
 @cache
@@ -246,10 +246,10 @@ def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any
     names: names of the kernel's parameters.
     """
     live: dict[int, Any] = {}
-    given = [(name, value, True) for name, value in zip(names, args, strict=False)]
-    given += [(name, value, False) for name, value in kwargs.items()]
+    named = [(name, value, True) for name, value in zip(names, args, strict=False)]
+    named += [(name, value, False) for name, value in kwargs.items()]
     arguments = [
-        _argument(part, below, live, is_positional) for name, value, is_positional in given for part, below in parts(name, value)
+        _argument(part, below, live, is_positional) for name, value, is_positional in named for part, below in parts(name, value)
     ]
     return _split_storages(arguments, list(live.values()))
 
@@ -347,16 +347,16 @@ def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> s
 
     ignored: names of arguments of which the digest has the type alone, too.
     """
-    told: list[Any] = []
+    facts: list[Any] = []
     for argument in arguments:
         if argument.tensor is not None:
             tensor = argument.tensor
             layout = [tensor.dtype, tensor.shape, tensor.stride, tensor.storage, tensor.is_aligned]
-            told.append([argument.name, argument.kind, layout, argument.block])
+            facts.append([argument.name, argument.kind, layout, argument.block])
         else:
             is_type = isinstance(argument.value, float) or argument.name in ignored
-            told.append([argument.name, argument.kind, type(argument.value).__name__ if is_type else argument.value])
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+            facts.append([argument.name, argument.kind, type(argument.value).__name__ if is_type else argument.value])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def views(arguments: Sequence[Argument], storage: int) -> list[TensorLayout]:

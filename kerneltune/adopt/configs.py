@@ -52,14 +52,14 @@ def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()
 
     A config may also name an option of any backend, such as AMD's `waves_per_eu`. The interpreter would ignore a wrong name.
     """
-    known = set(autotuner.arg_names)
-    given = [(f"configs[{place}]", name) for place, config in enumerate(autotuner.configs) for name in config.kwargs]
-    given += [("space", name) for name in space if name not in CONFIG_OPTIONS]
-    wrong = [(field, name) for field, name in given if name not in known and name not in _backend_options()]
-    wrong += [("key", name) for name in keys if name not in known]
-    if not wrong:
+    parameters = set(autotuner.arg_names)
+    knobs = [(f"configs[{place}]", name) for place, config in enumerate(autotuner.configs) for name in config.kwargs]
+    knobs += [("space", name) for name in space if name not in CONFIG_OPTIONS]
+    unknown = [(field, name) for field, name in knobs if name not in parameters and name not in _backend_options()]
+    unknown += [("key", name) for name in keys if name not in parameters]
+    if not unknown:
         return ""
-    (field, name), code = wrong[0], autotuner.base_fn.__code__
+    (field, name), code = unknown[0], autotuner.base_fn.__code__
     place = f"{code.co_filename}:{code.co_firstlineno}: {autotuner.base_fn.__name__}"
     return f"{place}: {field}: {name!r}: expected a parameter of the kernel: {', '.join(autotuner.arg_names)}"
 
@@ -230,8 +230,8 @@ def grid_blocks(call: KernelCall) -> dict[str, int]:
     if not callable(call.kwargs.get("grid")):
         return {}
     kinds = call.autotuner.base_fn.__annotations__
-    given = {name: value for name, value in call.given.items() if "constexpr" in str(kinds.get(name)) and _is_block(value)}
-    return {name: size for name, size in given.items() if _changes_grid_alone(call, name, size)}
+    blocks = {name: value for name, value in call.given.items() if "constexpr" in str(kinds.get(name)) and _is_block(value)}
+    return {name: size for name, size in blocks.items() if _changes_grid_alone(call, name, size)}
 
 
 def _changes_grid_alone(call: KernelCall, name: str, size: int) -> bool:
@@ -258,12 +258,12 @@ def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Col
 
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
-    tried = []
+    of_values = []
     for values in itertools.product(*space.values()):
         other = copy.copy(configs[0])
         other.kwargs = {**configs[0].kwargs, **dict(zip(space, values, strict=True))}
         for name in CONFIG_OPTIONS:
             setattr(other, name, other.kwargs.pop(name, getattr(other, name, None)))
-        tried.append(other)
-    known = set(map(config_key, configs))
-    return [other for key, other in {config_key(other): other for other in tried}.items() if key not in known]
+        of_values.append(other)
+    listed = set(map(config_key, configs))
+    return [other for key, other in {config_key(other): other for other in of_values}.items() if key not in listed]

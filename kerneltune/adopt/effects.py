@@ -79,14 +79,14 @@ def _hidden_writes(replay: Replay, stored: Mapping[str, Any], changed: set[str])
     numbers stay, because they may be indices.
     """
     storages = {a.name: a.tensor.storage for a in replay.launch.arguments if a.tensor is not None}
-    known = {storages[name] for name in changed}
+    changed_storages = {storages[name] for name in changed}
     captured = replay.before or []
     replay.before = list(captured)
     for number, about in enumerate(replay.launch.storages):
-        if number not in known and _is_floating(about):
+        if number not in changed_storages and _is_floating(about):
             replay.before[number] = torch.full_like(captured[number], _LEAST_FILL + number % _FILLS)
     _run(replay, stored)
-    hidden = {name for name in _changed(replay) if storages[name] not in known}
+    hidden = {name for name in _changed(replay) if storages[name] not in changed_storages}
     replay.before = captured
     return hidden
 
@@ -110,11 +110,11 @@ def _use_reference(replay: Replay, reference: Callable[..., Any], written: Seque
     """Compare results with the author's reference, which gets copies of the arguments."""
     refused = f"reference of {replay.launch.kernel.text}: "
     try:
-        given = reference(with_tuples(live_arguments(replay.launch, [storage.clone() for storage in replay.storages])))
+        returned = reference(with_tuples(live_arguments(replay.launch, [storage.clone() for storage in replay.storages])))
     except Exception as error:  # the author's own code
         raise ReplayError(f"{place_of(reference, error)}{refused}{first_line(error)}") from error
     try:
-        values = _expected_values(given, _tensors(replay.named))
+        values = _expected_values(returned, _tensors(replay.named))
         if missing := [name for name in written if name not in values]:
             raise ValueError(f"no value for {missing[0]}, which the kernel writes")
     except ValueError as error:
@@ -124,15 +124,15 @@ def _use_reference(replay: Replay, reference: Callable[..., Any], written: Seque
     replay.tolerance = getattr(live_kernel(replay.launch), "kerneltune_tolerance", None)
 
 
-def _expected_values(given: object, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _expected_values(returned: object, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the values of the author's reference, in the element types of the arguments.
 
     Raises:
         ValueError: a value belongs to no argument, or has another shape, or a kind that its argument cannot hold.
     """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"gives a {type(given).__name__}: expected a dict of argument -> tensor")
-    for name, value in given.items():
+    if not isinstance(returned, Mapping):
+        raise ValueError(f"gives a {type(returned).__name__}: expected a dict of argument -> tensor")
+    for name, value in returned.items():
         if name not in like:
             raise ValueError(f"{name!r}: expected a tensor argument of the kernel: {', '.join(like)}")
         wanted = f"{tuple(like[name].shape)} {like[name].dtype}"
@@ -140,7 +140,7 @@ def _expected_values(given: object, like: Mapping[str, torch.Tensor]) -> dict[st
             raise ValueError(f"{name}: {type(value).__name__}: expected a tensor, {wanted}")
         if value.shape != like[name].shape or not torch.can_cast(value.dtype, like[name].dtype):
             raise ValueError(f"{name}: {tuple(value.shape)} {value.dtype}: expected {wanted}")
-    return {name: value.to(like[name]) for name, value in given.items()}
+    return {name: value.to(like[name]) for name, value in returned.items()}
 
 
 def _poison(replay: Replay, stored: Mapping[str, Any], written: Sequence[str]) -> None:

@@ -221,8 +221,8 @@ def operators(folder: str) -> tuple[Op, ...]:
     def space(_case: Case) -> Space:
         """Return values around the own configs of all calls, or the values that the user gave."""
         own = {name: {config.get(name, 0) for config in owns.values()} for name in knobs}
-        given = {name: facts.space.get(name) or [value for size in own[name] for value in _around(name, size)] for name in knobs}
-        return {name: tuple(sorted({*own[name], *given[name]})) for name in knobs}
+        tried = {name: facts.space.get(name) or [value for size in own[name] for value in _around(name, size)] for name in knobs}
+        return {name: tuple(sorted({*own[name], *tried[name]})) for name in knobs}
 
     def default(case: Case) -> Config:
         own = owns.get(case.axes, facts.defaults)
@@ -282,17 +282,17 @@ _SPREAD = 0.5
 """Deviation of the log of an expert's popularity: the busiest of 128 experts has about three times the mean."""
 
 
-def make_call(made: Callable[..., Any], sizes: Mapping[str, int], dtype: str, device: str, seed: int) -> Callable[[], Any]:
+def make_call(maker: Callable[..., Any], sizes: Mapping[str, int], dtype: str, device: str, seed: int) -> Callable[[], Any]:
     """Return a function without arguments that calls the program at some sizes.
 
     Args:
-        made: the call itself, if it has the arguments of an expert layer. Otherwise it takes the sizes, `dtype`, `device` and
+        maker: the call itself, if it has the arguments of an expert layer. Otherwise it takes the sizes, `dtype`, `device` and
             `seed` that it names, and returns a function without arguments.
 
     Raises:
         ValueError: a size is missing, or the function returns something else.
     """
-    signature = inspect.signature(made).parameters
+    signature = inspect.signature(maker).parameters
     parameters = {name: one for name, one in signature.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     takes_tensors = parameters.keys() >= set(EXPERTS)
     takes_any = not takes_tensors and any(one.kind is one.VAR_KEYWORD for one in signature.values())
@@ -300,12 +300,12 @@ def make_call(made: Callable[..., Any], sizes: Mapping[str, int], dtype: str, de
     if (unknown := [name for name in sizes if name not in (*names, *SIZES, ALL_EXPERTS)]) and not takes_any:
         raise ValueError(f"call: size {unknown[0]}: the function takes none: expected one of {', '.join(names)}")
     if takes_tensors:
-        return partial(made, **_expert_arguments(set(parameters), sizes, dtype, device, seed))
-    given = {**sizes, "dtype": torch_dtype(dtype), "device": device, "seed": seed}
+        return partial(maker, **_expert_arguments(set(parameters), sizes, dtype, device, seed))
+    arguments = {**sizes, "dtype": torch_dtype(dtype), "device": device, "seed": seed}
     for name, one in parameters.items():
-        if name not in given and one.default is one.empty:
+        if name not in arguments and one.default is one.empty:
             raise ValueError(f"call: argument {name}: missing: give --size {name}=VALUE")
-    function = made(**{name: value for name, value in given.items() if takes_any or name in parameters})
+    function = maker(**{name: value for name, value in arguments.items() if takes_any or name in parameters})
     if not callable(function):
         raise ValueError(f"call: returned {type(function).__name__}: expected a function without arguments, such as a partial")
     call: Callable[[], Any] = function
@@ -328,12 +328,12 @@ def _expert_arguments(names: set[str], sizes: Mapping[str, int], dtype: str, dev
         raise ValueError(f"call: size {lacking[0]}: missing: give --model FILE or --size {lacking[0]}=VALUE")
     tokens, experts, hidden, inner, top_k = (sizes[name] for name in SIZES)
     everywhere = sizes.get(ALL_EXPERTS, experts)
-    made: dict[str, Any] = {
+    options: dict[str, Any] = {
         "device": device,
         "generator": None if device == "meta" else torch.Generator(device).manual_seed(seed),
     }
-    normal, kind = partial(torch.randn, **made), torch_dtype(dtype)
-    chance = torch.rand(tokens, everywhere, **made).clamp(1e-9, 1 - 1e-7)
+    normal, kind = partial(torch.randn, **options), torch_dtype(dtype)
+    chance = torch.rand(tokens, everywhere, **options).clamp(1e-9, 1 - 1e-7)
     drawn = _SPREAD * normal(everywhere) - (-chance.log()).log()  # the largest are draws without replacement
     scores, ids = drawn.topk(top_k)
     arguments = {
@@ -370,9 +370,9 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
     """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
     facts, (op,) = read_facts(Path(folder)), operators(folder)
     getter, own = installed(facts.getter, facts.folder), op.variants[0].default_config(case)
-    made = named_function("call", facts.call, facts.folder)[2]
+    maker = named_function("call", facts.call, facts.folder)[2]
     try:
-        function = make_call(made, dict(case.axes), facts.dtype, device, seed)
+        function = make_call(maker, dict(case.axes), facts.dtype, device, seed)
     except Exception:  # the program's own code, on tensors without memory
         if device != "meta":
             raise

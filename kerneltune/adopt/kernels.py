@@ -95,10 +95,11 @@ def _helper(function: Any, name: str) -> Any:
 @cache
 def functions_of(function: Any) -> tuple[Any, ...]:
     """Return a kernel's function and the helpers of its package that it calls, helpers of helpers as well."""
-    known = [function]
-    for each in known:
-        known += [helper for name in _globals_named(each) if (helper := _helper(each, name)) is not None and helper not in known]
-    return tuple(known)
+    functions = [function]
+    for each in functions:
+        helpers = [_helper(each, name) for name in _globals_named(each)]
+        functions += [helper for helper in helpers if helper is not None and helper not in functions]
+    return tuple(functions)
 
 
 def _globals_named(function: Any) -> list[str]:
@@ -201,11 +202,11 @@ def hold(autotuner: Any, name: str, value: V) -> V:
 
 def launch_config(autotuner: Any, config: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Launch an autotuner's kernel with a config, after the config's pre_hook, as the autotuner does."""
-    given = {**kwargs, **config.all_kwargs()}
+    named = {**kwargs, **config.all_kwargs()}
     if config.pre_hook is not None:
-        config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **given})
+        config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **named})
     autotuner.best_config = config
-    return autotuner.fn.run(*args, **given)
+    return autotuner.fn.run(*args, **named)
 
 
 _signature_of = cache(inspect.signature)
@@ -438,26 +439,6 @@ def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = Fal
 def all_but_floats(call: KernelCall) -> set[str]:
     """Return the arguments that may make classes: all but floats, because scales and step sizes change with every launch."""
     return {name for name, value in call.named.items() if not isinstance(value, float)}
-
-
-_LEAST_COUNTED = 4
-"""Fewest values of an argument that may be a seed or a counter."""
-
-
-def counting_hint(launches: Sequence[Sequence[arguments.Argument]], keys: Collection[str]) -> str:
-    """Return a line about the whole-number argument that makes most classes, as a seed or a step counter does; empty for none.
-
-    launches: the arguments of each class of a kernel; keys: names in the author's key, which always tell classes apart.
-    """
-    values: dict[str, set[int]] = {}
-    for a in (a for launch in launches for a in launch if type(a.value) is int and a.name not in keys):
-        values.setdefault(a.name, set()).add(a.value)
-    names = [name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED]
-    left = {name: len({arguments.signature(launch, {name}) for launch in launches}) for name in sorted(names)}
-    name = min(left, key=lambda one: left[one], default="")
-    if not name or 2 * left[name] > len(launches):
-        return ""
-    return f"{len(launches)} classes, {left[name]} without {name}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
 def _other_key(value: Any) -> Any:

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kerneltune.adopt.arguments import signature
 from kerneltune.adopt.configs import config_label, stored_key
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
-from kerneltune.adopt.kernels import counting_hint
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, grouped, load
 from kerneltune.search.task import store_path
@@ -51,8 +51,8 @@ class Capture:
 
     def own_runs(self) -> dict[str, list[str]]:
         """Return subclass of Autotuner -> the kernels that it launched by a `run` of its own, which does not call Triton's."""
-        made = self.notes.made
-        return grouped(sorted(kernel for kernel, subclass in made.items() if subclass), made.__getitem__)
+        subclasses = self.notes.made
+        return grouped(sorted(kernel for kernel, subclass in subclasses.items() if subclass), subclasses.__getitem__)
 
 
 def read_capture(root: Path, untried: str = "other values were not tried yet") -> Capture:
@@ -87,9 +87,25 @@ def left_out(launches: Sequence[LaunchClass]) -> list[str]:
     return list(differing)
 
 
+_LEAST_COUNTED = 4
+"""Fewest values of an argument that may be a seed or a counter."""
+
+
 def seed_hint(launches: Sequence[LaunchClass]) -> str:
-    """Return the `counting_hint` of a kernel."""
-    return counting_hint([launch.arguments for launch in launches], () if launches[0].is_plain else launches[0].keys)
+    """Return a line about a kernel's argument that makes most classes, as a seed or a step counter does; empty for none.
+
+    Whole numbers of the author's key are left out, because the key tells classes apart.
+    """
+    keys, values = () if launches[0].is_plain else launches[0].keys, dict[str, set[int]]()
+    for a in (a for launch in launches for a in launch.arguments if type(a.value) is int and a.name not in keys):
+        values.setdefault(a.name, set()).add(a.value)
+    names = sorted(name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED)
+    without = {name: len({signature(launch.arguments, {name}) for launch in launches}) for name in names}
+    name = min(without, key=lambda one: without[one], default="")
+    if not name or 2 * without[name] > len(launches):
+        return ""
+    count = f"{len(launches)} classes, {without[name]} without {name}"
+    return f"{count}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
 def omitted(launch: LaunchClass) -> list[str]:
@@ -112,8 +128,8 @@ def findings(capture: Capture) -> list[str]:
     wins, wrong, checks = _chosen_configs(capture.root), _wrong_trials(capture.root), _last_checks(capture.root)
     lines: list[str] = []
     for launches in capture.kernels().values():
-        made = [record for launch in launches for record in checks.get(launch.digest, {}).values()]
-        by_reason = grouped((one for one in made if one.status == "failed"), lambda one: _NUMBERS.sub("", one.reason))
+        records = [record for launch in launches for record in checks.get(launch.digest, {}).values()]
+        by_reason = grouped((one for one in records if one.status == "failed"), lambda one: _NUMBERS.sub("", one.reason))
         texts = [*_of_kernel(launches, wins, wrong)]
         for alike in by_reason.values():
             more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
@@ -128,8 +144,8 @@ def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
         alike = grouped(of_name, lambda launch: (launch.source, launch.told_apart()))
         most = max(len({launch.configs for launch in each}) for each in alike.values())
         if most > 1:
-            said = "triton.autotune runs later launches with a choice from the first list"
-            yield f"{name}: {most} lists of configs for one key: {said}"
+            effect = "triton.autotune runs later launches with a choice from the first list"
+            yield f"{name}: {most} lists of configs for one key: {effect}"
 
 
 def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong: dict[str, list[str]]) -> Iterator[str]:

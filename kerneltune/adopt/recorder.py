@@ -21,7 +21,7 @@ from threading import RLock
 from typing import Any
 
 from kerneltune.adopt import arguments, configs, kernels, program
-from kerneltune.adopt.arguments import Argument, NotRecordableError, Values
+from kerneltune.adopt.arguments import NotRecordableError, Values
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchMap, is_plain, kernel_name, of_list
 from kerneltune.adopt.program import main_name
@@ -38,7 +38,7 @@ _MAKERS = ("triton", "torch")
 
 
 @dataclass(slots=True)
-class KnownLaunches:
+class RecordedClass:
     """Hold the state of a class of launches in this process.
 
     Attributes:
@@ -83,7 +83,6 @@ class Recorder:
         self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
         self.ignored, self.plain = frozenset(ignored), plain
         self._plain_tuners: dict[tuple[Any, ...], Any] = {}
-        self._arguments: dict[str, list[Sequence[Argument]]] = {}
         self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
         self._notes = ProcessNotes({})
@@ -117,10 +116,10 @@ class Recorder:
         """Return the method that takes the place of Autotuner.run."""
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
-            known = self.known(autotuner, args, kwargs)
-            if not known.digest and program.is_interpreted():  # nothing can be timed
-                known = KnownLaunches(configs=self._pruned(KernelCall(autotuner, args, kwargs)))
-            return self._launch(original, autotuner, known, args, kwargs)
+            recorded = self.recorded_class(autotuner, args, kwargs)
+            if not recorded.digest and program.is_interpreted():  # nothing can be timed
+                recorded = RecordedClass(configs=self._pruned(KernelCall(autotuner, args, kwargs)))
+            return self._launch(original, autotuner, recorded, args, kwargs)
 
         return run
 
@@ -132,33 +131,33 @@ class Recorder:
             self._launched.add(function)
             if not self.plain or function in self._tuned or kwargs.get("warmup"):
                 return original(kernel, *args, **kwargs)
-            return self._launch(original, kernel, self._known_plain(kernel, args, kwargs), args, kwargs)
+            return self._launch(original, kernel, self._recorded_plain_class(kernel, args, kwargs), args, kwargs)
 
         return run
 
-    def _known_plain(self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
+    def _recorded_plain_class(self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch of a kernel without an autotuner; the first launch of a class records it."""
         if kernel.fn.__module__.partition(".")[0] in _MAKERS:
-            return KnownLaunches()
-        options, given = configs.split_options(kwargs)
+            return RecordedClass()
+        options, others = configs.split_options(kwargs)
         key = (id(kernel), *options.values())
         tuner = self._plain_tuners.get(key)
         if tuner is None:
-            call = KernelCall(kernel, args, given)
+            call = KernelCall(kernel, args, others)
             keys = kernels.all_but_floats(call) - self.ignored
             ordered = [name for name in kernel.arg_names if name in keys]
             tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, ordered)
-        return self.known(tuner, args, given)
+        return self.recorded_class(tuner, args, others)
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
         names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in self._launched - self._tuned}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
 
-    def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
+    def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
         try:
-            lists: dict[Any, LaunchMap[KnownLaunches]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
+            lists: dict[Any, LaunchMap[RecordedClass]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
             if lists is None:
                 lists = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
             keys = of_list(lists, autotuner.configs, LaunchMap)
@@ -172,23 +171,23 @@ class Recorder:
             return self._refuse(kernel_name(autotuner), first_line(error))
         return launches
 
-    def _first(self, call: KernelCall) -> KnownLaunches:
+    def _first(self, call: KernelCall) -> RecordedClass:
         """Record the class of a launch that this process has not seen before."""
         name, tuner = call.name, call.autotuner
         if not is_plain(tuner):
             self._tuned.add(tuner.base_fn)
             self._own_runs.pop(tuner.base_fn, None)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
-            return KnownLaunches()
+            return RecordedClass()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
         if self._classes[name.text] > self.most_classes:
-            return self._refuse(name, self._too_many(call))
+            most = self.most_classes
+            return self._refuse(name, f"more than {most} classes of launches: the first {most} are kept")
         if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
         try:
             allowed = self._pruned(call)
             launch, storages = describe_launch(call, allowed, self.ignored.difference(tuner.keys))
-            self._arguments.setdefault(name.text, []).append(launch.arguments)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
         if self._codes.setdefault((name.text, launch.source), launch.bytecode) != launch.bytecode:
@@ -201,15 +200,8 @@ class Recorder:
         launch = replace(launch, storages=values.kinds)
         if not self.autotune or launch.is_plain:
             write_class(self.root, launch, values.tensors)
-            return KnownLaunches(launch.digest, [] if launch.is_plain else allowed)
-        return KnownLaunches(launch.digest, unwritten=(launch, values))
-
-    def _too_many(self, call: KernelCall) -> str:
-        """Return a line about a kernel with too many classes, and the argument that makes most classes."""
-        known, tuner = self._arguments.get(call.name.text, ()), call.autotuner
-        hint = kernels.counting_hint(known, () if is_plain(tuner) else tuner.keys)
-        kept = f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept"
-        return f"{kept}; of {hint}" if hint else kept
+            return RecordedClass(launch.digest, [] if launch.is_plain else allowed)
+        return RecordedClass(launch.digest, unwritten=(launch, values))
 
     def _pruned(self, call: KernelCall) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
@@ -236,29 +228,29 @@ class Recorder:
 
     def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record the class of a launch and count the launch, without launching anything."""
-        known = self.known(autotuner, args, kwargs)
-        if known.digest:
-            self._count(known.digest)
+        recorded = self.recorded_class(autotuner, args, kwargs)
+        if recorded.digest:
+            self._count(recorded.digest)
 
-    def refuse_misnamed(self, name: KernelName, problem: str) -> KnownLaunches:
+    def refuse_misnamed(self, name: KernelName, problem: str) -> RecordedClass:
         """Note a kernel whose decorator names an argument that the kernel lacks: `kerneltune capture` ends with exit code 2."""
         self._notes.misnamed.append(name.text)
         return self._refuse(name, f"not captured: {problem}")
 
-    def _refuse(self, name: KernelName, reason: str) -> KnownLaunches:
+    def _refuse(self, name: KernelName, reason: str) -> RecordedClass:
         reason = " ".join(reason.split())[:200]
         if self._notes.refused.get(name.text) != reason:
             self._notes.refused[name.text] = reason
             log.warning("kerneltune: %s: %s", name.text, reason)
-        return KnownLaunches()
+        return RecordedClass()
 
-    def _launch(self, original: Callable[..., Any], autotuner: Any, known: KnownLaunches, args: Any, kwargs: Any) -> Any:
-        if known.digest:
-            self._count(known.digest)
-        if not known.configs:
-            result = self._timed(known, partial(original, autotuner, *args, **kwargs))
-            if known.unwritten is not None:
-                (launch, values), known.unwritten = known.unwritten, None
+    def _launch(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
+        if recorded.digest:
+            self._count(recorded.digest)
+        if not recorded.configs:
+            result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
+            if recorded.unwritten is not None:
+                (launch, values), recorded.unwritten = recorded.unwritten, None
                 try:
                     choice = configs.encode_config(autotuner.best_config)
                     launch = replace(launch, choice=choice)
@@ -270,31 +262,31 @@ class Recorder:
                     self._refuse(launch.kernel, first_line(error))
             return result
         while True:
-            start = partial(kernels.launch_config, autotuner, known.configs[0], args)
+            start = partial(kernels.launch_config, autotuner, recorded.configs[0], args)
             try:
-                if not known.is_warm and not program.is_interpreted():
+                if not recorded.is_warm and not program.is_interpreted():
                     start({**kwargs, "warmup": True})
-                    known.is_warm = True
-                return self._timed(known, partial(start, kwargs))
+                    recorded.is_warm = True
+                return self._timed(recorded, partial(start, kwargs))
             except Exception as error:  # Triton's launch errors share no type
-                if not program.is_launch_failure(error) or len(known.configs) == 1:
+                if not program.is_launch_failure(error) or len(recorded.configs) == 1:
                     raise
-                known.configs.pop(0)
-                known.is_warm = False
+                recorded.configs.pop(0)
+                recorded.is_warm = False
 
-    def _timed(self, known: KnownLaunches, work: Callable[[], Any]) -> Any:
+    def _timed(self, recorded: RecordedClass, work: Callable[[], Any]) -> Any:
         """Launch, between two events while few launches of the class are timed."""
         torch: Any = sys.modules.get("torch")
-        is_warm, known.is_warm = known.is_warm, True
-        is_timed = known.digest and is_warm and known.timed < _TIMED_LAUNCHES and torch is not None and torch.cuda.is_available()
-        if not is_timed or program.is_capturing():
+        is_warm, recorded.is_warm = recorded.is_warm, True
+        is_timed = recorded.digest and is_warm and recorded.timed < _TIMED_LAUNCHES
+        if not is_timed or torch is None or not torch.cuda.is_available() or program.is_capturing():
             return work()
-        known.timed += 1
+        recorded.timed += 1
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         result = work()
         end.record()
-        self._pending.append((known.digest, start, end))
+        self._pending.append((recorded.digest, start, end))
         return result
 
     def _count(self, digest: str) -> None:
@@ -326,16 +318,16 @@ class Recorder:
 
     def _harvest(self, wait: bool) -> None:
         """Note the times of the launches that have ended."""
-        left = []
+        unfinished = []
         for digest, start, end in self._pending:
             if wait:
                 end.synchronize()
             if not end.query():
-                left.append((digest, start, end))
+                unfinished.append((digest, start, end))
                 continue
             count = self._notes.launches.setdefault(digest, Count())
             count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
-        self._pending = left
+        self._pending = unfinished
 
 
 def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:

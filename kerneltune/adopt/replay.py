@@ -311,7 +311,7 @@ class Replay:
         kwargs = with_tuples({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
         options = config.all_kwargs()
         named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn.run
-        given = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
+        named_arguments = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
         device = self.storages[0].device if self.storages else "cpu"
 
         def call(warmup: bool) -> Any:
@@ -319,7 +319,7 @@ class Replay:
             triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
             if hook is not None:
                 hook(named)
-            return run(*args, grid=grid, warmup=warmup, **given)
+            return run(*args, grid=grid, warmup=warmup, **named_arguments)
 
         return call
 

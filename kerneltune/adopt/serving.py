@@ -51,14 +51,12 @@ class ServedConfig:
         options: keyword arguments of the launch; without an autotuner only the arguments that differ from the program's.
         count: index of the count of these launches.
         config: the live config object; None for a kernel without an autotuner.
-        hook: the config's pre_hook.
         fallbacks: configs that replace the config if it fails to launch; without an autotuner the program's own arguments do.
     """
 
     options: dict[str, Any]
     count: int
     config: Any = None
-    hook: Callable[[dict[str, Any]], Any] | None = None
     fallbacks: list[Any] = field(default_factory=list)
 
     def fall_back(self, kernel: Any, error: Exception) -> None:
@@ -70,7 +68,7 @@ class ServedConfig:
             self.options = {}
         else:
             failed, self.config = label_of(self.config), self.fallbacks.pop(0)
-            self.options, self.hook, to = self.config.all_kwargs(), self.config.pre_hook, label_of(self.config)
+            self.options, to = self.config.all_kwargs(), label_of(self.config)
         warn_once(f"{kernel_name(kernel).text}: config {failed} fails here ({first_line(error)}): falling back to {to}")
 
 
@@ -309,8 +307,8 @@ class Server:
             served = resolved
         options = served.options
         kwargs.update(options)
-        if served.hook is not None:
-            served.hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
+        if served.config.pre_hook is not None:
+            served.config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
         tuner.best_config = served.config
         try:
             result = tuner.fn.run(*args, **kwargs)
@@ -413,8 +411,8 @@ class Server:
         if finder is None:
             group = listed.kernel.group(call.author_key(), call.dtypes())
             rows = group.rows if group is not None else ()
-            made = _live(listed, [row.configs for row in rows], self._make_config)
-            served = [_served(configs, listed.counts[0]) if configs else None for configs in made]
+            live_rows = _live(listed, [row.configs for row in rows], self._make_config)
+            served = [_served(configs, listed.counts[0]) if configs else None for configs in live_rows]
             finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
             listed.by_author_key.remember(call, call.autotuner.keys, finder)
         return finder.nearest({name: call.size(name) for name in finder.names})
@@ -468,11 +466,11 @@ def _allowed(call: KernelCall, listed: ServedList, served: ServedConfig) -> Serv
     if not call.autotuner.early_config_prune:
         return served
     configs = [served.config, *served.fallbacks]
-    left = call.pruned(list(dict.fromkeys([*listed.configs, *configs])), by_model=False)
-    allowed = [config for config in configs if config in left]
+    unpruned = call.pruned(list(dict.fromkeys([*listed.configs, *configs])), by_model=False)
+    allowed = [config for config in configs if config in unpruned]
     return _served(allowed, served.count) if allowed else None
 
 
 def _served(configs: Sequence[Any], count: int) -> ServedConfig:
     config, *fallbacks = configs
-    return ServedConfig(config.all_kwargs(), count, config, config.pre_hook, fallbacks)
+    return ServedConfig(config.all_kwargs(), count, config, fallbacks)

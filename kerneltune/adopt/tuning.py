@@ -149,10 +149,10 @@ def tune_capture(
     by_name = {op.name: op for op in operators_of(capture)}
     tasks = [_task(by_name, launch) for launch in chosen]
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
-    left = [task for task in tasks if task.stored(root / "configs") is None]
-    if left and time.monotonic() >= until:
-        needed = f"the command again takes about {max(_work(left, options)[1], 1):.0f} s more"
-        progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
+    missing = [task for task in tasks if task.stored(root / "configs") is None]
+    if missing and time.monotonic() >= until:
+        needed = f"the command again takes about {max(_work(missing, options)[1], 1):.0f} s more"
+        progress.note(f"the budget of {budget_s:g} s is used: {counted(len(missing), 'class', 'classes')} left: {needed}")
     tuned = _collect(capture, by_name, skipped)
     table = _table(tuned)
     digest = write_table(root, table)

@@ -51,10 +51,10 @@ def lint_command(folder: Folder) -> None:
     """
     from kerneltune.adopt.overview import findings, read_capture
 
-    found = findings(read_capture(folder))
-    for text in found:
+    texts = findings(read_capture(folder))
+    for text in texts:
         show_wrapped(text)
-    if found:
+    if texts:
         raise typer.Exit(1)
     show("nothing to report")
 
@@ -96,9 +96,9 @@ def getter_command(
     is_whole_table = not tokens and (model is not None or export is not None)
     cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None), is_whole_table)
     began = time.monotonic()
-    given = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
+    asked = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
     try:
-        (facts,) = in_fresh_processes(1, probe, given)
+        (facts,) = in_fresh_processes(1, probe, asked)
     except ValueError as error:  # a crash or a hang has no name
         raise ValueError(f"call: {call}: {error}" if str(error).startswith("process ") else str(error)) from error
     write_facts(out, facts)
@@ -135,24 +135,24 @@ def _call_cases(
     from kerneltune.adopt.getter import CallCase, expert_sizes
     from kerneltune.workloads.model_config import read
 
-    given: dict[str, list[int]] = {}
+    values_of: dict[str, list[int]] = {}
     if tokens or model is not None or is_table:
-        given["tokens"] = sizes_of("tokens", tokens) if tokens else list(keys)
+        values_of["tokens"] = sizes_of("tokens", tokens) if tokens else list(keys)
     if model is not None:
-        given |= {name: [value] for name, value in expert_sizes(read(model), tp, ep).items()}
+        values_of |= {name: [value] for name, value in expert_sizes(read(model), tp, ep).items()}
     elif max(tp, ep) > 1:
         raise ValueError("tp, ep: expected with --model")
     for text in sizes:
         name, _, values = text.partition("=")
         if not name.isidentifier():
             raise ValueError(f"size: {text!r}: expected NAME=N1,N2")
-        given[name] = sizes_of(f"size {name}", values)
-    if not given:
+        values_of[name] = sizes_of(f"size {name}", values)
+    if not values_of:
         raise ValueError("size: missing: expected --model FILE, --tokens or --size NAME=VALUE")
-    tuned = set(given.get("tokens", ()))
+    tuned = set(values_of.get("tokens", ()))
     if is_table:
-        given["tokens"] = sorted({*keys, *tuned})
-    combined = (dict(zip(given, values, strict=True)) for values in itertools.product(*given.values()))
+        values_of["tokens"] = sorted({*keys, *tuned})
+    combined = (dict(zip(values_of, values, strict=True)) for values in itertools.product(*values_of.values()))
     return [CallCase(one, is_wanted=not is_table or one["tokens"] in tuned) for one in combined]
 
 
@@ -204,9 +204,9 @@ def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
         elif call.skipped:
             note(f"skipped: {name}: {call.skipped}")
     show_table(("call", "own µs", "ours µs", "speedup", "95 %", "changed"), rows)
-    if told := Counter(reason for call in calls for reason in call.failed):
-        ((reason, count),) = told.most_common(1)
-        note(f"{told.total()} overrides failed; {count} of them: {reason}")
+    if reasons := Counter(reason for call in calls for reason in call.failed):
+        ((reason, count),) = reasons.most_common(1)
+        note(f"{reasons.total()} overrides failed; {count} of them: {reason}")
     gained = sum(call.is_faster for call in calls)
     show(f"{counted(len(rows), 'call')} tuned in {seconds:.0f} s, {gained} of them faster than with the own config")
 

@@ -19,7 +19,7 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.arguments import collect, describe
 from kerneltune.adopt.folder import CLASSES, VALUES, process_files, read_notes
 from kerneltune.adopt.operators import case_of, operators_of
-from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.overview import read_capture, seed_hint
 from kerneltune.adopt.replay import make_replay
 
 
@@ -139,10 +139,10 @@ def test_capture_of_very_many_classes_names_the_argument_that_makes_them(tmp_pat
         module.row_sum[(1,)](torch.ones(8, 96), torch.empty(8), rows, 96)
     startup.recorder().flush()
     startup.uninstall()
-    refused = read_capture(tmp_path).notes.refused["two_kernels.row_sum"]
-    assert refused.endswith(
-        "the first 4 are kept; of 4 classes, 1 without M: if it is a seed or a counter, capture with --ignore-arg M"
-    )
+    capture = read_capture(tmp_path)
+    assert capture.notes.refused["two_kernels.row_sum"] == "more than 4 classes of launches: the first 4 are kept"
+    hint = seed_hint(capture.classes)
+    assert hint == "4 classes, 1 without M: if it is a seed or a counter, capture with --ignore-arg M"
 
 
 def test_capture_has_a_class_per_strides_and_alignment(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_capture_of_an_argument_that_is_no_data_is_refused(tmp_path: Path, caplo
     module = example()
     startup.capture(tmp_path)
 
-    key = startup.recorder().known(module.row_sum, (torch.ones(4, 64), torch.empty(4), 4, object()), {"grid": (4,)})
+    key = startup.recorder().recorded_class(module.row_sum, (torch.ones(4, 64), torch.empty(4), 4, object()), {"grid": (4,)})
     assert key.digest == ""
     assert "argument N: a value of type builtins.object" in caplog.text
 
