@@ -39,16 +39,13 @@ class WorkerStoppedError(WorkerCrashedError):
 
 
 class State(Enum):
-    """Name what the process of a worker does."""
+    """Name what the process of a worker does; MISSING and STOPPED: there is none, and the next request starts one, or fails."""
 
     MISSING = auto()
-    """There is none: before the first request, and after a crash."""
     STARTING = auto()
-    """It makes its object."""
     IDLE = auto()
     ANSWERING = auto()
     STOPPED = auto()
-    """It was ended, and no request starts another."""
 
 
 class Worker:
@@ -106,16 +103,13 @@ class Worker:
 
     def stop(self) -> None:
         """End the process, even while another thread waits for its answer; no request starts another process."""
-        self._end(State.STOPPED)
+        self.end(State.STOPPED)
 
-    def end(self) -> int | None:
-        """End the process, by force if necessary, and return its exit code; the next request starts another process.
+    def end(self, state: State = State.MISSING) -> int | None:
+        """End the process, by force if necessary, and return its exit code; None where another thread ends it.
 
-        Return None where another thread ends the process.
+        state: the state from now on, in which the next request starts another process or, if it is STOPPED, fails.
         """
-        return self._end(State.MISSING)
-
-    def _end(self, state: State) -> int | None:
         with self._lock:
             process, pipe = self.process, self._pipe
             is_awaited = state is State.STOPPED and self.state is State.ANSWERING

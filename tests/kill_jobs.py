@@ -12,6 +12,8 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 from made_up import CompiledAtOnce
 
 from kerneltune import interrupts
+from kerneltune.plan import Options
+from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.tune.gpu_worker import GpuWorker
@@ -24,7 +26,8 @@ def main(folder: Path, does: str) -> None:
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
     with GpuWorker(FakeBench) as bench:
-        Tuner(Task(OPS[0], CASE, variant), store, bench, CompiledAtOnce(), root=folder / "configs").tune()
+        options = Options(search=Search(), configs=folder / "configs")
+        Tuner(Task(OPS[0], CASE, variant), store, bench, CompiledAtOnce(), options).tune()
 
 
 def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:

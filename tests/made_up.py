@@ -13,6 +13,7 @@ from unittest import mock
 
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
+from kerneltune.plan import Options
 from kerneltune.search.loop import Search, SearchState
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
@@ -114,7 +115,7 @@ class FakeTuner(Tuner):
     """Times are a formula, None for a config that is wrong; a final is won by the faster config, or by whom it is told."""
 
     def __init__(self, case: Case, variant: Variant, store: TrialStore, landscape: Landscape) -> None:
-        super().__init__(Task(op_of(variant), case, variant), store, NoBench(), CompiledAtOnce())
+        super().__init__(Task(op_of(variant), case, variant), store, NoBench(), CompiledAtOnce(), Options())
         self.landscape = landscape
         self.evaluated: list[Config] = []
         self.finals: list[list[Config]] = []
@@ -181,7 +182,7 @@ class Setting:
         search: Search | None = None,
         on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     ) -> cache.CacheEntry:
-        tell, tuner.search, tuner.root = SearchState.tell, search or Search(), self.root
+        tell, tuner.options = SearchState.tell, Options(search=search or Search(), configs=self.root)
 
         def tell_both(state: SearchState, config: Config, time_us: float | None) -> None:
             tell(state, config, time_us)

@@ -2,8 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,35 +76,23 @@ def _typed(name: str, text: str, kind: Any) -> Any:
         raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
 
 
-def is_supported(task: Task) -> bool:
-    """Return whether the variant supports the case."""
-    with _in_one_line(task):
-        return task.variant.unsupported(task.case) is None
-
-
 def checked_space(task: Task) -> list[Config]:
     """Return the valid configs of a space, each once, after checking the default and the promising configs."""
     case, variant = task.case, task.variant
-    with _in_one_line(task):
+    try:
         configs, default = list(dict.fromkeys(variant.configs(case))), task.default
         for field, config in (("default", default), *(("promising", config) for config in variant.promising(case))):
             if type(config) is not variant.config:
                 raise ValueError(f"{field}: {config!r}: expected a {getattr(variant.config, '__name__', None)}")
         if configs and (reason := variant.valid(case, default)) is not None:
             raise ValueError(f"default: {reason}")
+    except Exception as error:  # an operator's own code may fail in any way
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        where = f"{task.op.name} {variant.name}: {case.label}"
+        raise ValueError(f"{where}: {kind}{' '.join(str(error).split())}") from error
     if not configs:
         raise ValueError(f"{task.op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
     return configs
-
-
-@contextmanager
-def _in_one_line(task: Task) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # an operator's own code may fail in any way
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        where = f"{task.op.name} {task.variant.name}: {task.case.label}"
-        raise ValueError(f"{where}: {kind}{' '.join(str(error).split())}") from error
 
 
 def _why(variant: Variant, case: Case) -> str:

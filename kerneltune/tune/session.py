@@ -94,8 +94,7 @@ class TuningSession:
 
             store = open_store(task.op, task.variant, options.results, options.force)
             self._stores[task.op.name, task.variant.name] = store
-        searches_all = options.force or bool(options.knobs)
-        return Tuner(task, store, self.worker, self.queue, options.search, options.configs, searches_all)
+        return Tuner(task, store, self.worker, self.queue, options)
 
     def gpu_name(self) -> str:
         """Return the name of the GPU."""

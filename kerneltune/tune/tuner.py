@@ -12,12 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
+from kerneltune.plan import Options
 from kerneltune.search.loop import Candidates, Search, explore, times_of
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.spec import Config, TaskKey
@@ -86,24 +86,13 @@ class Tuner:
     A thread sends the requests to the worker, so that the GPU does not wait for decisions of this process.
 
     Attributes:
-        search: limits of the search.
-        root: folder of configs; None for the usual folder.
-        searches_all: whether the whole space is searched, although the other 16-bit type was searched before.
+        options: limits of the search, and the folder of configs. With `force` or further knob values the whole space is searched,
+            also if the other 16-bit type was searched before.
         resources: registers of all threads of the largest program of every compiled config.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        store: "TrialStore",
-        worker: GpuWorker,
-        queue: CompileQueue,
-        search: Search | None = None,
-        root: Path | None = None,
-        searches_all: bool = False,
-    ) -> None:
-        self.task, self.store, self.worker, self.queue = task, store, worker, queue
-        self.search, self.root, self.searches_all = search or Search(), root, searches_all
+    def __init__(self, task: Task, store: "TrialStore", worker: GpuWorker, queue: CompileQueue, options: Options) -> None:
+        self.task, self.store, self.worker, self.queue, self.options = task, store, worker, queue, options
         self.resources: dict[Config, int] = {}
         self.samples_per_config = SCREEN_SAMPLES
         self._best_us: float | None = None
@@ -118,9 +107,9 @@ class Tuner:
             WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
         """
         with self:
-            explored = self._explored(self._candidates(), self.search)
+            explored = self._explored(self._candidates(), self.options.search)
             times = times_of(explored)
-            before = self.task.chooser(self.root).find(self.task.op.called(self.task.case))
+            before = self.task.chooser(self.options.configs).find(self.task.op.called(self.task.case))
             if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
                 evaluated = self.evaluate(before.config, self.begin(before.config)).result()
                 times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}
@@ -136,21 +125,23 @@ class Tuner:
         """Yield the configs that the search would try first; nothing if the task was searched before."""
         candidates = self._candidates()
         if not self._evaluations(candidates.pool):
-            order = candidates.in_order(self.search)
-            yield from (Run(self.task, config) for config in order[: min(_AHEAD, self.search.trials or _AHEAD)])
+            search = self.options.search
+            order = candidates.in_order(search)
+            yield from (Run(self.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
     def _candidates(self) -> Candidates:
-        pool = pool_of(self.task, None if self.searches_all else self.store)
-        return Candidates(pool, starting_points(self.task, pool, self.root))
+        searches_all = self.options.force or self.options.knobs
+        pool = pool_of(self.task, None if searches_all else self.store)
+        return Candidates(pool, starting_points(self.task, pool, self.options.configs))
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
         return {config: stored for config in pool if (stored := self.stored(config)) is not None}
 
     def _explored(self, candidates: Candidates, search: Search) -> dict[Config, Evaluation]:
-        known = self._evaluations(candidates.pool)
-        if len(known) < len(candidates.pool):
+        stored = self._evaluations(candidates.pool)
+        if len(stored) < len(candidates.pool):
             self.prepare()
-        return explore(candidates, search, self, known)
+        return explore(candidates, search, self, stored)
 
     def _decide(self, before: cache.Choice, times: dict[Config, float], num_trials: int) -> cache.CacheEntry:
         """Time the fastest configs against the incumbent, and store the winner. The default stands in for a failed incumbent."""
@@ -158,8 +149,8 @@ class Tuner:
         standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
         ranked = sorted(times, key=lambda config: times[config])
         if not ranked:
-            tried = self.stored(default)
-            why = f"; the default: {tried.reason}" if tried is not None and tried.reason else ""
+            evaluation = self.stored(default)
+            why = f"; the default: {evaluation.reason}" if evaluation is not None and evaluation.reason else ""
             raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}{why}")
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
         finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
@@ -172,7 +163,7 @@ class Tuner:
             evidence["before"] = before.source
         evidence |= {"trials": num_trials, **stamp(task.variant)}
         entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(best), evidence=evidence)
-        cache.store(device.current().slug, entry, self.root)
+        cache.store(device.current().slug, entry, self.options.configs)
         return entry
 
     def _crashing_final(self, finalists: Sequence[Config], default: Config) -> tuple[Config, Config, dict[str, Any]]:
@@ -214,12 +205,12 @@ class Tuner:
         """Begin to compile a config."""
         return self.queue.begin(self.task, config)
 
-    def evaluate(self, config: Config, begun: "Future[CompileResult]") -> "Future[Evaluation]":
+    def evaluate(self, config: Config, compilation: "Future[CompileResult]") -> "Future[Evaluation]":
         """Return the evaluation of a config that has begun to compile, which is stored when it is done.
 
         If the compiler refuses the config, the future is done; otherwise it waits for the worker.
         """
-        compiled = begun.result()
+        compiled = compilation.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
             return self.request(self.settle, config, compiled, None)
@@ -298,12 +289,12 @@ class Tuner:
         memory for its inputs beside the inputs of the configs before it. If `default` is among the configs, the evidence has
         its time and the interval of its time over the best time, from the same rounds.
         """
-        asked = self.request(self.worker.time_interleaved, self.task, configs)
-        while not asked.done():
+        request = self.request(self.worker.time_interleaved, self.task, configs)
+        while not request.done():
             self.use_idle_time()
             time.sleep(_POLL_S)
-        timed = [(config, taken) for config, taken in zip(configs, asked.result(), strict=True) if taken is not None]
-        configs, samples = [config for config, _ in timed], [taken for _, taken in timed]
+        timed = [(config, times) for config, times in zip(configs, request.result(), strict=True) if times is not None]
+        configs, samples = [config for config, _ in timed], [times for _, times in timed]
         gains = [ratio_interval(samples[0], sample) for sample in samples]
         best = max(range(len(configs)), key=lambda i: gains[i].median)
         faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
@@ -319,10 +310,10 @@ class Tuner:
             "default_us": None,
         }
         if default in configs:
-            beside = samples[configs.index(default)]
-            over = ratio_interval(beside, samples[chosen])
+            of_default = samples[configs.index(default)]
+            over = ratio_interval(of_default, samples[chosen])
             evidence |= {
-                "default_us": round(median_interval(beside).median, 4),
+                "default_us": round(median_interval(of_default).median, 4),
                 "over_default": [round(over.low, 4), round(over.high, 4)],
             }
         return configs[chosen], evidence

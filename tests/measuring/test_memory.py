@@ -303,7 +303,7 @@ def test_final_chooses_among_configs_that_fit(tmp_path: Path) -> None:
             return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
 
     op = checked_op()
-    with Tuner(Task(op, CASE, op.variants[0]), TrialStore(tmp_path / "trials"), Bench(), CompiledAtOnce()) as tuner:
+    with Tuner(Task(op, CASE, op.variants[0]), TrialStore(tmp_path / "trials"), Bench(), CompiledAtOnce(), Options()) as tuner:
         best, evidence = tuner.run_final([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
     assert best == Knobs(5)
     assert evidence["time_us"] == 15.0

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from made_up import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Small, nothing, op_of, small_space, small_time
 
+from kerneltune.plan import Options
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
@@ -169,7 +170,7 @@ def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int,
             rng = np.random.default_rng(0)
             return [median * np.exp(spread * rng.permutation(np.linspace(-2, 2, 41))) for median, spread, _ in contenders]
 
-    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), Bench(), CompiledAtOnce())
+    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), Bench(), CompiledAtOnce(), Options())
     tuner.resources = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
     best, evidence = tuner.run_final(configs, configs[-1])
     assert evidence["default_us"] == pytest.approx(contenders[-1][0], rel=0.05), "timed in the same rounds"

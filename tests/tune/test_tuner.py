@@ -37,6 +37,7 @@ from made_up import (
 
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
+from kerneltune.plan import Options
 from kerneltune.search import SAMPLERS, loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.study import TrialStates
@@ -190,7 +191,8 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
     """Return the best time that 64 trials find, over the optimum of 10."""
     landscape = tables(seed)
     tuner = FakeTuner(CASE, LARGE, TrialStore(setting.trials.with_name(f"{sampler}{seed}"), source_hash="abc"), landscape)
-    tuner.search, tuner.root = Search(trials=64, sampler=sampler, seed=seed), setting.root / f"{sampler}{seed}"
+    search = Search(trials=64, sampler=sampler, seed=seed)
+    tuner.options = Options(search=search, configs=setting.root / f"{sampler}{seed}")
     tuner.tune()
     return min(map(landscape, tuner.evaluated)) / 10.0
 
@@ -322,7 +324,7 @@ def test_starting_points_include_configs_of_other_free_options(setting: Setting)
 
 
 def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) -> None:
-    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce())
+    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce(), Options())
     assert tuner.prune  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
     assert broken == Evaluation("compile", reason="CompilationError: no")
@@ -334,7 +336,7 @@ def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) 
 
 
 def test_tuner_runs_no_config_with_lower_occupancy_than_it_asks_for(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce())
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce(), Options())
     asked = Large(64, 1, 1, 4)
     twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
@@ -355,7 +357,7 @@ def test_tuner_runs_no_config_with_lower_occupancy_than_it_asks_for(setting: Set
 def test_tuner_refuses_a_cooperative_grid_that_does_not_fit_beside_a_smaller_kernel(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce())
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce(), Options())
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
