@@ -21,7 +21,16 @@ from typing import Any
 import numpy as np
 
 from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, untraced
-from kerneltune.interpreter.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
+from kerneltune.interpreter.faults import (
+    KernelFaultError,
+    begin_time,
+    causes,
+    check_keywords,
+    fault_of,
+    line_of,
+    statement,
+    time_limit,
+)
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
@@ -29,7 +38,7 @@ from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, pl
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
 _TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detected"
-_LAUNCH_SECONDS = 2.0
+LAUNCH_SECONDS = 2.0
 """Processor time for one launch without memory: programs that wait for a value would wait for ever."""
 _LOADED = (0, 1 << 24)
 """Values of loads without memory. Zeros suit a kernel that reads a table at a loaded index, a value above all rows suits a search
@@ -58,8 +67,32 @@ class _Loading:
     is_shared: bool = False
 
 
+@dataclass(slots=True)
+class _Stores:
+    """Describe which elements of an argument programs at the corners of the grid store to, by offsets in bytes.
+
+    Attributes:
+        is_last: whether the last element is among them.
+        end_of_first: furthest offset of the grid's first program, if there are several programs.
+        begin_of_last: nearest offset of the grid's last program.
+    """
+
+    is_last: bool = False
+    end_of_first: int = -1
+    begin_of_last: float = math.inf
+
+    @property
+    def tell_end(self) -> bool:
+        """Return whether the last program stores behind the first: programs that take rows in turns do not."""
+        return self.end_of_first < self.begin_of_last < math.inf
+
+
 class NotJudgedError(Exception):
-    """Report that a launch without memory cannot be checked: it takes too long, waits for values, or loads addresses."""
+    """Report that a launch without memory cannot be checked: it loads addresses."""
+
+
+class TimeIsOverError(NotJudgedError):
+    """Report that a launch without memory takes too long, or waits for values."""
 
 
 def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
@@ -115,8 +148,9 @@ class _Guard:
         self._grid: tuple[int, ...] = (1, 1, 1)
         self._kernel = ""
         self._races = Races()
-        self._stored: dict[str, bool] = {}
-        self._is_corner = self._loads_index = False
+        self._stores: dict[str, _Stores] = {}
+        self._program_number = self._num_programs = 0
+        self._is_corner = self._loads_index = self._is_time_over = False
         self._load: Callable[..., Any] = interpreter.TritonSemantic.load
         self._loading = _Loading()
         self._loaded: int | None = 0
@@ -137,15 +171,17 @@ class _Guard:
             note(Fact("programs", self._kernel, str(axis)), size)
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
-        self._races.begin_launch(math.prod(self._grid))
-        self._stored, self._loads_index = {}, False
+        self._num_programs = math.prod(self._grid)
+        self._races.begin_launch(self._num_programs)
+        self._stores, self._loads_index = {}, False
 
     def begin_program(self, builder: Any, *at: int) -> None:
         """Note the program that begins, and the time."""
         self._set_grid_idx(builder, *at)
         begin_time()
         self._is_corner = all(place in _corners(size) for place, size in zip(at, self._grid, strict=True))
-        self._races.begin_program((at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2])
+        self._program_number = (at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2]
+        self._races.begin_program(self._program_number)
 
     def note_options_of_load(self, semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
         """Note a load's options, which the interpreter's own code drops."""
@@ -178,29 +214,36 @@ class _Guard:
             note(fact)
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             result = self._call(executor, *args, **kwargs)
-            self._note_stores()
+            self._note_stores(is_whole=True)
             return result
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
         try:
-            self._judge_corners(executor, bound)
+            self._is_time_over = self._is_time_over or not self._judge_corners(executor, bound)
+            if self._is_time_over:
+                note(Fact("time over", self._kernel))
         finally:
             WITHOUT_MEMORY.reset(token)
             scope.restore()
 
-    def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> None:
-        """Run the programs at the corners with each of _LOADED; raise the first error where each has one or is not judged."""
+    def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> bool:
+        """Run the programs at the corners with each of _LOADED; raise the first error where each has one.
+
+        Return whether the time was enough. If it was not, there is no error: on a faster machine there may be none.
+        """
         faults: list[Exception] = []
         if not self._largest.keys().isdisjoint(self._names):
             self._judge_offsets(executor, bound)
         for self._loaded in _LOADED:
             try:
                 self._run_corners(executor, bound)
-                self._note_stores()
-                return
+                self._note_stores(is_whole=False)
+                return True
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
                     raise KernelFaultError(f"{self._kernel}: a block of this size does not compile: {error}") from error
+                if any(isinstance(cause, TimeIsOverError) for cause in causes(error)):
+                    return False
                 if fault_of(error) is None and not faults:
                     raise
                 faults.append(error)
@@ -218,7 +261,7 @@ class _Guard:
 
     def _run_corners(self, executor: Any, bound: dict[str, Any]) -> None:
         self._regions.clear()
-        self.deadline = time.thread_time() + _LAUNCH_SECONDS
+        self.deadline = time.thread_time() + LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
         grid = executor.grid(values) if callable(executor.grid) else executor.grid
         grid = (*grid, 1, 1)[:3]
@@ -231,10 +274,15 @@ class _Guard:
                     warnings.simplefilter("ignore", RuntimeWarning)
                     executor.fn(**values)
 
-    def _note_stores(self) -> None:
-        """Note the stores of the launch, unless loaded whole numbers may have decided which elements it stores to."""
-        for name, is_last in self._stored.items() if not self._loads_index else ():
-            note(Fact("last stored" if is_last else "last not stored", name, self._kernel))
+    def _note_stores(self, is_whole: bool) -> None:
+        """Note the stores of the launch, unless loaded whole numbers may have decided which elements it stores to.
+
+        Args:
+            is_whole: whether all programs ran; else an argument is left out whose corners do not tell where the stores end.
+        """
+        for name, stores in self._stores.items() if not self._loads_index else ():
+            if stores.is_last or is_whole or stores.tell_end:
+                note(Fact("last stored" if stores.is_last else "last not stored", name, self._kernel))
 
     def converted(self, value: Any) -> Any:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""
@@ -335,11 +383,10 @@ class _Guard:
             first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
             raise KernelFaultError(f"{what} outside of {region.element(int(first))}{self._here()}")
         if what == "store":
-            is_last = self._is_corner and accessed.size > 0 and furthest == region.size - item_size
-            self._stored[region.name] = is_last or self._stored.get(region.name, False)
+            self._note_store(region, accessed, furthest, item_size)
         if region.is_meta:
             if time.thread_time() > self.deadline:
-                raise NotJudgedError(f"{_LAUNCH_SECONDS:g} s are over")
+                raise TimeIsOverError(f"{LAUNCH_SECONDS:g} s are over")
             return None
         is_waiting = what == "load" and self._loading.is_volatile
         if what == "atomic" or is_waiting or not _is_unordered(*statement()):
@@ -347,6 +394,15 @@ class _Guard:
             if conflict is not None:
                 raise self._race(what, region, conflict)
         return addresses + np.uint64(region.offset % (1 << 64))
+
+    def _note_store(self, region: Region, accessed: Any, furthest: int, item_size: int) -> None:
+        stores = self._stores.setdefault(region.name, _Stores())
+        if accessed.size and self._is_corner:
+            stores.is_last |= furthest == region.size - item_size
+            if self._program_number == self._num_programs - 1:
+                stores.begin_of_last = min(int(accessed.min()), stores.begin_of_last)
+            elif self._program_number == 0:
+                stores.end_of_first = max(furthest, stores.end_of_first)
 
     def _each(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
         """Check an access to several regions, region by region."""

@@ -16,7 +16,18 @@ from typing import Any, Literal, NamedTuple
 from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
-    "launch", "call", "branch", "condition", "true", "false", "loop", "programs", "tf32", "last stored", "last not stored"
+    "launch",
+    "call",
+    "branch",
+    "condition",
+    "true",
+    "false",
+    "loop",
+    "programs",
+    "tf32",
+    "last stored",
+    "last not stored",
+    "time over",
 ]
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {name}",
@@ -42,7 +53,8 @@ class Fact(NamedTuple):
             compared, such as `N > BLOCK`. `condition`: an `if` whose side arguments do not tell; `true` and `false`: a side that
             a condition takes. `loop`: turns of a loop. `programs`: programs along an axis of the grid. `tf32`: a product whose
             fp32 operands are rounded. `last stored`, `last not stored`: whether programs at the corners of the grid store the
-            last element of an argument that they store to.
+            last element of an argument that they store to. `time over`: a launch without memory that was not judged, as it or an
+            earlier launch of the same host code took too long.
         name: the kernel, the function or the argument, or the text of a branch or a condition.
         place: the kernel or the function, the axis, or PATH:LINE.
     """
@@ -179,6 +191,10 @@ def unreached(checks: Reached, largest: Reached) -> list[str]:
 
 
 def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
-    """Return arguments whose last element all launches of checks store, and no launch of the largest cases."""
-    left = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks]
+    """Return arguments whose last element all launches of checks store, and no launch of the largest cases.
+
+    A kernel with a launch that was not judged for lack of time has no such argument.
+    """
+    unjudged = {fact.name for fact in largest if fact.kind == "time over"}
+    left = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks and fact.place not in unjudged]
     return [fact for fact in left if fact._replace(kind="last stored") in checks.keys() - largest.keys()]

@@ -82,7 +82,7 @@ def begin_time() -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, PROGRAM_SECONDS)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, its cause, the cause of the cause, and so on."""
     while error is not None:
         yield error
@@ -91,7 +91,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def fault_of(error: BaseException) -> KernelFaultError | None:
     """Return the KernelFaultError among an error and its causes; None for all other errors."""
-    return next((cause for cause in _causes(error) if isinstance(cause, KernelFaultError)), None)
+    return next((cause for cause in causes(error) if isinstance(cause, KernelFaultError)), None)
 
 
 @functools.cache

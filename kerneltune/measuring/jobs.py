@@ -154,7 +154,7 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
         lines += [
             f"{op}: the largest case stores no last element of {fact}, as all checks do: a grid cut short?"
-            for fact in cut_short(checks, largest)
+            for fact in cut_short(merged(job.reached for job in of_op if job.runs), largest)
         ]
     return lines
 

@@ -1,5 +1,6 @@
 """Refuse more than wild addresses: undefined values, races of programs, unknown keywords, programs that do not end."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -289,9 +290,16 @@ def _group_of_row(ends_ptr, y_ptr, SHIFT: tl.constexpr, TURNS: tl.constexpr):
 def test_load_of_a_meta_tensor_in_a_search_is_a_fault_only_outside(
     shift: int, turns: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "_LAUNCH_SECONDS", 0.5)
+    monkeypatch.setattr(bounds, "LAUNCH_SECONDS", 0.5)
     ends, y = (torch.empty(size, dtype=torch.int32, device="meta") for size in (4, 100))
     assert fault(lambda: _group_of_row[(100,)](ends, y, shift, turns)).partition(", program")[0] == expected
+
+
+def test_access_outside_is_no_fault_if_the_time_is_over_before_other_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(step=0.1)
+    monkeypatch.setattr(bounds.time, "thread_time", lambda: next(seconds))
+    ends, y = (torch.empty(size, dtype=torch.int32, device="meta") for size in (4, 100))
+    assert fault(lambda: _group_of_row[(100,)](ends, y, 0, True)) == ""
 
 
 @triton.jit

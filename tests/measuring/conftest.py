@@ -8,4 +8,4 @@ from kerneltune.interpreter import bounds
 @pytest.fixture
 def short_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge the addresses of each launch for half a second: a right kernel whose programs visit every row takes all the time."""
-    monkeypatch.setattr(bounds, "_LAUNCH_SECONDS", 0.5)
+    monkeypatch.setattr(bounds, "LAUNCH_SECONDS", 0.5)

@@ -1,5 +1,6 @@
 """Find mistakes at sizes, flags and kernels of bench cases alone: a derived check case has the size, or a line names the size."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import triton.language as tl
 from mistaken_ops import case_of, rows_of
 from test_pairs import op_with
 
+from kerneltune.interpreter import bounds
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, address_errors
@@ -289,6 +291,50 @@ def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) 
     lines = [line for line in coverage_lines(jobs) if "last element" in line]
     line = "summed: the largest case stores no last element of y_ptr in _sums, as all checks do: a grid cut short?"
     assert lines == [line] * bool(mistake)
+
+
+@triton.jit
+def _sums_in_turns(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + row.to(tl.int64) * N + at, at < N, other=0.0), 0))
+
+
+def sums_in_turns(_mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y = x.new_empty(M)
+    _sums_in_turns[(min(M, 132),)](x, y, M, N, BLOCK=triton.next_power_of_2(N))
+    return {"y": y}
+
+
+def sums_in_halves(mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y, half = x.new_empty(M), M // 2 if M > 4096 else M
+    block = triton.next_power_of_2(N)
+    _sums[(half,)](x, y, N, BLOCK=block, IS_LONG=False, MISTAKE="")
+    if half < M:
+        bounds.LAUNCH_SECONDS = 0.0 if mistake == "slow" else 60.0  # in the fork that checks addresses
+        _sums[(M - half,)](x[half:], y[half:], N, BLOCK=block, IS_LONG=False, MISTAKE="")
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("run", "mistake"),
+    [(sums_in_turns, ""), (sums_in_halves, "slow"), (sums_in_halves, "")],
+    ids=["rows in turns", "no time for the last rows", "two launches"],
+)
+def test_grid_that_reaches_the_last_element_is_not_named_as_cut_short(run: Callable[..., Outputs], mistake: str) -> None:
+    op = summing("")
+    op = replace(op, variants=(replace(op.variants[0], run=partial(run, mistake)),))
+    jobs = [
+        address_job(Task(op, BENCH[1], op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CHECK),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    assert jobs[0].reached
+    assert [line for line in coverage_lines(jobs) if "last element" in line] == []
 
 
 def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
