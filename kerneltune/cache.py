@@ -189,7 +189,7 @@ def _rewrite(device_slug: str, op_name: str, root: Path | None, changed: Callabl
 
 def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Sort entries by falling size, then by the text of their config, so that equally near entries have a fixed order."""
-    return sorted(entries, key=lambda entry: (-_size(entry.case), _order(entry.config)))
+    return sorted(entries, key=lambda entry: (-_size(entry.case), json.dumps(entry.config, default=str)))
 
 
 def _size(case: Case) -> int:
@@ -202,17 +202,16 @@ def json_text(value: object) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
-def _order(config: Mapping[str, Any]) -> str:
-    """Return the text by which configs are sorted, also of values that JSON lacks."""
-    return json.dumps(config, default=str)
-
-
 def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     """Return the good entries of a file, and an error for each bad entry."""
     try:
-        items = _read(path)
+        data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
     except ValueError as error:
         return [], [error]
+    try:
+        items = decode_versioned(data, _ConfigFile, SCHEMA, op=path.stem, device=path.parent.name).entries
+    except ValueError as error:
+        return [], [ValueError(f"{path}: {error}")]
     entries: dict[TaskKey, CacheEntry] = {}
     errors = []
     for index, item in enumerate(items):
@@ -226,29 +225,15 @@ def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     return list(entries.values()), errors
 
 
-def _read(path: Path) -> list[msgspec.Raw]:
-    """Return the raw entries of a file."""
-    data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
-    try:
-        return decode_versioned(data, _ConfigFile, SCHEMA, op=path.stem, device=path.parent.name).entries
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _entry(op: str, row: _EntryRow) -> CacheEntry:
     checked(row.evidence, _Evidence, "evidence")
     return CacheEntry(**TaskKey.of(op, row)._asdict(), config=row.config, evidence=row.evidence)
 
 
-def _place_in_file(entry: CacheEntry) -> tuple[Any, ...]:
-    case = entry.case
-    return entry.variant, entry.policy, case.dtype, case.quant, json_text(case.options), case.axes
-
-
 def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
     """Return the file's text: each entry on its line, sorted, so that a diff shows the entries that changed."""
-    rows = []
-    for entry in sorted(entries, key=_place_in_file):
+    rows, by_case = [], sorted(entries, key=lambda e: (e.case.dtype, e.case.quant, json_text(e.case.options), e.case.axes))
+    for entry in sorted(by_case, key=lambda e: (e.variant, e.policy)):
         try:
             rows.append("    " + json_text({**entry.key.fields, "config": entry.config, "evidence": entry.evidence}))
         except (TypeError, ValueError) as error:

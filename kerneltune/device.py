@@ -114,10 +114,16 @@ def current() -> Device:
         return NO_GPU
     import torch
 
+    if hip := torch.version.hip is not None:
+        driver = torch.version.hip
+    else:
+        import pynvml
+
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
     p: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    hip = torch.version.hip is not None
     arch = p.gcnArchName.split(":")[0] if hip else f"sm_{p.major}{p.minor}"
-    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, _driver_version(), unit_of(str(p.uuid)))
+    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, str(driver), unit_of(str(p.uuid)))
 
 
 @cache
@@ -180,17 +186,6 @@ def versions() -> Mapping[str, str]:
     import importlib.metadata  # because the import is slow and --help must be quick
 
     return {package: importlib.metadata.version(package) for package in ("torch", "triton")}
-
-
-def _driver_version() -> str:
-    import torch
-
-    if torch.version.hip is not None:
-        return str(torch.version.hip)
-    import pynvml
-
-    pynvml.nvmlInit()
-    return str(pynvml.nvmlSystemGetDriverVersion())
 
 
 def nvml_handle() -> Any:

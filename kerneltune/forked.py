@@ -46,7 +46,9 @@ class Fork(Generic[T]):
     """
 
     def __init__(self, work: Callable[[Tell], T]) -> None:
-        _import_for_launches()
+        if "triton" in sys.modules:  # Triton's imports at the first launch of a process: 0.03 of the 0.04 s of a small launch
+            with suppress(ImportError):
+                importlib.import_module("triton.experimental.gluon")
         self.told: Any = None
         self._answer: tuple[Any, BaseException | None, BaseException | None] | None = None
         with warnings.catch_warnings():  # Python warns of this process's threads, which the fork neither has nor needs
@@ -85,13 +87,6 @@ class Fork(Generic[T]):
         """Kill the fork if it runs; return its exit code."""
         self.pipe.close()
         return end(self._process)
-
-
-def _import_for_launches() -> None:
-    """Import what Triton imports at the first launch of a process, so that no fork does: 0.03 of the 0.04 s of a small launch."""
-    if "triton" in sys.modules:
-        with suppress(ImportError):
-            importlib.import_module("triton.experimental.gluon")
 
 
 def run_forked(work: Callable[[], object]) -> None:

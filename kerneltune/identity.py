@@ -13,6 +13,7 @@ import functools
 import hashlib
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -67,7 +68,9 @@ def code_digest(target: Any) -> str:
 
 @functools.cache
 def _digest(target: Any) -> str:
-    package = _package_of(target)
+    innermost = unwrapped(target)
+    owner = innermost if isinstance(innermost, type) or inspect.isfunction(innermost) else type(innermost)
+    package = str(owner.__module__).partition(".")[0]
     writer = _Writer({"kerneltune", package}, follows_uninstalled=package != "kerneltune")
     writer.value(target)
     return writer.digest()
@@ -366,27 +369,13 @@ def _is_decorated(wrapper: Any) -> bool:
     return any(not isinstance(each, _METHODS) or each.decorator_list for each in statements)
 
 
-class _Method:
-    """Hold the attributes that a method loads, sets, and changes by `+=` or the like, of its first parameter."""
-
-    def __init__(self, method: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.loaded, self.stored, self.augmented = set[str](), set[str](), set[str]()
-        receiver = next((parameter.arg for parameter in (*method.args.posonlyargs, *method.args.args)), "")
-        for node in ast.walk(method):
-            match node:
-                case ast.AugAssign(target=ast.Attribute(value=ast.Name(id=name), attr=attribute)) if name == receiver:
-                    self.augmented.add(attribute)
-                case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=context) if name == receiver:
-                    (self.loaded if isinstance(context, ast.Load) else self.stored).add(attribute)
-
-
-def _methods_of(kind: type) -> Iterator[tuple[str, _Method]]:
-    """Yield the methods that the body of a class defines, by name."""
+def _methods_of(kind: type) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the methods that the body of a class defines."""
     module = source_module(kind.__module__)
     for statement in module.bound.get(kind.__qualname__.partition(".")[0], ()) if module is not None else ():
         for node in ast.walk(statement):
             if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
-                yield from ((method.name, _Method(method)) for method in node.body if isinstance(method, _METHODS))
+                yield from (method for method in node.body if isinstance(method, _METHODS) and method.args.args)
 
 
 def _changed_by_calls(classes: Iterable[type]) -> set[str]:
@@ -395,15 +384,18 @@ def _changed_by_calls(classes: Iterable[type]) -> set[str]:
     They are the attributes that `__call__` or a method that it reaches sets, and those that any method but `__init__` changes by
     `+=` or the like. An attribute that another method sets, such as `configure`, before all calls, is a constant.
     """
-    methods: dict[str, list[_Method]] = {}
-    for name, method in (pair for kind in classes for pair in _methods_of(kind)):
-        methods.setdefault(name, []).append(method)
-    changed = {name for each, bodies in methods.items() if each != "__init__" for body in bodies for name in body.augmented}
+    used, stored, changed = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), set[str]()
+    for method in (method for kind in classes for method in _methods_of(kind)):
+        for node in ast.walk(method):
+            match node:
+                case ast.AugAssign(target=ast.Attribute(value=ast.Name(id=owner), attr=attribute)) if method.name != "__init__":
+                    changed |= {attribute} if owner == method.args.args[0].arg else set()
+                case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if owner == method.args.args[0].arg:
+                    (used if isinstance(node.ctx, ast.Load) else stored)[method.name].add(attribute)
     reached = ["__call__"]
     for name in reached:  # which grows
-        for body in methods.get(name, ()):
-            changed |= body.stored
-            reached += [other for other in body.loaded if other in methods and other not in reached]
+        changed |= stored[name]
+        reached += used[name] - set(reached)
     return changed
 
 
@@ -439,10 +431,3 @@ def _within(node: ast.AST) -> Iterator[ast.AST]:
         yield child
         if not isinstance(child, _FUNCTIONS):
             yield from _within(child)
-
-
-def _package_of(target: Any) -> str:
-    """Return the top-level package of the function that a callable wraps."""
-    target = unwrapped(target)
-    owner = target if isinstance(target, type) or inspect.isfunction(target) else type(target)
-    return str(owner.__module__).partition(".")[0]

@@ -51,7 +51,10 @@ def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Se
     """
     if device == INTERPRETER:
         return
-    strict = _is_strict()
+    value = os.environ.get(_STRICT, "")
+    strict = _SWITCH.get(value.lower())
+    if strict is None:
+        raise ValueError(f"{_STRICT}: {value!r}: expected one of {', '.join(filter(None, _SWITCH))}")
     if log := os.environ.get(_LOG):
         row = _Row(**{"op": key.op, "device": device, **key.fields, "case": ""})
         try:
@@ -73,15 +76,6 @@ def report_lender(gpu: str, lender: str) -> None:
     if (gpu, lender) not in _said:
         _said.add((gpu, lender))
         warnings.warn(f"no configs for {gpu}: those of {lender}, the nearest known architecture, serve", stacklevel=6)
-
-
-def _is_strict() -> bool:
-    """Return whether a miss is an error."""
-    value = os.environ.get(_STRICT, "")
-    strict = _SWITCH.get(value.lower())
-    if strict is None:
-        raise ValueError(f"{_STRICT}: {value!r}: expected one of {', '.join(filter(None, _SWITCH))}")
-    return strict
 
 
 def forget() -> None:

@@ -185,18 +185,6 @@ def _answer(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -
     pipe.send(answer)
 
 
-def _leave_with_parent() -> None:
-    """End this process and its programs as soon as its parent ends: a kernel that hangs would hold the GPU, ptxas a core."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os.killpg(0, signal.SIGKILL)
-
-    Thread(target=watch, daemon=True).start()
-
-
 def start_server() -> None:
     """Let a server, which may run already, import torch and Triton while this process does something else.
 
@@ -229,10 +217,18 @@ def start_server() -> None:
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:
     """Set os.environ of this process, which begins, to `environment`, and run `work(*args)`.
 
-    The process leads a group of its own, with the programs that it will run.
+    The process leads a group of its own, with the programs that it will run. The group ends as soon as the parent ends: a kernel
+    that hangs would hold the GPU, ptxas a core.
     """
     os.setpgid(0, 0)
-    _leave_with_parent()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+    Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     return work(*args)
@@ -253,27 +249,22 @@ def _bind(parent: int, folder: str) -> None:
 
     if folder:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sys.excepthook = _ErrorHook(os.getpid())
+    sys.excepthook = functools.partial(_show_error, os.getpid())
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
 
 
-class _ErrorHook:
+def _show_error(server: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the error that ended a process of the server, unless the server ends as well.
 
     A process that starts while its command ends finds its files removed. This error is not printed.
     """
-
-    def __init__(self, server: int) -> None:
-        self._server = server
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ends = time.monotonic() + 4 * _LOOK_S
-        while os.getpid() != self._server and time.monotonic() < ends:
-            if os.getppid() != self._server:
-                return
-            time.sleep(_LOOK_S / 25)
-        sys.__excepthook__(kind, error, trace)
+    ends = time.monotonic() + 4 * _LOOK_S
+    while os.getpid() != server and time.monotonic() < ends:
+        if os.getppid() != server:
+            return
+        time.sleep(_LOOK_S / 25)
+    sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager

@@ -65,9 +65,9 @@ def test_measuring_process_without_a_gpu_raises() -> None:
 @pytest.mark.parametrize("stays", [False, True])
 def test_error_of_a_process_is_printed_unless_the_server_ends(stays: bool) -> None:
     code = f"""if True:
-        import os, sys
-        from kerneltune.processes import _ErrorHook
-        sys.excepthook = _ErrorHook(os.getpid())
+        import functools, os, sys
+        from kerneltune.processes import _show_error
+        sys.excepthook = functools.partial(_show_error, os.getpid())
         if os.fork() == 0:
             raise FileNotFoundError
         os.wait() if {stays} else os._exit(3)

@@ -23,7 +23,9 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
     """Show versions, GPU, clocks, tools and folders, with the consequence of each missing part."""
-    rows = [*_software(), *_gpu(), *_tools(), *peer_packages(), *_folders(configs, results), *journey_lines()]
+    ncu = find_ncu()
+    tools = [("ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it")]
+    rows = [*_software(), *_gpu(), *tools, *peer_packages(), *_folders(configs, results), *journey_lines()]
     show_table(("what", "found", "means"), rows)
 
 
@@ -74,11 +76,6 @@ def nvml_lines() -> Iterator[Finding]:
         yield from gpu_lines(pynvml, device.nvml_handle(), os.getpid())
     except pynvml.NVMLError as error:
         yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
-
-
-def _tools() -> Iterator[Finding]:
-    ncu = find_ncu()
-    yield "ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it"
 
 
 def peer_packages() -> Iterator[Finding]:

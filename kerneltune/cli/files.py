@@ -72,17 +72,13 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
 
 
 def tables_of_devices(records: Sequence[Record]) -> list[Table]:
-    """Return the tables that workloads declare for the records of each device, see `own_tables`; several devices are a column."""
-    devices = grouped(records, lambda record: record.device)
-    if len(devices) == 1:
-        return own_tables(records)
-    device_column, tables = Column("device", shared=True), []
-    for name, of_device in devices.items():
-        if not (declared := own_tables(of_device)):
-            return []
-        for table in declared:
-            rows = tuple(row._replace(values=(name, *row.values)) for row in table.rows)
-            tables.append(replace(table, columns=(device_column, *table.columns), rows=rows, repeated=table.repeated + 1))
+    """Return the tables that workloads declare, see `own_tables`, for the records of each device, which is the first column."""
+    tables = []
+    for device_name, of_device in grouped(records, lambda record: record.device).items():
+        for table in own_tables(of_device) if own_tables(records) else ():
+            rows = tuple(row._replace(values=(device_name, *row.values)) for row in table.rows)
+            columns = Column("device", shared=True), *table.columns
+            tables.append(replace(table, columns=columns, rows=rows, repeated=table.repeated + 1))
     return tables
 
 

@@ -67,21 +67,17 @@ def page(sources: Sources) -> str:
     values = payload(sources)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     data = {name: value for name, value in values.items() if name not in _STATIC}
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return environment.from_string(_asset("page.html.j2")).render(
         {name: values[name] for name in _STATIC},
         style=_asset("style.css"),
         scripts=[_asset(name) for name in _SCRIPTS],
-        data=_embedded(data),
+        data=text.replace("<", "\\u003c"),  # so that it cannot end the script element around it
     )
 
 
 def _asset(name: str) -> str:
     return importlib.resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """Return a value as JSON that cannot end the script element around the JSON."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def payload(sources: Sources) -> dict[str, Any]:
