@@ -9,7 +9,7 @@ from kerneltune import device, sweep
 from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Task
+from kerneltune.search.task import KnobTexts, Task
 from kerneltune.spec import Case, Op, TaskKey, Variant
 from kerneltune.sweep import MAX_CASES, Section, Sweep, SweepCase
 
@@ -89,7 +89,7 @@ class Options:
     force: bool = False
     stale: bool = False
     exhaustive: bool = False
-    knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    knobs: KnobTexts = ()
     gpus: str = ""
 
     @property

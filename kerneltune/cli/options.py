@@ -21,7 +21,7 @@ from kerneltune.files import RESULTS, decode, in_checkout
 from kerneltune.listing import OpFacts, facts_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.search import SAMPLERS
-from kerneltune.search.task import store_folder
+from kerneltune.search.task import KnobTexts, store_folder
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 POLICIES = ("cold", "hot", "eager")
@@ -186,15 +186,15 @@ def percent(field: str, text: str | None) -> float | None:
     return value / 100
 
 
-def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def knobs(field: str, texts: list[str] | None) -> KnobTexts:
     """Return name and values of each text of the form `warps=1,2`."""
-    split = []
-    for text in given or ():
+    knobs = []
+    for text in texts or ():
         name, _, values = text.partition("=")
         if not name or not all(values.split(",")):
             raise ValueError(f"{field}: {text!r}: expected NAME=V1,V2")
-        split.append((name, tuple(values.split(","))))
-    return tuple(split)
+        knobs.append((name, tuple(values.split(","))))
+    return tuple(knobs)
 
 
 def config_of(variant: Variant, field: str, text: str) -> Any:

@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kerneltune import device
-from kerneltune.errors import unknown
 from kerneltune.search.task import Task
-from kerneltune.spec import Case, Config, Space, Variant, knobs_of_class
+from kerneltune.spec import Case, Config, Variant
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -19,10 +18,6 @@ _NEIGHBOURS = 3
 """Near entries of the cache whose configs a search tries first."""
 _TRANSFERRED = 16
 """Fastest configs of the other 16-bit type that are searched in place of the whole space."""
-
-
-KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]
-"""Names of knobs with values as text."""
 
 
 def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
@@ -48,32 +43,6 @@ def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> li
     return list(
         dict.fromkeys([pool[0], *(config for config in (*task.variant.promising(task.case), *nearest) if config in offered)])
     )
-
-
-def widened(variant: Variant, knobs: KnobOverrides) -> Variant:
-    """Return the variant with more values for some knobs of its space. `valid` still applies."""
-    if not knobs or variant.config is None:
-        return variant
-    config: Any = variant.config
-    types = knobs_of_class(config)[0]
-    added: dict[str, tuple[Any, ...]] = {}
-    for name, texts in knobs:
-        if name not in types:
-            raise unknown("knob", name, types, f" of {variant.name}")
-        added[name] = tuple(_typed(name, text, types[name]) for text in texts)
-
-    def space(case: Case) -> Space:
-        offered = variant.space(case)
-        return {name: tuple(dict.fromkeys((*values, *added.get(name, ())))) for name, values in offered.items()}
-
-    return replace(variant, space=space)
-
-
-def _typed(name: str, text: str, kind: Any) -> Any:
-    try:
-        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
 
 
 def checked_space(task: Task) -> list[Config]:

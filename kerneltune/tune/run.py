@@ -16,7 +16,7 @@ from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
 from kerneltune.search.task import Run, Task, changed, knobs_of, stamp
 from kerneltune.spec import Op, TaskKey
-from kerneltune.tune.candidates import checked_space, widened
+from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.fleet import Fleet, visible_gpus
 from kerneltune.tune.session import TuningResult, TuningSession
 from kerneltune.worker import WorkerCrashedError
@@ -87,7 +87,7 @@ def _tasks(plan: Plan) -> list[Task]:
         case = entry.case if whole else op.called(entry.case)
         with_knobs = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None]
         supported = [task for task in with_knobs if task.variant.unsupported(case) is None]
-        of_case = [replace(task, variant=widened(task.variant, plan.options.knobs)) for task in supported]
+        of_case = [task.widened(plan.options.knobs) for task in supported]
         ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(entry.op))
         tasks |= {task.key: task for task in (*of_case, ceiling) if task is not None}
     return list(tasks.values())

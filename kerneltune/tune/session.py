@@ -4,7 +4,7 @@ import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,6 @@ from kerneltune.processes import start_server
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task
-from kerneltune.tune.candidates import widened
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
 from kerneltune.wording import pairs
@@ -82,12 +81,11 @@ class TuningSession:
         self._entered: ExitStack | None = None
 
     def tuner(self, task: Task) -> Tuner:
-        """Return a tuner of a task, with the knob values of the options, that knows the stored trials.
+        """Return a tuner of a task that knows the stored trials.
 
         `force` forgets transient failures.
         """
         options = self.options
-        task = replace(task, variant=widened(task.variant, options.knobs))
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
             from kerneltune.search.trials import open_store  # imports Optuna, which takes 0.4 s

@@ -9,7 +9,7 @@ from made_up import CASE, SMALL, Small, op_of
 
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
-from kerneltune.tune.candidates import checked_space, widened
+from kerneltune.tune.candidates import checked_space
 
 
 def postponed(annotation: str) -> Variant:
@@ -24,7 +24,8 @@ def postponed(annotation: str) -> Variant:
 def test_config_class_with_postponed_annotations_is_read_and_widened() -> None:
     variant, case = postponed("int"), Case("c", (("M", 8),), "bfloat16")
     assert variant.valid_config(case, {"block": 128}).block == 128
-    assert [config.block for config in widened(variant, [("block", ("256",))]).configs(case)] == [64, 128, 256]
+    wider = Task(op_of(variant), case, variant).widened((("block", ("256",)),)).variant
+    assert [config.block for config in wider.configs(case)] == [64, 128, 256]
     with pytest.raises(ValueError, match="config of optimized: block: 'x': expected int"):
         variant.config_from({"block": "x"})
 

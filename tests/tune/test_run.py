@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import made_up
 import made_up_gpu
 import pytest
 import versus_jobs
@@ -27,7 +28,6 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
-from kerneltune.tune.candidates import widened
 from kerneltune.tune.run import renew, run_tune
 from kerneltune.worker import WorkerCrashedError
 
@@ -140,6 +140,17 @@ def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
     assert entry.evidence["trials"] == tried
 
 
+def test_run_tune_with_a_knob_that_the_ceiling_lacks_tunes_both(options: Options, tmp_path: Path) -> None:
+    """The search of the ceiling refused the knob, which ended the run."""
+    space = {"block": (512, 2048), "warps": (4, 8), "stages": (1,), "ctas": (0,)}
+    variant = replace(made_up.LARGE, space=lambda _: space, default=lambda _: made_up.Large(512, 4, 1, 0))
+    operators = {"fake": made_up.op_of(variant), "stream": OPS["stream"]}
+    (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
+    wider = replace(options, search=Search(), knobs=(("stages", ("2",)), ("ctas", ("1",)), ("ctas", ("2",))))
+    entries = entries_of(run_tune(load_plan(operators, Selection(str(tmp_path / "made.yaml")), wider), Progress()))
+    assert [(entry.op, entry.evidence["trials"]) for entry in entries] == [("fake", 2 * 2 * 2 * 3), ("stream", 12)]
+
+
 def test_run_tune_stops_where_less_than_1_percent_is_expected(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +258,7 @@ def test_run_tune_exhaustive_measures_each_config_once_and_stores_none(selection
     for _ in range(2):
         assert entries_of(run_tune(load_plan(OPS, selection, wide), Progress())) == []
         trials = history(path)
-        variant = widened(OPS["stream"].variants[0], knobs)
+        variant = Task(OPS["stream"], trials[0].key.case, OPS["stream"].variants[0]).widened(knobs).variant
         assert {trial.knobs for trial in trials} == {knob_pairs(config) for config in variant.configs(trials[0].key.case)}
         assert len({trial.knobs for trial in trials}) == len(trials)
     assert {dict(trial.knobs)["warps"] for trial in trials} == {4, 8, 16}
