@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -41,8 +42,11 @@ from doc_blocks import (
 )
 from typer.testing import CliRunner
 
-from kerneltune import ops, workloads
+from kerneltune import ops, records, workloads
 from kerneltune.cli import app, console, settings
+from kerneltune.cli.files import selected
+from kerneltune.plan import Selection
+from kerneltune.reporting.tables import ab_rows, best_peers
 from kerneltune.sweep import families
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "your_own_kernel.md"
@@ -345,6 +349,29 @@ def test_architecture_names_modules_and_functions_that_exist() -> None:
     for module, name in named_pairs:
         (source,) = [text for path, text in modules.items() if path.endswith(f"kerneltune/{module}")]
         assert re.search(rf"^\s*(?:def |class )?{name.rpartition('.')[2]}\b", source, re.MULTILINE), f"{module}: {name}"
+
+
+RESULTS = {
+    "RMSNorm forward to fp8 and its transpose": Selection("rmsnorm", ops=("rmsnorm_fwd",), quants=("fp8_t",)),
+    "RMSNorm backward": Selection("rmsnorm", ops=("rmsnorm_bwd",)),
+    "RMSNorm forward": Selection("rmsnorm", ops=("rmsnorm_fwd",), quants=("none",)),
+    "fp8 row-wise quantization": Selection("fp8_rowwise"),
+    "fp8 casts of expert weights": Selection("fp8_weights"),
+    "fp8 grouped product": Selection("fp8_grouped_gemm"),
+    "int4 weights, 1 to 32 tokens": Selection("weight_only", cases=("*-n1", "*-n8", "*-n16", "*-n32")),
+    "int4 experts": Selection("int4_experts"),
+}
+"""The records of each row of README's table of results."""
+
+
+def test_readme_results_equal_those_of_the_records() -> None:
+    shown = re.findall(r"^\| (\D.*), (\d+) cases(?: \(.*\))? \| (\d\.\d\d)x \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, *_ in shown] == list(RESULTS)
+    for name, cases, speedup in shown:
+        rows = selected(records.load(ROOT / "results" / "nvidia_h200" / f"{RESULTS[name].family}.jsonl"), RESULTS[name])
+        pairs = ab_rows(best_peers(rows), [row for row in rows if row.variant == "optimized"])
+        speedups = [pair.speedup for pair in pairs if pair.speedup]
+        assert (len(speedups), f"{geometric_mean(speedups):.2f}") == (int(cases), speedup), name
 
 
 def test_readme_has_at_most_150_lines_and_900_words() -> None:
