@@ -46,6 +46,7 @@ _ELEMENT_TYPE = re.compile(r"(tl|triton\.language)\.(u?int|float|bfloat|pointer_
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 
 
+@functools.cache
 def code_digest(target: Any) -> str:
     """Return 12 hexadecimal digits that identify the code of a callable.
 
@@ -59,15 +60,6 @@ def code_digest(target: Any) -> str:
     Raises:
         ValueError: the source of the callable cannot be read.
     """
-    try:
-        hash(target)
-    except TypeError:  # a dataclass that may change, for example
-        return _digest.__wrapped__(target)
-    return _digest(target)
-
-
-@functools.cache
-def _digest(target: Any) -> str:
     innermost = unwrapped(target)
     owner = innermost if isinstance(innermost, type) or inspect.isfunction(innermost) else type(innermost)
     package = str(owner.__module__).partition(".")[0]

@@ -8,7 +8,7 @@ This module runs no kernel.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,6 +120,9 @@ def _mistaken_forms(op: Op) -> Iterator[str]:
     for field, names in (("axes", op.axes), ("dtypes", op.dtypes), ("quants", op.quants)):
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             yield f"{field}: {names!r}: expected a tuple of names"
+    for variant in op.variants:
+        if not isinstance(variant.run, Hashable):
+            yield f"variants: {variant.name}: run: {type(variant.run).__name__}: expected a hash, which a frozen dataclass has"
     for dtype in op.dtypes:
         if dtype != dtype_name(dtype):
             yield f"dtypes: {dtype!r}: expected {dtype_name(dtype)!r}"

@@ -124,6 +124,10 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
         ({"free_options": ("pad",)}, "copy: free_options: 'pad': expected one of layout"),
         ({"bands": {"N": (64,)}}, "copy: bands: 'N': expected one of M"),
         ({"bands": {"M": (64, 16)}}, "copy: bands: M: (64, 16): expected rising sizes"),
+        (
+            {"variants": (Variant("a", make_dataclass("Run", [])()),)},
+            "copy: variants: a: run: Run: expected a hash, which a frozen dataclass has",
+        ),
         ({"variants": (Variant("a", dict),) * 2}, "copy: variants: 'a': expected each name once"),
         ({"options": {"M": (1, 2)}}, "copy: axes and options: 'M': expected each name once"),
         ({"options": {"dtype": ("a", "b")}}, "copy: axes and options: 'dtype': expected each name once"),
