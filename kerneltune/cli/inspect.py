@@ -115,8 +115,10 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
     targets = _targets(target)
     if baseline.endswith(".json") or Path(baseline).is_file():
         saved = static.load(Path(baseline))
-        runs = _runs(wanted, [], saved.gpu or _GPU, configs)
         rows = tuple(row for row in saved.rows if row.target in targets and (not wanted.ops or row.op in wanted.ops))
+        for name in {row.op for row in rows}:
+            o.choice(f"{baseline}: op", name, o.load_facts())
+        runs = _runs(wanted, [], saved.gpu or _GPU, configs)
         return static_gate(replace(saved, rows=rows), _compiled(runs, targets, workers))
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(

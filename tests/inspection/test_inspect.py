@@ -200,6 +200,8 @@ def test_the_gate_compares_a_file_with_the_configs_of_its_gpu(compiled: list[Any
         path.write_text(path.read_text().replace("nvidia_b200", gpu).replace("nvidia_h200", gpu))
         run("gate", path, "--static", "--op", *ONE[1:], "--configs", configs)
         assert {config.warps for _, config in compiled[-1][0]} == {warps}
+    path.write_text(path.read_text().replace('"op": "rmsnorm_fwd"', '"op": "of_plug_in"'))
+    assert refused("gate", path, "--static").startswith(f"error: {path}: op: 'of_plug_in': expected one of ")
     path.write_text(path.read_text().replace('"gpu": ""', '"gpu": "../b200"'))
     assert refused("gate", path, "--static") == f"error: {path}: gpu: '../b200': expected the name of a folder"
 
