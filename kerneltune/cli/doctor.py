@@ -18,7 +18,7 @@ from kerneltune.wording import first_of
 
 _NAMED = 2
 """Operators or journeys that a line names; the rest is counted."""
-_DRIVER = Path("/proc/driver/nvidia")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
@@ -49,9 +49,11 @@ def _gpu() -> Iterator[Finding]:
     if not here.is_gpu:
         seen = "set" if device.wants_interpreter() else "used, as no GPU is seen"
         yield "GPU", "none", "no times: nothing can be tuned, measured or gated; compare shows recorded results"
-        loaded = _text(_DRIVER / "version")
-        loss = "TRITON_INTERPRET or this torch keeps it from being used" if loaded else "a GPU needs one; AMD's is not looked for"
-        yield "NVIDIA driver", loaded.splitlines()[0] if loaded else "not loaded", loss
+        if _DRIVER.is_file():
+            version = _DRIVER.read_text(encoding="utf-8").partition("\n")[0]
+            yield "NVIDIA driver", version, "TRITON_INTERPRET or this torch keeps it from being used"
+        else:
+            yield "NVIDIA driver", "not loaded", "a GPU needs one; AMD's is not looked for"
         yield "interpreter", seen, "check cases run on the CPU: correctness is checked, no timing"
         return
     yield "GPU", f"{here.name}, {here.arch}, {here.sms} SMs", ""
@@ -108,13 +110,6 @@ def journey_lines() -> Iterator[Finding]:
         unproven = dict(proof.unproven(found))
         passed = f"{len(found.journeys) - len(unproven)} of {len(found.journeys)} passed with this code on {found.gpu}"
         yield "journeys", passed, f"`make proof` says why not {first_of(unproven, _NAMED)}" if unproven else ""
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return None
 
 
 def _folders(configs: Path | None, results: Path | None) -> Iterator[Finding]:
