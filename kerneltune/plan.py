@@ -180,13 +180,13 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     return Plan(ops, loaded, selection, options or Options())
 
 
-def require_case(selection: Selection, place: object, entries: Sequence[SweepCase]) -> list[SweepCase]:
-    """Return the selected cases, one or more; `place` is the file that a message names."""
+def require_case(selection: Selection, file: object, entries: Sequence[SweepCase]) -> list[SweepCase]:
+    """Return the selected cases, one or more; a message names the `file`."""
     chosen = [entry for entry in entries if selection.takes_case(entry.op, entry.case)]
     if not chosen:
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
         cases = {entry.case.name for entry in entries}
         near = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
-        raise ValueError(f"{place}: no case with {wanted}{near}")
+        raise ValueError(f"{file}: no case with {wanted}{near}")
     return chosen

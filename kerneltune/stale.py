@@ -67,14 +67,14 @@ class Stale:
 
     Attributes:
         gpu: folder name of the GPU.
-        known: number of cached configs, by operator.
+        cached: number of cached configs, by operator.
         configs: entries of stale configs, the most used first.
         families: the families with their stale cases.
         plans: the plan of each family that was examined.
     """
 
     gpu: str
-    known: Mapping[str, int]
+    cached: Mapping[str, int]
     configs: tuple[CacheEntry, ...]
     families: tuple[StaleFamily, ...]
     plans: tuple[Plan, ...]
@@ -102,26 +102,26 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     folder = first.options.results / gpu
     families = [_family(plan, folder) for plan in plans] if any(folder.glob("*.jsonl")) else []
     uses = _uses(plans)
-    known: Counter[str] = Counter()
+    cached: Counter[str] = Counter()
     stale = []
     for name, op in first.ops.items():
         path = cache.path_of(name, gpu, first.options.configs)
         for entry in cache.load_strict(path) if path.exists() else ():
             if _selects(first.selection, entry, uses):
-                known[name] += 1
+                cached[name] += 1
                 own = (variant for variant in op.variants if variant.name == entry.variant)
                 stale += [entry] if all(changed(variant, entry, here=False) for variant in own) else []
     stale.sort(key=lambda entry: (entry.variant != "optimized", uses.get((entry.op, entry.case), len(uses))))
-    return Stale(gpu, known, tuple(stale), tuple(families), tuple(plans))
+    return Stale(gpu, cached, tuple(stale), tuple(families), tuple(plans))
 
 
 def _uses(plans: Sequence[Plan]) -> _Uses:
     """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
     entries = [(not plan.sweep.is_headline(entry), plan.ops[entry.op], entry) for plan in plans for entry in plan.cases()]
-    found: dict[tuple[str, Case], int] = {}
-    for _, op, entry in sorted(entries, key=lambda ranked: ranked[0]):
-        found.setdefault((entry.op, op.called(entry.case)), len(found))
-    return found
+    ranks: dict[tuple[str, Case], int] = {}
+    for _, op, entry in sorted(entries, key=lambda entry: entry[0]):
+        ranks.setdefault((entry.op, op.called(entry.case)), len(ranks))
+    return ranks
 
 
 def _selects(selection: Selection, entry: CacheEntry, uses: _Uses) -> bool:

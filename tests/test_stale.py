@@ -101,14 +101,14 @@ def stored(options: Options) -> dict[int, cache.CacheEntry]:
 def test_find_stale_returns_configs_and_records_with_headlines_first(selection: Selection, options: Options) -> None:
     stale_parts = find(selection, options)
     assert [entry.case.axes[0][1] for entry in stale_parts.configs] == [1048576, 524288, 2097152]
-    assert stale_parts.known == {"stream": 3}
+    assert stale_parts.cached == {"stream": 3}
     assert [entry.case.name for entry in stale_parts.families[0].stale] == ["first", "other", "last"]
     assert (stale_parts.families[0].cases, stale_parts.cases, stale_parts.families[0].orphans) == (3, 3, 0)
     one = find(replace(selection, cases=("other",)), options)
     assert [entry.case.name for entry in one.families[0].stale] == ["other"]
     assert [entry.case.axes[0][1] for entry in one.configs] == [524288]
     other = find(selection, options, "nvidia_h100")
-    assert (other.gpu, other.known, other.configs, other.families) == ("nvidia_h100", {}, (), ())
+    assert (other.gpu, other.cached, other.configs, other.families) == ("nvidia_h100", {}, (), ())
 
 
 def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Selection, options: Options) -> None:

@@ -78,7 +78,7 @@ def explain(
     op: o.OpName,
     case: Annotated[list[str], o.argument("CASE...", "A bench case by name, or sizes and options such as M=8192 N=3584.")],
     gpu: o.Gpu = None,
-    variant: o.Whose = "optimized",
+    variant: o.VariantName = "optimized",
     dtype: Annotated[str | None, o.option("--dtype", "NAME", "Element type, where CASE is sizes.", callback=o.whole_name)] = None,
     quant: Annotated[str | None, o.option("--quant", "NAME", "Quantization mode.")] = None,
     configs: o.ReadConfigs = None,
@@ -142,7 +142,7 @@ def export_(
     folder: Annotated[Path, o.argument("DIR", "Where the files go.")],
     format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
     gpu: o.Gpu = None,
-    variant: o.Whose = "optimized",
+    variant: o.VariantName = "optimized",
     configs: o.ReadConfigs = None,
 ) -> None:
     """Write cached configs for other programs.

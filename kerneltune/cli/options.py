@@ -29,19 +29,19 @@ STYLES = ("text", "markdown", "csv")
 _USUAL_SIZE, _DIGITS = 4096, 15
 
 
-def option(names: str, metavar: str, said: str, **more: Any) -> Any:
+def option(names: str, metavar: str, text: str, **more: Any) -> Any:
     """Declare an option that takes a value; blanks separate its names, and help shows `metavar` for the value."""
-    return typer.Option(*names.split(), metavar=metavar, help=said, **more)
+    return typer.Option(*names.split(), metavar=metavar, help=text, **more)
 
 
-def flag(name: str, said: str) -> Any:
+def flag(name: str, text: str) -> Any:
     """Declare an option without a value."""
-    return typer.Option(name, help=said)
+    return typer.Option(name, help=text)
 
 
-def argument(metavar: str, said: str) -> Any:
+def argument(metavar: str, text: str) -> Any:
     """Declare an argument that help calls `metavar`."""
-    return typer.Argument(metavar=metavar, help=said)
+    return typer.Argument(metavar=metavar, help=text)
 
 
 def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackParam, Any], Any]:
@@ -57,23 +57,23 @@ def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackPa
     return check
 
 
-def count(name: str, said: str, least: int = 1) -> Any:
+def count(name: str, text: str, least: int = 1) -> Any:
     """Declare an option that takes a whole number."""
-    return option(name, "N", said, callback=at_least(least))
+    return option(name, "N", text, callback=at_least(least))
 
 
-def pick(name: str, known: Collection[str], said: str) -> Any:
+def pick(name: str, words: Collection[str], text: str) -> Any:
     """Declare an option that takes one of a few words."""
 
     def check(value: str | None) -> str | None:
-        return value and choice(name.removeprefix("--"), value, known)
+        return value and choice(name.removeprefix("--"), value, words)
 
-    return option(name, "|".join(known), said, callback=check)
+    return option(name, "|".join(words), text, callback=check)
 
 
-def seconds(said: str) -> Any:
+def seconds(text: str) -> Any:
     """Declare the option `--budget`."""
-    return option("--budget", "SECONDS", said, callback=at_least(0, above=True))
+    return option("--budget", "SECONDS", text, callback=at_least(0, above=True))
 
 
 def existing_folder(folder: Path | None) -> Path | None:
@@ -86,7 +86,7 @@ def existing_folder(folder: Path | None) -> Path | None:
 Family = Annotated[str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a .yaml file.")]
 OpName = Annotated[str, argument("OP", "Name of an operator.")]
 Gpu = Annotated[str | None, option("--gpu", "NAME", "The GPU, by the name of its folder, like nvidia_h200.")]
-Whose = Annotated[str, option("--variant", "NAME", "The variant whose configs are meant.")]
+VariantName = Annotated[str, option("--variant", "NAME", "The variant whose configs are meant.")]
 OpNames = Annotated[list[str] | None, option("--op", "NAME", "Only this operator; may be repeated.")]
 CaseNames = Annotated[list[str] | None, option("--case", "NAME", "Only cases whose name matches, like 'te-*'; may be repeated.")]
 
@@ -133,13 +133,13 @@ def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None
 
     def changed(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(given.pop(name) or ())) for name in names}
-            command(wanted=Selection("", **lists), **given)
+        def run(**arguments: Any) -> None:
+            lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(arguments.pop(name) or ())) for name in names}
+            command(wanted=Selection("", **lists), **arguments)
 
         parameters: list[inspect.Parameter] = []
-        for given in inspect.signature(command).parameters.values():
-            parameter = given.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for of_command in inspect.signature(command).parameters.values():
+            parameter = of_command.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             options = [parameter.replace(name=name, default=None, annotation=_SELECTING[name]) for name in names]
             parameters += options if parameter.name == "wanted" else [parameter]
         vars(run)["__signature__"] = inspect.Signature(parameters)
@@ -156,9 +156,9 @@ def choice(field: str, value: str, known: Collection[str]) -> str:
     return value
 
 
-def refuse(expected: str, **given: Any) -> None:
+def refuse(expected: str, **options: Any) -> None:
     """Raise ValueError for an option that was given, so is not None, False or empty, and has no effect here."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None and value is not False and value not in ("", [], ()):
             first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
             shown = "" if value is True else f"{first!r}: "
@@ -167,10 +167,10 @@ def refuse(expected: str, **given: Any) -> None:
 
 def require_match(wanted: Selection, field: str, present: Iterable[str]) -> None:
     """Raise ValueError for a name or pattern of a selection's field that matches no present value."""
-    known = list(dict.fromkeys(present))
+    values = list(dict.fromkeys(present))
     for pattern in getattr(wanted, f"{field}s"):
-        if not fnmatch.filter(known, pattern):
-            choice(field, pattern, known)
+        if not fnmatch.filter(values, pattern):
+            choice(field, pattern, values)
 
 
 def percent(field: str, text: str | None) -> float | None:
@@ -244,11 +244,11 @@ def where_configs_serve(configs: Path | None) -> str:
 
 def require_writable(folder: Path) -> None:
     """Raise ValueError for a folder that cannot be written, before the work begins."""
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
@@ -273,8 +273,8 @@ def use_plugins(modules: Sequence[str]) -> None:
             beside = Path(name).with_suffix(".py") if Path(name).name else Path(name)
             near = f"; did you mean {beside}?" if beside.is_file() else ""
             raise ValueError(f"plug-in {name}: expected a .py file, or the name of a module{near}")
-    known = os.environ.get(PLUGINS)
-    os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *modules])
+    present = os.environ.get(PLUGINS)
+    os.environ[PLUGINS] = os.pathsep.join([*([present] if present else []), *modules])
 
 
 _capture = {"folder": ""}
@@ -309,10 +309,10 @@ def load_facts() -> Mapping[str, OpFacts]:
     """Return the listed facts of operators and workloads by name, without importing their code."""
     from kerneltune import ops
 
-    known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
-    if known.keys() & built.keys():
+    of_ops, of_workloads = ops.facts(device.select_backend), workloads.facts(device.select_backend)
+    if of_ops.keys() & of_workloads.keys():
         load_ops()  # raises ValueError with both modules
-    return known | built | {name: facts_of(op) for name, op in captured_ops().items()}
+    return of_ops | of_workloads | {name: facts_of(op) for name, op in captured_ops().items()}
 
 
 def load_ops(folder: str = "") -> Mapping[str, Op]:
@@ -323,10 +323,11 @@ def load_ops(folder: str = "") -> Mapping[str, Op]:
     device.select_backend()
     from kerneltune import ops
 
-    known, built = ops.load(), workloads.load()
-    for name in known.keys() & built.keys():
-        raise ValueError(f"two operators are called {name!r}: in {known[name].module} and in {built[name].module}")
-    return known | built | captured_ops(folder)
+    operators, of_workloads = ops.load(), workloads.load()
+    for name in operators.keys() & of_workloads.keys():
+        modules = f"in {operators[name].module} and in {of_workloads[name].module}"
+        raise ValueError(f"two operators are called {name!r}: {modules}")
+    return operators | of_workloads | captured_ops(folder)
 
 
 def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole: bool = False) -> Case:
@@ -336,8 +337,8 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
     """
     axes = dict.fromkeys(op.axes, _USUAL_SIZE)
     options = {name: values[0] for name, values in op.options.items()}
-    given = [text.partition("=")[::2] for text in sizes]
-    for name, value in given:
+    values = [text.partition("=")[::2] for text in sizes]
+    for name, value in values:
         if name not in axes and name not in options:
             raise unknown("axis", name, op.axes, f", or an option: {', '.join(options)}" if options else "")
         if name in options:
@@ -347,17 +348,17 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
             raise ValueError(f"{name}: {value!r}: expected a size, like {name}={_USUAL_SIZE}")
         else:
             axes[name] = int(value)
-    if missing := [axis for axis in op.axes if whole and axis not in dict(given)]:
+    if missing := [axis for axis in op.axes if whole and axis not in dict(values)]:
         raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
     choice("dtype", dtype, op.dtypes)
     choice("quant", quant, op.quants)
     return Case("x".join(map(str, axes.values())), tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 
-def make_selection(known: Mapping[str, Op], family: str, wanted: Selection, max_cases: int | None = None) -> Selection:
+def make_selection(ops: Mapping[str, Op], family: str, wanted: Selection, max_cases: int | None = None) -> Selection:
     """Return the selection with its family, after checking its names."""
-    names = [name for name in known if name in captured_ops()] if capture_of(family) else list(known)
-    among = [known[choice("op", name, names)] for name in wanted.ops or names]
+    names = [name for name in ops if name in captured_ops()] if capture_of(family) else list(ops)
+    among = [ops[choice("op", name, names)] for name in wanted.ops or names]
     require_match(wanted, "dtype", (dtype for op in among for dtype in op.dtypes))
     require_match(wanted, "quant", (quant for op in among for quant in op.quants))
     require_match(wanted, "variant", (variant.name for op in among for variant in op.variants))
@@ -366,28 +367,27 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: Selection, max_
 
 def make_plan(family: str, wanted: Selection, max_cases: int | None = None, **options: Any) -> Plan:
     """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
-    made, known = make_options(family, **options), load_ops()
-    return load_plan(known, make_selection(known, family, wanted, max_cases), made)
+    of_run, ops = make_options(family, **options), load_ops()
+    return load_plan(ops, make_selection(ops, family, wanted, max_cases), of_run)
 
 
-def make_options(family: str = "", results: Path | None = None, **given: Any) -> Options:
+def make_options(family: str = "", results: Path | None = None, **fields: Any) -> Options:
     """Make the options of a run and the limits of its searches; an option that is None keeps its default.
 
     Args:
         family: family whose records the run reads or writes; raises ValueError for a family without a sweep file.
         results: folder of the records; None for the usual folder of the family.
-        given: the other options by name.
+        fields: the other options by name.
     """
     try:
         if family:
             sweep.find(family)
     except ValueError:
         if whole := _family_of(family):
-            said = f"an operator of family {whole}: expected {whole} --op {family}"
-            raise ValueError(f"family: {family!r}: {said}") from None
+            hint = f"an operator of family {whole}: expected {whole} --op {family}"
+            raise ValueError(f"family: {family!r}: {hint}") from None
         raise
-    given["results"] = sweep.results_root(results)
-    known = {name: value for name, value in given.items() if value is not None}
-    options = Options()
-    of_search = {name: known.pop(name) for name in given if name in known and hasattr(options.search, name)}
-    return replace(options, search=replace(options.search, **of_search), **known)
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    defaults = Options(results=sweep.results_root(results))
+    of_search = {name: chosen.pop(name) for name in fields if name in chosen and hasattr(defaults.search, name)}
+    return replace(defaults, search=replace(defaults.search, **of_search), **chosen)

@@ -61,14 +61,14 @@ def command(
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
     folder = o.capture_of(family)
-    given: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
+    fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
-        known = o.load_ops()
-        selection = o.make_selection(known, family, wanted, max_cases)
-        return _refresh(known, selection, o.make_options(configs=configs, results=results, **given))
+        ops = o.load_ops()
+        selection = o.make_selection(ops, family, wanted, max_cases)
+        return _refresh(ops, selection, o.make_options(configs=configs, results=results, **fields))
     if not family:
         from kerneltune.cli import without_family
 
@@ -80,8 +80,8 @@ def command(
         file = str(Path(folder, "sweep.yaml"))
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    given |= {"tune": tune, "quick": quick, "trials": trials}
-    plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, **given)
+    fields |= {"tune": tune, "quick": quick, "trials": trials}
+    plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, **fields)
     o.require_folders(plan.options, tunes=tune and not quick)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
@@ -105,7 +105,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
     end_if_failed(r for r in swept.records if not plan.ops[r.op].variant(r.variant).is_peer)
 
 
-def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) -> None:
+def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> None:
     """List the stale configs and records, and on a GPU measure them again."""
     from kerneltune import stale
 
@@ -114,7 +114,7 @@ def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) ->
     gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(options.configs)})
     if works:
         o.require_folders(options, tunes=True)
-    plans = stale.plans_of(known, selection, options)
+    plans = stale.plans_of(ops, selection, options)
     by_gpu = [stale.find(plans, gpu) for gpu in gpus]
     if (table := _stale_table(by_gpu)).rows:
         show(table.text(width()))
@@ -126,7 +126,7 @@ def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) ->
         return
     (one,) = by_gpu
     with Reporter() as progress:
-        renewals, measured, left = stale.refresh(one, progress)
+        renewals, measured, remaining = stale.refresh(one, progress)
     broken = [(entry, result) for entry, result in renewals if result.status in ("failed", "dropped")]
     num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
     show_wrapped(
@@ -137,11 +137,13 @@ def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) ->
         show_wrapped(f"{result.status}: {entry.op} {entry.variant} {entry.case.label}: {result.reason}")
     if any(result.status == "dropped" for _, result in broken):
         show_wrapped("calls no longer run with the dropped configs; `kerneltune tune` searches their cases")
-    counts = f"{counted(len(left.configs), 'config')} and {counted(left.cases, 'case')} are stale"
+    counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.cases, 'case')} are stale"
     show_wrapped(
-        f"{counts}; the same command goes on there" if left.configs or left.cases else f"nothing is stale for {here.slug}"
+        f"{counts}; the same command goes on there"
+        if remaining.configs or remaining.cases
+        else f"nothing is stale for {here.slug}"
     )
-    end_if_failed(r for r in measured if not known[r.op].variant(r.variant).is_peer)
+    end_if_failed(r for r in measured if not ops[r.op].variant(r.variant).is_peer)
     if broken:
         raise typer.Exit(1)
 
@@ -153,7 +155,7 @@ def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
     rows = []
     for one in by_gpu:
         of_op = Counter(entry.op for entry in one.configs)
-        stale = [("configs", op, of_op[op], known, CONFIG_S * of_op[op]) for op, known in sorted(one.known.items())]
+        stale = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(one.cached.items())]
         stale += [("cases", f.plan.family, len(f.stale), f.cases, f.seconds_a_case * len(f.stale)) for f in one.families]
         stale.append(("all", "", len(one.configs) + one.cases, sum(row[3] for row in stale), sum(row[4] for row in stale)))
         rows += [Row((one.gpu, kind, name, count, of, seconds / 60)) for kind, name, count, of, seconds in stale if count]
@@ -188,11 +190,11 @@ def _show_unchecked(plan: Plan, checked: Sequence[Record], capture: Path) -> Non
     from kerneltune.adopt.overview import read_capture
 
     launches = [entry.case for entry in plan.cases()]
-    done = {record.case for record in checked}
-    left = [f"{case.name} ({pairs(dict(case.axes))})" for case in launches if case.name not in done]
-    if left:
-        count = f"{len(left)} of {counted(len(launches), 'launch', 'launches')}, too large for the interpreter"
-        show_wrapped(f"values not checked: {count}: {first_of(left, _SHOWN)}")
+    names = {record.case for record in checked}
+    unchecked = [f"{case.name} ({pairs(dict(case.axes))})" for case in launches if case.name not in names]
+    if unchecked:
+        count = f"{len(unchecked)} of {counted(len(launches), 'launch', 'launches')}, too large for the interpreter"
+        show_wrapped(f"values not checked: {count}: {first_of(unchecked, _SHOWN)}")
     problems = {launch.kernel.text: launch.problem for launch in read_capture(capture).classes if launch.problem}
     for kernel, problem in problems.items():
         show_wrapped(f"not checked: {kernel}: {problem}")

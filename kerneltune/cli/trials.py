@@ -28,7 +28,7 @@ _WEIGHED = 8
 def command(
     family: o.Family,
     wanted: Selection,
-    variant: o.Whose = "optimized",
+    variant: o.VariantName = "optimized",
     policy: o.PolicyName = None,
     gpu: o.Gpu = None,
     results: o.Results = None,

@@ -77,8 +77,8 @@ def command(
         wanted = replace(wanted, variants=wanted.variants or (_CALLED_VARIANT,))
     else:
         usual = {"tokens": cases.TOKENS, "ep": 1, "batch": cases.BATCHES}
-        given = {"tokens": tokens, "ep": ep, "batch": batch}
-        o.refuse("expected only with --model", **{name: value for name, value in given.items() if value != usual[name]})
+        of_model = {"tokens": tokens, "ep": ep, "batch": batch}
+        o.refuse("expected only with --model", **{name: value for name, value in of_model.items() if value != usual[name]})
     assert family is not None
     if Path(family).is_dir():
         from kerneltune.cli.adopt import tune_folder
@@ -123,11 +123,11 @@ def _show_forecast(plan: Plan) -> None:
         counts = f"{counted(len(of_variant), 'case')}, {sum(configs for _, configs, _ in of_variant)} configs"
         show_wrapped(f"{op} {variant}: {counts}{'' if op in ops else ' (the ceiling of bandwidth in records)'}")
     limit = f", each at most {budget_s:g} s" if budget_s else ""
-    known = f"{counted(kept, 'case')} with a config for {here.slug} not counted"
+    not_counted = f"{counted(kept, 'case')} with a config for {here.slug} not counted"
     seconds = sum(seconds for *_, seconds in works)
     show_wrapped(
         f"about {seconds:.0f} s for {counted(len(tasks), 'case')}{limit} on a GPU like H200; "
-        f"{known if here.is_gpu else 'no GPU here: cases that have a config are counted as well'}"
+        f"{not_counted if here.is_gpu else 'no GPU here: cases that have a config are counted as well'}"
     )
 
 

@@ -103,8 +103,8 @@ class TrialStore:
         if name not in self._studies:
             if self._storage is None:
                 self._storage = _opened(self._path)
-            known = {study.study_name for study in self._storage.get_all_studies()}
-            find = optuna.load_study if name in known else partial(optuna.create_study, load_if_exists=True)
+            names = {study.study_name for study in self._storage.get_all_studies()}
+            find = optuna.load_study if name in names else partial(optuna.create_study, load_if_exists=True)
             study = find(storage=self._storage, study_name=name)
             for attribute in (*_ABOUT, "case"):
                 if attribute not in study.user_attrs:
