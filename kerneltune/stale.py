@@ -170,7 +170,11 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
-    then, now = row.config or {}, config_values(task.config_of_call(configs, gpu)) or {}
+    then = row.config or {}
+    try:
+        now = config_values(task.config_of_call(configs, gpu)) or {}
+    except ValueError as error:  # no config can run the case any more
+        return "another config", f"{row.config_label}, here {error}"
     names = [name for name in then | now if (name in then, then.get(name)) != (name in now, now.get(name))]
     if not names:
         return None
@@ -219,11 +223,8 @@ def _difference_of(row: Record, op: Op, configs: Path | None) -> Difference | No
         present = f"axes and options {', '.join([*op.axes, *options])}"
         return "other code", f"{pairs({**row.axes, **row.options})}, here {present}"
     axes = tuple((name, row.axes[name]) for name in op.axes)
-    task = Task(op, Case(row.case, axes, row.dtype, row.quant, tuple(options.items())), op.variant(row.variant), row.policy)
-    try:
-        return difference(row, task, configs, slug(row.device))
-    except ValueError as error:  # no config can run the case any more
-        return "another config", f"{row.config_label}, here {error}"
+    case = Case(row.case, axes, row.dtype, row.quant, tuple(options.items()))
+    return difference(row, Task(op, case, op.variant(row.variant), row.policy), configs, slug(row.device))
 
 
 def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:

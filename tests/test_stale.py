@@ -191,6 +191,16 @@ def test_sweep_stale_lists_stale_cases_and_then_measures_them(selection: Selecti
     assert text.endswith("nothing is stale for nvidia_h200\n")
 
 
+def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, options: Options) -> None:
+    """It ended the list of all families with an error, because the config of a call is looked up."""
+    stale.refresh(find(selection, options), Progress())
+    (variant,) = OPS["stream"].variants
+    refusing = replace(variant, valid=lambda case, _config: "too short" if case["read"] == 524288 else None)
+    operators = {**OPS, "stream": replace(OPS["stream"], variants=(refusing,))}
+    (family,) = stale.find(stale.plans_of(operators, selection, options), GPU).families
+    assert [entry.case.name for entry in family.stale] == ["other"]
+
+
 def refreshed(selection: Selection, options: Options) -> tuple[int, str]:
     """Return the exit code of `sweep --stale`, and its output without line breaks."""
     folders = ["--configs", str(options.configs), "--results", str(options.results)]
