@@ -135,7 +135,7 @@ def _show_outcome(tuned: "Sequence[TuningResult]", configs: Path | None) -> None
     """Print how many cases were not tuned, which exits with 1, and in which programs calls find the configs."""
     status = Counter(result.status for result in tuned)
     num_searched, num_failed = status.total() - status["kept"], status["failed"]
-    if num_searched > num_failed and (served := o.where_configs_serve(configs)):
+    if status["tuned"] and (served := o.where_configs_serve(configs)):
         note(served)
     if not num_searched:
         kept = f"{status['kept']} cases have configs (--force searches again)"

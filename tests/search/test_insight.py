@@ -126,8 +126,9 @@ def test_portfolio_without_a_solution_in_time_has_the_best_config_of_each_case(m
     [
         (["kept"] * 3, 0, "nothing to tune: 3 cases have configs (--force searches again)\n", ""),
         ([], 0, "nothing to tune: no selected variant has knobs\n", ""),
-        (["kept", "measured", "skipped"], 0, "", ""),
-        (["measured", "failed"], 1, "", "1 of 2 cases not tuned\n"),
+        (["kept", "tuned", "skipped"], 0, "", ""),
+        (["measured", "skipped"], 0, "", ""),
+        (["tuned", "failed"], 1, "", "1 of 2 cases not tuned\n"),
     ],
 )
 def test_tune_command_prints_counts_and_fails_if_a_case_failed(
@@ -137,7 +138,7 @@ def test_tune_command_prints_counts_and_fails_if_a_case_failed(
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path)])
     served = f"operators read {cache.default_root()}: set KERNELTUNE_CONFIGS={tmp_path} where they shall use these configs\n"
     assert (result.exit_code, result.stdout) == (code, out)
-    assert result.stderr == (served if "measured" in statuses else "") + err
+    assert result.stderr == (served if "tuned" in statuses else "") + err
 
 
 def test_trials_command_without_trials_names_the_folder(tmp_path: Path) -> None:
