@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -94,7 +94,7 @@ class LaunchClass:
     keys: tuple[str, ...]
     key: list[Any]
     arguments: tuple[Argument, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: Annotated[tuple[Candidate, ...], msgspec.Meta(min_length=1)]
     storages: tuple[dict[str, Any], ...] = ()
     home: KernelName | None = None
     home_file: str = ""

@@ -92,6 +92,7 @@ def test_list_of_a_folder_that_is_no_capture_fails_with_one_line(tmp_path: Path)
         ({"format": 9}, "format: 9: expected 1"),
         ({"arguments": 3}, "arguments: 3: expected array"),
         ({"candidates": [{"config": {}, "grid": None, "is_author": True}]}, "candidates[0].config.kwargs: missing"),
+        ({"candidates": [], "is_plain": True}, "candidates: []: expected"),
         ({"digest": "x"}, "digest: 'x': expected"),
     ],
 )
