@@ -38,7 +38,8 @@ class ReplayError(CaseError):
 def live_kernel(captured: LaunchClass) -> Any:
     """Import a captured kernel's module and return its autotuner."""
     home, name = captured.home or captured.kernel, captured.kernel.text
-    file, held = _file_of(captured, home.module), vars(_module_of(captured, home))
+    module = _module_of(captured, home)
+    file, held = getattr(module, "__file__", home.module), vars(module)
     unwrap = kernels.jit_of if captured.is_plain else kernels.autotuner_of
     holder = attribute(held, home.name)
     tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
@@ -69,15 +70,10 @@ def live_kernel(captured: LaunchClass) -> Any:
 
 def _module_of(captured: LaunchClass, name: KernelName) -> Any:
     """Import the module of a kernel, or of a function that is an argument of the kernel: see `_module`."""
-    return _module(name, _file_of(captured, name.module), captured.argv, captured.path)
-
-
-def _file_of(captured: LaunchClass, module: str) -> str:
-    """Return the source file of a module that a class names; empty if the capture does not have it."""
     files = {captured.kernel.module: captured.file, "__main__": next(iter(captured.argv), "")}
     if captured.home is not None and captured.home_file:
         files[captured.home.module] = captured.home_file
-    return files.get(module, "")
+    return _module(name, files.get(name.module, ""), captured.argv, captured.path)
 
 
 @cache
@@ -184,9 +180,9 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     bound = [_bound(one) for one in statements]
     # Triton's interpreter refuses a function whose module does not hold `triton.language` as `tl`
     wanted = {name, "tl"}
-    last = max((place for place, names in enumerate(bound) if names & wanted), default=0)
-    changes = [_changes(one) for one in statements[:last]]
-    chosen, data = set[int](), set(_SETTINGS)
+    last = max((place for place, names in enumerate(bound) if names & wanted or _fills(statements[place], name)), default=0)
+    changes = [_changes(one) for one in statements[: last + 1]]
+    chosen, data = set[int](), {*_SETTINGS, name}
     while True:
         places = {place for place, names in enumerate(bound) if place not in chosen and names & wanted}
         places |= {place for place, names in enumerate(changes) if place not in chosen and names & data}
@@ -225,10 +221,25 @@ def _changes(statement: ast.stmt) -> set[str]:
     changed = set()
     for node in _outside_definitions([statement]):
         stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
-        owner = node.func if isinstance(node, ast.Call) else node if stored else None
-        if isinstance(owner, ast.Attribute | ast.Subscript) and (names := _OWNERS.match(ast.unparse(owner))):
+        owner: Any = node if stored else getattr(node, "func", None)
+        # the launch of a kernel, k[grid](x), changes no k
+        if (stored or isinstance(owner, ast.Attribute)) and (names := _OWNERS.match(ast.unparse(owner))):
             changed |= {names[1], names[0]}
     return changed
+
+
+_FILLS = frozenset(("append", "extend", "insert", "setdefault", "update"))
+
+
+def _fills(statement: ast.stmt, name: str) -> bool:
+    """Return whether a statement stores an item or an attribute of an object, as a loop that fills a dict with kernels does."""
+    for node in _outside_definitions([statement]):
+        is_stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
+        method: Any = node.func if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _FILLS else None
+        owner = getattr(node if is_stored else method, "value", None)
+        if isinstance(owner, ast.Name) and owner.id == name:
+            return True
+    return False
 
 
 def _outside_definitions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -94,6 +94,15 @@ print(scale)
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "fill", ["for n in SIZES:\n    BY_SIZE[n] = tuned(n)", "BY_SIZE.update({1: tuned(1)})", "BY_SIZE.kernel = tuned(1)"]
+)
+def test_needed_includes_what_fills_a_container_later_and_no_launch(fill: str) -> None:
+    text = f"SIZES = (1, 2)\nBY_SIZE = {{}}\nprint(1)\n{fill}\nx = work()\nBY_SIZE[1][(4,)](x)\n"
+    statements = [ast.unparse(one) for one in replay.needed(ast.parse(text).body, "BY_SIZE")]
+    assert statements == [*(["SIZES = (1, 2)"] if "SIZES" in fill else []), "BY_SIZE = {}", fill]
+
+
 def test_needed_of_an_unknown_name_is_empty() -> None:
     assert replay.needed(ast.parse("import os\nos.environ['A'] = '1'\nprint(1)").body, "kernel") == []
 
