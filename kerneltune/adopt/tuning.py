@@ -291,7 +291,8 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
         for classes in grouped(tuned, lambda each: operator_name(each.launch)).values():
             of, groups = classes[0].launch, tuple(table_groups(classes, worker))
             digests = (of.source, of.bytecode, of.configs, of.versions.get("package", ""))
-            portfolio = () if of.is_plain else (_config_of_all(classes),)
+            costliest = max(classes, key=lambda one: one.cost_us)  # its config, where none runs in all classes
+            portfolio = () if of.is_plain else (costliest.stored(shared_config(classes) or costliest.best),)
             kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, of.keys, groups, portfolio, of.is_plain))
     here = device.current()
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
@@ -380,12 +381,6 @@ def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
     return ServingRow(one.launch.sizes, tuple(map(one.stored, configs)), evidence)
-
-
-def _config_of_all(classes: Sequence[TunedClass]) -> StoredConfig:
-    """Return the best config of all classes as JSON; if none runs in all, the best config of the most expensive class."""
-    costliest = max(classes, key=lambda one: one.cost_us)
-    return costliest.stored(shared_config(classes) or costliest.best)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,13 +128,9 @@ def _reason(refused: Mapping[str, str], made: Sequence[str], pattern: str, code:
     """
     for kernel, reason in refused.items():
         return f"{kernel}: {reason}"
-    if made and not any(fnmatch.fnmatch(name, pattern) for kernel in made for name in (kernel, _name(kernel))):
-        near = meant(pattern, map(_name, made))
+    names = [kernel.rpartition(".")[2] for kernel in made]
+    if made and not any(fnmatch.fnmatch(name, pattern) for name in (*made, *names)):
+        near = meant(pattern, names)
         return f"--kernel {pattern!r} is the name of no kernel of the program: {first_of(made, _SHOWN)}{near}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
     return f"{ended} kernel of triton.autotune or kerneltune.autotune"
-
-
-def _name(kernel: str) -> str:
-    """Return the name of a kernel without its module."""
-    return kernel.rpartition(".")[2]
