@@ -77,7 +77,7 @@ def test_python_export_returns_the_cold_config_for_another_policy(tmp_path: Path
         ({"options": ()}, r"^options: \[\]: expected \['zero_centered'\]$"),
     ],
 )
-def test_the_dispatch_module_refuses_names_that_its_table_lacks(misspelt: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_python_export_refuses_names_that_its_table_lacks(misspelt: dict[str, Any], message: str, tmp_path: Path) -> None:
     """It returned None, as for a case that no entry serves, so that a misspelt name never got a config."""
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
     best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]

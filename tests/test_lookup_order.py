@@ -61,7 +61,7 @@ def test_look_up_returns_the_exact_entry_else_a_near_one_else_the_default(tmp_pa
     assert look_up(tmp_path, 4097, max_distance=0.0) == DEFAULT
 
 
-def test_look_up_on_a_gpu_without_configs_returns_those_of_the_nearest_architecture_with_one_warning(
+def test_look_up_on_a_gpu_without_configs_returns_those_of_the_nearest_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "ARCHITECTURES", {**device.ARCHITECTURES, "amd_mi300x": "gfx942", "amd_mi250": "gfx90"})

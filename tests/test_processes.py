@@ -168,7 +168,7 @@ def test_commit_of_a_checkout_says_whether_the_package_was_changed(tmp_path: Pat
     assert processes.commit(changed) == f"{head}+"
 
 
-def test_commit_of_a_package_that_is_installed_below_another_repository_is_not_that_of_the_repository(tmp_path: Path) -> None:
+def test_commit_of_a_package_installed_below_another_repository_is_unknown(tmp_path: Path) -> None:
     repository(tmp_path)
     installed = tmp_path / ".venv" / "site-packages"
     (installed / "kerneltune").mkdir(parents=True)

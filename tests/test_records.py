@@ -97,7 +97,7 @@ def test_record_begins_with_the_fields_of_the_contract() -> None:
         ({"samples_us": [[1.0, 2.0], [3.0]]}, "n: 40: expected the number of samples_us, 3"),
     ],
 )
-def test_record_inconsistent_value_is_named(changes: dict[str, Any], message: str) -> None:
+def test_record_with_an_inconsistent_value_raises_with_field_and_value(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         record(**changes)
     assert str(error.value) == message
@@ -129,7 +129,7 @@ def test_record_inconsistent_value_is_named(changes: dict[str, Any], message: st
         ({"colour": "y" * 999}, f"colour: '{'y' * 118}…: expected no field of this name"),
     ],
 )
-def test_from_json_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
+def test_from_json_of_a_wrong_value_raises_with_field_and_value(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         from_json(line(**changes))
     assert str(error.value) == message

@@ -110,7 +110,7 @@ def test_record_of_a_gpu_without_configs_is_compared_with_the_configs_that_serve
     assert stale_lines([with_config({"warps": 1}, device="A GPU Nobody Knows")], OPS, None) == []
 
 
-def test_record_of_a_plug_in_or_capture_is_compared_by_the_case_that_its_operator_looks_up(tmp_path: Path) -> None:
+def test_record_of_a_plug_in_or_capture_is_compared_by_the_case_looked_up(tmp_path: Path) -> None:
     """A capture gives many classes of launches one config: `as_called` returns the case of the config."""
     first, second = h200_entries()[:2]
     op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", as_called=lambda _case: first.case)

@@ -110,7 +110,7 @@ def test_default_roots_are_in_the_current_folder_or_the_checkout_around_it(
     assert sweep.results_root(tmp_path) == tmp_path
 
 
-def test_entry_without_dtype_quant_or_option_has_every_quant_and_the_first_dtype_and_option(tmp_path: Path) -> None:
+def test_entry_without_dtype_quant_or_option_has_every_quant_and_first_dtype_and_option(tmp_path: Path) -> None:
     labels = rows(read(tmp_path, HEAD + "bench: [{name: a, M: 4, N: 8}]").bench)
     assert labels == [
         "rmsnorm_fwd a M=4 N=8 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0",

@@ -189,7 +189,7 @@ def test_static_gate_exits_with_1_for_a_worse_kernel_and_0_else(compiled: list[A
     assert (other.exit_code, other.stdout.split("; ")[0].split(": ")[:3]) == (2, ["gate", "not usable", "nothing compared"])
 
 
-def test_the_gate_compares_a_file_with_the_configs_of_its_gpu(compiled: list[Any], tmp_path: Path) -> None:
+def test_gate_compares_a_file_with_the_configs_of_its_gpu(compiled: list[Any], tmp_path: Path) -> None:
     path, configs = tmp_path / "baseline.json", tmp_path / "configs"
     entries = cache.load("rmsnorm_fwd", "nvidia_h200")
     b200 = [dataclasses.replace(entry, config={**entry.config, "warps": 16}) for entry in entries if entry.variant == "optimized"]

@@ -56,12 +56,14 @@ def test_code_compiled_under_poisoned_memory_is_compiled_anew_for_timing() -> No
     assert modes == [1, 0]
 
 
-@pytest.mark.parametrize("result", [True, None])
+@pytest.mark.parametrize("result", [True, None, [None], [False], [""], "wrong", 0])
 def test_check_with_compare_that_returns_no_list_fails_with_its_name(result: object) -> None:
     op = replace(op_with(""), compare=lambda *_: result)
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
-    assert re.fullmatch(rf"test_check\.py:\d+: compare: {result}: expected a list of lines, empty where all is well", line)
+    assert re.fullmatch(
+        rf"test_check\.py:\d+: compare: {re.escape(repr(result))}: expected a list of lines, empty where all is well", line
+    )
 
 
 def test_check_with_a_reference_without_outputs_fails_with_its_name() -> None:

@@ -66,13 +66,6 @@ def test_mutations_of_a_wrong_variant_raise() -> None:
         outcomes(op_with("wrong_scale"))
 
 
-@pytest.mark.parametrize("lines", [[None], [False], [""], "wrong", 0])
-def test_compare_that_returns_no_list_fails_the_check(lines: object) -> None:
-    op = replace(op_with(""), compare=lambda *_: lines)
-    (line,) = Checker(op, CASES[0], "cpu").errors(op.variants[0], op.variants[0].default_config(CASES[0]))  # type: ignore[misc]
-    assert line.endswith("expected a list of lines, empty where all is well")
-
-
 def test_reference_that_changes_its_inputs_or_returns_no_dict_raises() -> None:
     def changing(values: Inputs) -> Outputs:
         values["x"].mul_(2)

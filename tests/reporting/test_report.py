@@ -368,7 +368,7 @@ def test_sweep_table_csv_has_full_precision_and_notes() -> None:
     assert (lines[3]["status"], lines[3]["time_us"], lines[3]["note"]) == ("failed", "", "failed: y: 3 of 9 values differ")
 
 
-def test_sweep_table_of_no_records_says_so() -> None:
+def test_sweep_table_of_no_records_prints_no_records() -> None:
     assert tables.sweep_table([]).text().startswith("no records\n")
     assert tables.sweep_table([]).csv().count("\n") == 1
 

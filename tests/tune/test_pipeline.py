@@ -234,7 +234,7 @@ def test_idle_compilers_compile_for_later_cases(slow: Options) -> None:
         assert len(Slow.requested) == 52
 
 
-def test_the_gpu_worker_begins_before_the_driver_is_asked(slow: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_worker_begins_before_the_driver_is_asked(slow: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     class Begun(Bench):
