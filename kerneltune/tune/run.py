@@ -77,7 +77,7 @@ def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
 
 
 def _tasks(plan: Plan) -> list[Task]:
-    """Return for every case its ceiling task, then its variants on the case as calls look it up; bf16 before other types.
+    """Return for every case its variants on the case as calls look it up, then its ceiling task; bf16 before other types.
 
     If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
     """
@@ -87,9 +87,10 @@ def _tasks(plan: Plan) -> list[Task]:
         case = entry.case if whole else op.called(entry.case)
         with_knobs = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None]
         supported = [task for task in with_knobs if task.variant.unsupported(case) is None]
-        of_case = [task.widened(plan.options.knobs) for task in supported]
+        tasks |= {task.key: task.widened(plan.options.knobs) for task in supported}
         ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(entry.op))
-        tasks |= {task.key: task for task in (*of_case, ceiling) if task is not None}
+        if ceiling is not None:
+            tasks.setdefault(ceiling.key, ceiling)
     return list(tasks.values())
 
 
@@ -125,15 +126,15 @@ def _seconds_of(configs: int, workers: int | None) -> float:
 def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[TuningResult]:
     """Perform tasks on the GPU of this process."""
     release_memory()  # the GPU worker needs the memory
-    finished: list[TuningResult] = []
+    results: list[TuningResult] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(tasks))
     with TuningSession(options) as session:
         for number, task in enumerate(tasks, start=1):
-            if finished and time.monotonic() >= until:
+            if results and time.monotonic() >= until:
                 break
-            finished.append(session.perform(task, tasks[number:]))
-            finished[-1].report(progress, task)
-    return finished
+            results.append(session.perform(task, tasks[number:]))
+            results[-1].report(progress, task)
+    return results
 
 
 def renew(

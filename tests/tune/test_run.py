@@ -151,6 +151,15 @@ def test_run_tune_with_a_knob_that_the_ceiling_lacks_tunes_both(options: Options
     assert [(entry.op, entry.evidence["trials"]) for entry in entries] == [("fake", 2 * 2 * 2 * 3), ("stream", 12)]
 
 
+def test_run_tune_of_the_ceiling_itself_tries_the_added_values(selection: Selection, options: Options) -> None:
+    wider = replace(options, search=Search(), knobs=(("warps", ("2",)), ("warps", ("16",))))
+    (entry,) = entries_of(run_tune(load_plan(OPS, selection, wider), Progress()))
+    variant = OPS["stream"].variants[0]
+    configs = list(Task(OPS["stream"], entry.case, variant).widened(wider.knobs).variant.configs(entry.case))
+    assert {config.warps for config in configs} == {2, 4, 8, 16}
+    assert entry.evidence["trials"] == len(configs)
+
+
 def test_run_tune_stops_where_less_than_1_percent_is_expected(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +183,7 @@ def test_run_tune_of_a_case_that_cannot_be_prepared_notes_it_as_failed(
     monkeypatch.setattr(Bench, "measure", lost)
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert [result.status for result in tuned] == ["failed"]
-    assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
+    assert notes[:1] == ["not tuned: stream baseline big int32 none: MemoryError: inputs do not fit"]
 
 
 def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
@@ -184,7 +193,7 @@ def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
     monkeypatch.setattr("kerneltune.tune.session.obstacle", lambda *_: "needs 200 GB")
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert [result.status for result in tuned] == ["skipped"]
-    assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
+    assert notes == ["not tuned: stream big: needs 200 GB"]
 
 
 def test_run_tune_with_a_broken_config_file_raises_before_it_measures(
