@@ -3,8 +3,8 @@
 python benchmarks/fit_int4_estimate.py [--gpu nvidia_h100_80gb_hbm3] [--today]
 
 Prints how near the chosen configs come to the fastest known config, and the fitted times: the least known time of a case over
-the time of its config, geometric mean and worst. *out*: every size of w gets the config that a fit without this size chooses. No
-time of `int4_fp8_grouped_gemm` is fitted. Cases count whose space is known, `WHOLE` times or more.
+the time of its config, geometric mean and worst. *out*: every size of w gets the config that a fit without this size chooses.
+`int4_fp8_grouped_gemm` has no estimate. Cases count whose space is known, `WHOLE` times or more.
 """
 
 import argparse

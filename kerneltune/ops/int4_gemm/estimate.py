@@ -1,4 +1,4 @@
-"""Estimate the time of a product with tokens in e4m3, by which the defaults of `fp8_gemm` and `grouped` choose.
+"""Estimate the time of a product with tokens in e4m3, by which the default of `fp8_gemm` chooses.
 
 A program takes steps of 128 k. An SM runs at most `HELD` programs at once. A step of all of them takes as long as a program
 waits, or as long as the shares of all programs take together, whichever is longer. All steps take at least as long as the reads

@@ -6,7 +6,8 @@ N tokens of all groups, M rows of each weight, K summed over, E groups. The weig
 """
 
 from dataclasses import dataclass, replace
-from math import ceil, exp, log, sqrt
+from math import ceil, sqrt
+from statistics import NormalDist
 
 import torch
 
@@ -24,8 +25,12 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _SPREAD = 0.284
 """Variance over squared mean of the experts' probabilities, by which the default expects tokens: as the cases' router has."""
-_DEEP = 4096
-"""K from which steps of 16 tokens take a fourth stage. H100, 2026-11-26, 32 cases: worst 0.661 -> 0.792 of the fastest config."""
+_FEW, _MANY = 10, 32
+"""Tokens that the largest group is expected to have, from which steps have 32 and 64 tokens. H100, 2026-11-27, 146 cases."""
+_BUSY = 2.5
+"""Programs of an SM above which a program takes two blocks of rows where a step has several groups of k. The same cases."""
+_HELD = 8, 5
+"""Programs of 16 tokens with one and two blocks that an SM holds where a step has one group of k: by registers, on sm_90."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,35 +113,25 @@ def valid(case: Case, config: Int4GroupedConfig) -> str | None:
 
 
 def default(case: Case) -> Int4GroupedConfig:
-    """Return a config for any shape: the config of the shortest time that `estimate` gives, with the times of `int4_fp8_gemm`.
-
-    H100, 2026-11-26: 0.952 of the speed of the fastest of all configs over 32 cases, to which no time is fitted, worst 0.792.
-    """
-    (N, rows, depth, groups), E, sms = fp8_gemm.sizes_of(case), case["E"], estimate.sms()
-    mean = N / E
-    deviation = sqrt(mean + _SPREAD * mean * mean)
+    """Return a config for any shape: a step has the tokens of the largest group, as a router with unequal experts deals them."""
+    N, rows, _, groups = fp8_gemm.sizes_of(case)
+    E, mean = case["E"], N / case["E"]
+    largest = mean + sqrt(mean + _SPREAD * mean * mean) * NormalDist().inv_cdf((E - 0.375) / (E + 0.25))  # Blom's formula
+    tokens = 16 if N <= 16 or largest < _FEW else 32 if N <= 32 or largest < _MANY else 64
     reached = E * (1 - (1 + _SPREAD * mean) ** (-1 / _SPREAD))  # groups that have tokens: a negative binomial distribution
-    largest = min(N, mean + sqrt(2 * log(E)) * deviation)
-    offers = []
-    for tokens in (16, 32, 64) if N > 16 else (16,):
-        tiles = reached + E * _further_tiles(mean, deviation, tokens)
-        for blocks in (1, 2) if rows % 2 == 0 else (1,):
-            cost = estimate.shape_cost(tokens, blocks, groups)._replace(store=0.0)  # all shapes store the same tokens
-            programs = ceil(reached * rows / blocks / sms)
-            of_largest = ceil(largest / tokens) * min(programs, cost.held) / programs
-            steps = depth * max(tiles / reached, of_largest)
-            reads = estimate.reads_us(depth, reached * rows, (tiles - reached) * rows, tiles * rows / blocks * tokens)
-            offers.append((estimate.product_us(cost, programs, steps, reads), tokens, blocks))
-    _, tokens, blocks = min(offers)
-    return Int4GroupedConfig(tokens, blocks, 4, 4 if tokens == 16 and case["K"] >= _DEEP else 3, fp8_gemm.is_early(N))
+    blocks = _blocks(tokens, reached * rows / estimate.sms(), groups) if rows % 2 == 0 else 1
+    return Int4GroupedConfig(tokens, blocks, 4, 3, fp8_gemm.is_early(N))
 
 
-def _further_tiles(mean: float, deviation: float, tokens: int) -> float:
-    """Return how many tiles of tokens a group has on average behind the first tile; logistic in place of normal."""
-    if mean > 4 * tokens:
-        return mean / tokens - 0.5
-    most = int(mean + 4 * deviation)
-    return sum(1 / (1 + exp(1.702 * (first + 0.5 - mean) / deviation)) for first in range(tokens, most, tokens))
+def _blocks(tokens: int, programs: float, groups: int) -> int:
+    """Return the blocks of rows of a program, where an SM has so many programs of one block.
+
+    With one group of k, 16 tokens take two blocks if the last wave is fuller then: few programs alone use little of the GPU.
+    """
+    one, two = (programs / blocks / held for blocks, held in enumerate(_HELD, 1))
+    if groups == 1:
+        return 2 if tokens == 16 and two / ceil(two) > one / ceil(one) else 1
+    return 2 if tokens < 64 and programs > _BUSY else 1
 
 
 def unsupported(case: Case) -> str | None:

@@ -85,6 +85,27 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
     assert grouped.default(case) in list(grouped.OP.variant("optimized").configs(case))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "depth", "groups", "group", "expected"),
+    [
+        (9, 5120, 4096, 16, 128, (16, 1)),
+        (44, 5120, 8192, 16, 128, (16, 2)),  # 1048 programs of one block: eight on each of 132 SMs, all but a few in one wave
+        (60, 7168, 4864, 16, 128, (16, 1)),
+        (160, 4096, 1408, 16, 128, (32, 1)),
+        (20, 4096, 4096, 1, 128, (32, 1)),
+        (352, 7168, 4864, 16, 128, (64, 1)),
+        (96, 6144, 3584, 32, 32, (16, 2)),
+        (29, 768, 7168, 8, 64, (16, 1)),
+    ],
+)
+def test_default_takes_the_tokens_of_the_largest_group_and_blocks_that_fill_waves(
+    tokens: int, rows: int, depth: int, groups: int, group: int, expected: tuple[int, int]
+) -> None:
+    case = case_of(tokens, rows, depth, groups)
+    config = grouped.default(dataclasses.replace(case, options=(("group", group), *case.options[1:])))
+    assert (config.tokens, config.blocks, config.warps, config.stages, config.early) == (*expected, 4, 3, tokens <= 24)
+
+
 def test_valid_refuses_too_many_registers_or_tokens() -> None:
     case, good = case_of(20, 128, 512, 2), Int4GroupedConfig(32, 2, 4, 3, early=True)
     assert grouped.valid(case, good) is None
