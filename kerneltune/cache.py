@@ -73,7 +73,7 @@ class _ConfigFile(Versioned):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEntry:
-    """Hold the fastest known config of a variant on a case, and the evidence.
+    """Hold the config that calls run a case with, the fastest known, and the evidence of the search that chose it.
 
     Attributes:
         evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
@@ -243,7 +243,7 @@ def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> st
 
 
 class Choice(NamedTuple):
-    """Hold the answer of a look-up.
+    """Hold the answer of a look-up: a config, and where it comes from.
 
     Attributes:
         source: `own`, `near` for the config of other sizes, options, type or GPU, or `default`.

@@ -42,7 +42,7 @@ _UTC = timedelta(0)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Hold a row: the result of a variant on a case.
+    """Hold a row of a sweep: the result of a variant on a case, of a comparison or a check, as tables and gates read it.
 
     A copy with changes is `msgspec.structs.replace(record, …)`.
 

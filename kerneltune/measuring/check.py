@@ -61,7 +61,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold the outcome of a check.
+    """Hold the result of a check: whether outputs are right, without a time.
 
     Attributes:
         status: `checked`, `failed` or `skipped`.

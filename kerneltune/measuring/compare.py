@@ -19,7 +19,7 @@ from kerneltune.stats import Samples, median_interval, ratio_interval
 
 
 class Compared(NamedTuple):
-    """Hold the times (rounds,) of each timed variant, and the outcome of each untimed variant, by name."""
+    """Hold the result of a comparison, of which records are made: by variant its times (rounds,), or why it has none."""
 
     samples: dict[str, Samples]
     untimed: dict[str, Outcome]

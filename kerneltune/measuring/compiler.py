@@ -76,7 +76,7 @@ def compile_job(task: Task, config: Config) -> CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Hold the kernels that a job launches, or its error.
+    """Hold the result of a compilation: the kernels that a job launches, or the error.
 
     Attributes:
         crashed: whether the process crashed or hung, or the machine lacked memory or disk; the error says which.

@@ -140,7 +140,7 @@ Knobs = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Hold the result of one config on one case, from the bench to the store.
+    """Hold the result of a config that a search tried: of its check and, if it passed, its time.
 
     Attributes:
         status: `passed` with a time; any other status but `checked` without.
@@ -165,7 +165,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Hold a config on a task with its evaluation: the row of every store.
+    """Hold an evaluation with its task, config and fingerprint: the row of a trial store.
 
     Attributes:
         key: names of the task.

@@ -110,17 +110,12 @@ def _state(task: Task, options: Options) -> str:
 
 def expected_work(task: Task, options: Options) -> tuple[int, float]:
     """Return the number of configs that a search of a task may try, and estimate its seconds."""
-    search, configs = options.search, len(checked_space(task))
+    search, space = options.search, len(checked_space(task))
+    configs = space if options.exhaustive else min(space, search.trials or space)
+    all_s = configs * (_COMPILE_S / (options.workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
     if options.exhaustive:
-        return configs, _seconds_of(configs, options.workers)
-    configs = min(configs, search.trials or configs)
-    all_s = _seconds_of(configs, options.workers)
+        return configs, all_s
     return configs, min(all_s, _SEARCH_S if search.until_gain else all_s, search.budget_s or all_s)
-
-
-def _seconds_of(configs: int, workers: int | None) -> float:
-    """Estimate the seconds to compile and time configs, with a number of compile processes; None for the number of cores."""
-    return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
 
 
 def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[TuningResult]:
@@ -140,11 +135,9 @@ def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, unti
 def renew(
     plan: Plan, configs: Sequence[cache.CacheEntry], progress: Progress, until: float = math.inf
 ) -> list[tuple[cache.CacheEntry, TuningResult]]:
-    """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
+    """Time configs of this GPU against their default in interleaved rounds, store the faster, and return entries with results.
 
-    Drop the entry of a config that the operator refuses, or that does not run although the default does.
-
-    Return each entry with its result.
+    The entry of a config that the operator refuses, or that does not run although the default does, is dropped.
 
     until: time of the monotonic clock in s, after which no further config is timed.
     """
