@@ -345,7 +345,7 @@ def _tensor(tensor: Any, live: dict[int, Any]) -> TensorLayout:
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
     """Return a digest of the arguments, equal for launches of one class; of a float it has the type, of an offset the alignment.
 
-    ignored: names of arguments of which the digest has the type alone, too.
+    ignored: names of other arguments whose types, but not values, are in the digest.
     """
     facts: list[Any] = []
     for argument in arguments:

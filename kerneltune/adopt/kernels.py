@@ -26,7 +26,7 @@ FACTORY = "<locals>"
 PLAIN_MARK = "kerneltune_plain"
 """Attribute of an autotuner that describes a kernel without an autotuner."""
 SERVED_ATTRIBUTE, RECORDED_ATTRIBUTE = "kerneltune_served", "_kerneltune_recorded"
-"""Attributes of autotuners: what a Server keeps of it, and what a Recorder keeps by list of configs."""
+"""Attributes of autotuners: a ServedAutotuner, and by list of configs the RecordedClass of each launch."""
 _COPY_OF = "_kerneltune_copy_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4

@@ -74,7 +74,7 @@ class ServedConfig:
 
 @dataclass(slots=True)
 class ServedList:
-    """Serve an autotuner with one list of configs.
+    """Serve an autotuner with a list of configs.
 
     Attributes:
         configs: the list.
@@ -293,7 +293,7 @@ class Server:
         return run
 
     def _plain_kernel(self, kernel: Any) -> ServedPlainKernel | None:
-        """Return the server of a kernel without an autotuner; None if the table has no such kernel."""
+        """Return the server of a kernel without an autotuner; None where the table lacks the kernel."""
         same = self._kernels_of(kernel.fn, is_plain=True)
         return ServedPlainKernel(same, self.counters, self._counts_of(kernel)) if same else None
 

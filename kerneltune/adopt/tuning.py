@@ -363,7 +363,7 @@ def own_gain(one: TunedClass, shared: str, worker: GpuWorker) -> float | None:
 
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
-    """Return the sizes that differ between classes; of sizes that are equal in each class, one, arguments before shapes."""
+    """Return the sizes that differ between classes. Of sizes with the same values, an argument goes before a side of a tensor."""
     names = {name for one in members for name in one.launch.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}
     for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot
