@@ -332,7 +332,7 @@ class Chooser:
                 yield entry, config, distance
 
     def group_of(self, case: Case) -> _Group:
-        """Return what a case has in common with the entries that can serve it: mode, fixed sizes, and bands of free axes."""
+        """Return the mode, the fixed sizes and the bands of free axes, which are equal in all entries that can serve the case."""
         free, bands = self.op.free_axes, self.op.bands
         kept = [(axis, size) for axis, size in case.axes if axis in bands or axis not in free]
         return case.quant, tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
@@ -374,13 +374,13 @@ class _Entries:
 
 @lru_cache(maxsize=1024)
 def _loaded(path: Path) -> tuple[CacheEntry, ...]:
-    """Return the readable entries of a file, which is read once for all variants, and warn once of the others."""
+    """Return the readable entries of a file, which is read once for all variants."""
     return tuple(load(path.stem, path.parent.name, path.parent.parent))
 
 
 @lru_cache(maxsize=1024)
 def _entries(chooser: Chooser, gpu: str) -> _Entries:
-    """Return the entries that serve a chooser's calls on a GPU, and warn of those with a defect."""
+    """Return the entries that serve a chooser's calls on a GPU. Warn of entries with a defect."""
     folder = _serving_folder(chooser.op.name, gpu, chooser.root)
     path = path_of(chooser.op.name, folder, chooser.root)
     own: dict[Case, CacheEntry] = {}

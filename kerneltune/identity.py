@@ -161,7 +161,7 @@ class _Writer:
     def _constants_of(self, value: Any) -> list[Any]:
         """Return the fields of a dataclass, or the functions and constants that another object holds, without its state.
 
-        State is what may be filled later, such as a list, and what calls change.
+        State are lists and other values that may be filled later, and attributes that calls change.
         """
         state = _changed_by_calls(kind for kind in type(value).__mro__ if self._is_followed(kind.__module__))
         if is_dataclass(value):
@@ -373,8 +373,8 @@ def _methods_of(kind: type) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 def _changed_by_calls(classes: Iterable[type]) -> set[str]:
     """Return the attributes that calls change of an object of these classes: a count of its calls, a function made at the first.
 
-    They are the attributes that `__call__` or a method that it reaches sets, and those that any method but `__init__` changes by
-    `+=` or the like. An attribute that another method sets, such as `configure`, before all calls, is a constant.
+    Calls change an attribute if `__call__` or a method that it reaches sets the attribute, or if any method but `__init__` has
+    `+=` or the like for it. An attribute that another method sets before all calls, such as `configure`, is a constant.
     """
     used, stored, changed = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), set[str]()
     for method in (method for kind in classes for method in _methods_of(kind)):
