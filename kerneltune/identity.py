@@ -89,7 +89,7 @@ class _Scope:
 
 
 @dataclass(frozen=True)
-class _Own:
+class _Definition:
     """Hold a name that a module of the digested package binds; without a name, the module itself."""
 
     module: SourceModule
@@ -192,23 +192,23 @@ class _Writer:
         if not self._is_followed(module_name):
             self._parts.append(f"{module_name}.{qualname}")
             return
-        self._definition(_Own(required_module(module_name), qualname.partition(".")[0]))
+        self._write(_Definition(required_module(module_name), qualname.partition(".")[0]))
 
-    def _definition(self, own: _Own) -> None:
+    def _write(self, definition: _Definition) -> None:
         """Write the statements that bind a name at the top of a module."""
-        key = own.module.name, own.name
+        key = definition.module.name, definition.name
         if key in self._numbers:
             self._parts.append(f"#{self._numbers[key]}")
             return
         self._numbers[key] = len(self._numbers)
-        for statement in own.module.bound.get(own.name, ()):
-            if isinstance(statement, ast.Assign | ast.AnnAssign) and self._calls_engine(statement.value, own.module):
+        for statement in definition.module.bound.get(definition.name, ()):
+            if isinstance(statement, ast.Assign | ast.AnnAssign) and self._calls_engine(statement.value, definition.module):
                 self._parts.append("engine")
             else:
-                self.node(statement, _Scope(own.module), own.name)
+                self.node(statement, _Scope(definition.module), definition.name)
 
-    def node(self, node: ast.AST, scope: _Scope, own: str = "") -> None:
-        """Write a tree; `own` is the name that a top-level statement is asked for."""
+    def node(self, node: ast.AST, scope: _Scope, bound_name: str = "") -> None:
+        """Write a tree; `bound_name` is the name that a top-level statement is asked for."""
         match node:
             case ast.Expr(value=ast.Constant(value=str())) | ast.Import() | ast.ImportFrom() | ast.Pass():
                 return
@@ -218,7 +218,7 @@ class _Writer:
                 self._parts.append("assert")
                 self.node(test, scope)
             case ast.Name(id=name):
-                self._name(name, scope, own)
+                self._name(name, scope, bound_name)
             case ast.Attribute():
                 self._attribute(node, scope)
             case ast.Constant(value=value):
@@ -226,10 +226,10 @@ class _Writer:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() | ast.ClassDef() | ast.ExceptHandler(name=str()):
                 self._binding(node, scope)
             case ast.arg() | ast.AnnAssign():
-                self._annotated(node, scope, own)
+                self._annotated(node, scope, bound_name)
             case _:
                 self._parts.append(type(node).__name__)
-                self._fields(node, scope, own=own)
+                self._fields(node, scope, bound_name=bound_name)
 
     def _binding(self, node: ast.AST, scope: _Scope) -> None:
         """Write a function, class or handler without the name that it binds."""
@@ -243,7 +243,7 @@ class _Writer:
                 self._parts.append(type(node).__name__)
         self._fields(node, scope, without=("name",))
 
-    def _annotated(self, node: ast.arg | ast.AnnAssign, scope: _Scope, own: str) -> None:
+    def _annotated(self, node: ast.arg | ast.AnnAssign, scope: _Scope, bound_name: str) -> None:
         """Write a parameter or an annotated assignment without its annotation, except what Triton reads."""
         match node:
             case ast.arg(arg=name, annotation=annotation):
@@ -251,34 +251,34 @@ class _Writer:
                 kind = " constexpr" if text.endswith("constexpr") else f" {text}" if _ELEMENT_TYPE.fullmatch(text) else ""
                 self._parts.append(f"parameter {scope.local.get(name, name)}{kind}")
             case ast.AnnAssign(target=target, value=value) if value is not None or isinstance(target, ast.Name):
-                self.node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, own)
+                self.node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, bound_name)
 
-    def _fields(self, node: ast.AST, scope: _Scope, without: tuple[str, ...] = (), own: str = "") -> None:
+    def _fields(self, node: ast.AST, scope: _Scope, without: tuple[str, ...] = (), bound_name: str = "") -> None:
         for name, value in ast.iter_fields(node):
             if name in _SKIPPED or name in without or value is None or value == []:
                 continue
             if isinstance(value, ast.AST):
-                self.node(value, scope, own)
+                self.node(value, scope, bound_name)
             elif isinstance(value, list):
                 self._parts.append(f"{name} (")
                 for item in value:
                     if isinstance(node, ast.JoinedStr) and isinstance(item, ast.Constant) and item.value == "":
                         continue  # Python 3.12 alone writes empty texts into nested format specifications
                     if isinstance(item, ast.AST):
-                        self.node(item, scope, own)
+                        self.node(item, scope, bound_name)
                     else:
                         self._parts.append(str(scope.local.get(item, item)))
                 self._parts.append(")")
             else:
                 self._parts.append(f"{name} {value}")
 
-    def _name(self, name: str, scope: _Scope, own: str) -> None:
+    def _name(self, name: str, scope: _Scope, bound_name: str) -> None:
         if scope.binds(name):
             self._parts.append(f"local {scope.local[name]}")
-        elif name == own:
+        elif name == bound_name:
             self._parts.append("itself")
         else:
-            self._meaning(self._resolve(name, scope))
+            self._reference(self._resolve(name, scope))
 
     def _attribute(self, node: ast.Attribute, scope: _Scope) -> None:
         """Write `a.b.c`: its definition if `a` is a followed module, its name if `a` is a module of another package."""
@@ -292,15 +292,15 @@ class _Writer:
             self._parts.append(f".{node.attr}")
             return
         meaning = self._resolve(base.id, scope)
-        while names and isinstance(meaning, _Own) and not meaning.name:
+        while names and isinstance(meaning, _Definition) and not meaning.name:
             meaning = self._member(meaning.module, names.pop())
-        self._meaning(meaning)
+        self._reference(meaning)
         self._parts += [f".{name}" for name in reversed(names)] if meaning is not None else []
 
-    def _meaning(self, meaning: "_Own | str | None") -> None:
+    def _reference(self, meaning: "_Definition | str | None") -> None:
         """Write what `_resolve` returned."""
-        if isinstance(meaning, _Own):
-            self._definition(meaning)
+        if isinstance(meaning, _Definition):
+            self._write(meaning)
         else:
             self._parts.append("engine" if meaning is None else meaning)
 
@@ -308,7 +308,7 @@ class _Writer:
         top = name.partition(".")[0]
         return name not in _ENGINE and (top in self._followed or (self._follows_uninstalled and not is_installed(top)))
 
-    def _resolve(self, name: str, scope: _Scope) -> "_Own | str | None":
+    def _resolve(self, name: str, scope: _Scope) -> "_Definition | str | None":
         """Return the meaning of a name that is not local: see `_member`; a builtin is the name itself."""
         if name in scope.imported:
             return self._target(*scope.imported[name])
@@ -320,7 +320,7 @@ class _Writer:
                     return self._member(module, name)
         return f"builtin {name}"
 
-    def _member(self, module: SourceModule, name: str) -> "_Own | str | None":
+    def _member(self, module: SourceModule, name: str) -> "_Definition | str | None":
         """Return the meaning of `name` in a module: a definition, the text of another package's name, or None for the engine."""
         statements = module.bound.get(name, ())
         for statement in statements:
@@ -328,10 +328,10 @@ class _Writer:
                 if bound == name:
                     return self._target(source, attribute)
         if not statements and (below := source_module(f"{module.name}.{name}")) is not None:
-            return _Own(below)
-        return _Own(module, name)
+            return _Definition(below)
+        return _Definition(module, name)
 
-    def _target(self, source: str, attribute: str) -> "_Own | str | None":
+    def _target(self, source: str, attribute: str) -> "_Definition | str | None":
         """Return the meaning of the name that `import source` or `from source import attribute` binds."""
         full = f"{source}.{attribute}" if attribute else source
         if source in _ENGINE or full in _ENGINE:
@@ -340,7 +340,7 @@ class _Writer:
             return full
         below = source_module(full)
         if below is not None:
-            return _Own(below)
+            return _Definition(below)
         module = source_module(source)
         return full if module is None else self._member(module, attribute)
 
