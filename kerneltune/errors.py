@@ -52,8 +52,8 @@ def place_in_kernel(chain: list[BaseException]) -> str:
     for error in reversed(chain):
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not _INTERPRETERS.search(frame.filename)]
-        if said := getattr(error, PLACE, ""):
-            return str(said)
+        if place := getattr(error, PLACE, ""):
+            return str(place)
         if own:
             return f"{Path(own[-1].filename).name}:{own[-1].lineno}: "
     return ""

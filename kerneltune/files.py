@@ -301,12 +301,12 @@ def _explained(error: msgspec.ValidationError, data: object) -> str:
 
 def _placed(message: str, data: bytes | str) -> str:
     """Return msgspec's message with a line in place of the byte, where the text has several."""
-    place = _BYTE.search(message)
+    byte = _BYTE.search(message)
     raw = data.encode(errors="replace") if isinstance(data, str) else data
-    if place is None or b"\n" not in raw:
+    if byte is None or b"\n" not in raw:
         return message
-    line = raw.count(b"\n", 0, int(place[1])) + 1
-    return f"{message[: place.start()]}at line {line}"
+    line = raw.count(b"\n", 0, int(byte[1])) + 1
+    return f"{message[: byte.start()]}at line {line}"
 
 
 def _joined(steps: list[Any]) -> str:

@@ -232,12 +232,12 @@ def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = l
     """
     left_out: dict[str, dict[str, Option]] = {}
     for op, of_op in grouped((*a, *b), lambda record: record.op).items():
-        named = {frozenset(record.options) for record in of_op}
-        if later := frozenset.union(*named) - frozenset.intersection(*named):
+        option_sets = {frozenset(record.options) for record in of_op}
+        if later := frozenset.union(*option_sets) - frozenset.intersection(*option_sets):
             values = {name: {record.options[name] for record in of_op if name in record.options} for name in later}
             only = {name: found.pop() for name, found in values.items() if len(found) == 1}
-            known = defaults(op)
-            left_out[op] = only | {name: known[name] for name in later if name in known}
+            usual = defaults(op)
+            left_out[op] = only | {name: usual[name] for name in later if name in usual}
 
     shared: dict[object, object] = {}  # many rows differ in sizes alone: equal tuples are kept once
 

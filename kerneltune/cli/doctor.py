@@ -34,8 +34,8 @@ def _software() -> Iterator[Finding]:
 
     yield "python", platform.python_version(), ""
     for package in ("torch", "triton"):
-        found = importlib.util.find_spec(package) is not None
-        yield package, metadata.version(package) if found else "not installed", "" if found else "no kernel can run"
+        is_installed = importlib.util.find_spec(package) is not None
+        yield package, metadata.version(package) if is_installed else "not installed", "" if is_installed else "no kernel can run"
 
 
 def _gpu() -> Iterator[Finding]:
@@ -103,12 +103,13 @@ def journey_lines() -> Iterator[Finding]:
         yield "journeys", "no proof", "nothing says that this code has run on a GPU: make gpu, in a checkout"
     for path in files:
         try:
-            found = proof.load_proof(path)
+            gpu_proof = proof.load_proof(path)
         except ValueError as error:
             yield "journeys", "no proof", str(error)
             continue
-        unproven = dict(proof.unproven(found))
-        passed = f"{len(found.journeys) - len(unproven)} of {len(found.journeys)} passed with this code on {found.gpu}"
+        unproven = dict(proof.unproven(gpu_proof))
+        count = len(gpu_proof.journeys)
+        passed = f"{count - len(unproven)} of {count} passed with this code on {gpu_proof.gpu}"
         yield "journeys", passed, f"`make proof` says why not {first_of(unproven, _NAMED)}" if unproven else ""
 
 

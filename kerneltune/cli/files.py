@@ -60,11 +60,11 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     pattern = f"{device.slug(here) if is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
-        place = f"of {here} in" if is_gpu else "of any GPU in"
+        of_gpu = f"of {here} in" if is_gpu else "of any GPU in"
         others = sorted({path.stem for folder in (root, sweep.recorded_root(results)) for path in folder.glob("*/*.jsonl")})
         near = meant(family, others)
-        known = f"; there are records of {', '.join(others)}" if family and not near and family not in others and others else ""
-        raise ValueError(f"no records {place} {own / pattern}: run a sweep first, or name a file{known}{near}")
+        more = f"; there are records of {', '.join(others)}" if family and not near and family not in others and others else ""
+        raise ValueError(f"no records {of_gpu} {own / pattern}: run a sweep first, or name a file{more}{near}")
     if not is_gpu:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
         note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")

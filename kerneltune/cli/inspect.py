@@ -148,8 +148,8 @@ def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -
     from kerneltune.inspection.survey import cached_runs, default_runs
 
     for case in (name for name in wanted.cases if "=" in name):
-        place = " ".join([*(wanted.ops or ("OP",)), *case.split(",")])
-        raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {place}")
+        example = " ".join([*(wanted.ops or ("OP",)), *case.split(",")])
+        raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {example}")
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", wanted)
     chosen: list[Op] = [known[name] for name in selection.ops or known]
@@ -158,7 +158,7 @@ def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -
         raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
     if sizes:
         return _sized_runs(chosen[0], sizes, selection)  # sizes follow an operator
-    place = str(readable(Path(gpu), configs))
+    folder = str(readable(Path(gpu), configs))
     runs = cached_runs(chosen, configs, gpu)
     selected_runs = _selected(runs, selection)
     if wanted.ops and not selected_runs:
@@ -167,14 +167,14 @@ def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -
             runs += default_runs(op, cases, selection)
         selected_runs = _selected(runs, selection)
         if selected_runs:
-            note(f"{place} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
+            note(f"{folder} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
     if selected_runs:
         return selected_runs
     for field in ("variant", "dtype", "quant", "case") if runs else ():
         o.require_match(selection, field, (run.task.key.fields[field] for run in runs))
     of = f" of {', '.join(selection.ops)}" if selection.ops else ""
     raise ValueError(
-        f"nothing to compile: {place} has no config{of}{' of this selection' if runs else ''}: name sizes, like M=4096"
+        f"nothing to compile: {folder} has no config{of}{' of this selection' if runs else ''}: name sizes, like M=4096"
     )
 
 

@@ -91,8 +91,8 @@ def _selected(record: Record, ops: Mapping[str, Op], family: sweep.Sweep, select
     """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
     of_family = record.family == family.family or (not record.family and record.op in {entry.op for entry in family.bench})
     op = ops.get(record.op)
-    known = {variant.name: variant for variant in op.variants} if op else {}
-    peer = record.variant in known and known[record.variant].is_peer
+    variants = {variant.name: variant for variant in op.variants} if op else {}
+    peer = record.variant in variants and variants[record.variant].is_peer
     return (
         of_family
         and record.policy == (options.policy or (op.policy if op else "cold"))

@@ -247,9 +247,9 @@ def _widened(changes: list[Change]) -> list[Change]:
     return [wider(change) if is_lone(change) else change for change in changes]
 
 
-def _too_short(found: Sequence[Change], margin: float) -> str:
+def _too_short(changes: Sequence[Change], margin: float) -> str:
     """Return a note on rows too short for the margin, with the smallest visible change; empty if all rows are long enough."""
-    short = [change for change in found if us_of(change.old) * margin < MIN_CHANGE_US and not is_peer(change.old, change.new)]
+    short = [change for change in changes if us_of(change.old) * margin < MIN_CHANGE_US and not is_peer(change.old, change.new)]
     if not short or not margin:
         return ""
     shortest = min(short, key=lambda change: us_of(change.old))

@@ -352,12 +352,12 @@ def _part(group: str, part: str, name: CaseName) -> CellValue:
 
 def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:
     """Return the names of A and B in words: `A: the fastest peer of every case (torch.compile 20, liger 9); B: optimized`."""
-    said = []
+    words = []
     for letter, name in (("A", a), ("B", b)):
         variants = Counter((row.a if letter == "A" else row.b).variant for row in rows)
         counts = ", ".join(f"{variant} {count}" for variant, count in variants.most_common())
-        said.append(f"{letter}: the fastest peer of every case ({counts})" if name == BEST_PEER else f"{letter}: {name}")
-    return "; ".join(said)
+        words.append(f"{letter}: the fastest peer of every case ({counts})" if name == BEST_PEER else f"{letter}: {name}")
+    return "; ".join(words)
 
 
 def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
@@ -399,11 +399,11 @@ def _reached(rows: Sequence[Comparison]) -> list[str]:
     """Return the median share that B reaches, of each bound."""
     reached = ((bound_of(row.b), share(row.b)) for row in rows)
     by_bound = grouped([(bound, part) for bound, part in reached if part is not None], lambda item: item[0])
-    said = [
+    shares = [
         f"{statistics.median(part for _, part in of):.1f} % of the {bound}{f' ({_count(of)})' if len(by_bound) > 1 else ''}"
         for bound, of in sorted(by_bound.items())
     ]
-    return [f"B reaches {' and '.join(said)} in the median"] if said else []
+    return [f"B reaches {' and '.join(shares)} in the median"] if shares else []
 
 
 def _named_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
