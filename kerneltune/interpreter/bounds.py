@@ -88,11 +88,7 @@ class _Stores:
 
 
 class NotJudgedError(Exception):
-    """Report that a launch without memory cannot be checked: it loads addresses."""
-
-
-class TimeIsOverError(NotJudgedError):
-    """Report that a launch without memory takes too long, or waits for values."""
+    """Report that a launch without memory cannot be judged: it takes too long, waits for values, or loads addresses."""
 
 
 def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
@@ -150,7 +146,8 @@ class _Guard:
         self._races = Races()
         self._stores: dict[str, _Stores] = {}
         self._program_number = self._num_programs = 0
-        self._is_corner = self._loads_index = self._is_time_over = False
+        self._is_corner = self._loads_index = False
+        self._is_judged = True
         self._load: Callable[..., Any] = interpreter.TritonSemantic.load
         self._loading = _Loading()
         self._loaded: int | None = 0
@@ -219,9 +216,9 @@ class _Guard:
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
         try:
-            self._is_time_over = self._is_time_over or not self._judge_corners(executor, bound)
-            if self._is_time_over:
-                note(Fact("time over", self._kernel))
+            self._is_judged = self._is_judged and self._judge_corners(executor, bound)
+            if not self._is_judged:
+                note(Fact("not judged", self._kernel))
         finally:
             WITHOUT_MEMORY.reset(token)
             scope.restore()
@@ -229,7 +226,7 @@ class _Guard:
     def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> bool:
         """Run the programs at the corners with each of _LOADED; raise the first error where each has one.
 
-        Return whether the time was enough. If it was not, there is no error: on a faster machine there may be none.
+        Return whether the launch was judged. If it was not, there is no error: in more time there may be none.
         """
         faults: list[Exception] = []
         if not self._largest.keys().isdisjoint(self._names):
@@ -242,7 +239,7 @@ class _Guard:
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
                     raise KernelFaultError(f"{self._kernel}: a block of this size does not compile: {error}") from error
-                if any(isinstance(cause, TimeIsOverError) for cause in causes(error)):
+                if any(isinstance(cause, NotJudgedError) for cause in causes(error)):
                     return False
                 if fault_of(error) is None and not faults:
                     raise
@@ -264,7 +261,7 @@ class _Guard:
         self.deadline = time.thread_time() + LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
         grid = executor.grid(values) if callable(executor.grid) else executor.grid
-        grid = (*grid, 1, 1)[:3]
+        grid = (*map(int, grid), 1, 1)[:3]
         builder = self._interpreter.interpreter_builder
         builder.set_grid_dim(*grid)
         for program in itertools.product(*(sorted(_corners(size), reverse=True) for size in grid)):  # the last may take all time
@@ -386,7 +383,7 @@ class _Guard:
             self._note_store(region, accessed, furthest, item_size)
         if region.is_meta:
             if time.thread_time() > self.deadline:
-                raise TimeIsOverError(f"{LAUNCH_SECONDS:g} s are over")
+                raise NotJudgedError(f"{LAUNCH_SECONDS:g} s are over")
             return None
         is_waiting = what == "load" and self._loading.is_volatile
         if what == "atomic" or is_waiting or not _is_unordered(*statement()):

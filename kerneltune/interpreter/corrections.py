@@ -12,19 +12,13 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from kerneltune.interpreter.facts import note_here, note_side, turns_of
-from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
+from kerneltune.interpreter.quick import CHECKED, LARGEST, OPERATORS, assert_fits, quick_operator, quicken, remembered_dtypes
 
-_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
-    "_LangPatchScope",
-    "InterpreterBuilder",
-    "TensorHandle",
-    "ReduceOps",
-    "ScanOps",
-    "interpreter_builder",
+    "_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder",
     "interpreter_semantic",
-)
-"""Parts of the interpreter that are replaced and used, the same from triton 3.6.0 to 3.9.0. None is public."""
+)  # fmt: skip
+"""Parts of the interpreter, used beside those that `mend` replaces, the same from triton 3.6.0 to 3.9.0. None is public."""
 
 _MENDED = "is_mended_by_kerneltune"
 
@@ -55,16 +49,17 @@ def mend() -> None:
         return
     from triton.runtime import interpreter
 
-    missing = [name for name in (*_REPLACED, *_USED) if not hasattr(interpreter, name)]
-    if missing:
+    changes: dict[str, Callable[[Any], Any]] = {
+        "_convert_float": _rounded, "_patch_lang_core": _patched_core, "_patch_lang": _once,
+        "_get_np_dtype": remembered_dtypes, "_implicit_cvt": _with_casts, "_patch_attr": _called_directly,
+    }  # fmt: skip
+    if missing := [name for name in (*changes, *_USED) if not hasattr(interpreter, name)]:
         raise RuntimeError(
             f"the interpreter of triton {__version__} has no {' and no '.join(missing)}: its casts to fp8 are not exact"
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    wrappers: tuple[Callable[[Any], Any], ...]
-    wrappers = (_rounded, _patched_core, _once, remembered_dtypes, _with_casts, _called_directly)
-    for name, changed in zip(_REPLACED, wrappers, strict=True):
+    for name, changed in changes.items():
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
     builder = interpreter.InterpreterBuilder
@@ -133,6 +128,9 @@ class _Whole(int):
 
         return interpreter._implicit_cvt(int(self)).to(dtype)
 
+    def __neg__(self) -> Any:
+        return 0 - self
+
 
 def _towards_zero(left: int, right: int) -> int:
     """Divide as compiled kernels do: Python divides whole numbers towards minus infinity."""
@@ -142,22 +140,26 @@ def _towards_zero(left: int, right: int) -> int:
 _OF_WHOLE: dict[str, Callable[[int, int], int]] = {
     "add": int.__add__, "sub": int.__sub__, "mul": int.__mul__, "floordiv": _towards_zero,
     "mod": lambda left, right: left - right * _towards_zero(left, right),
+    "and": int.__and__, "or": int.__or__, "xor": int.__xor__, "lshift": int.__lshift__, "rshift": int.__rshift__,
 }  # fmt: skip
 """Operations whose result a compiled kernel keeps in a tensor."""
 
 
-def _whole(operation: Callable[[int, int], int], is_reversed: bool) -> Callable[[Any, Any], Any]:
+def _whole(name: str, is_reversed: bool) -> Callable[[Any, Any], Any]:
     def computed(left: Any, right: Any) -> Any:
         if not isinstance(right, int):
             return NotImplemented
-        return _Whole(operation(int(right), int(left)) if is_reversed else operation(int(left), int(right)))
+        value = _OF_WHOLE[name](*((int(right), int(left)) if is_reversed else (int(left), int(right))))
+        if name in CHECKED and -LARGEST <= right <= LARGEST:
+            assert_fits(-LARGEST - 1 <= value <= LARGEST, 32, name)
+        return _Whole(value)
 
     return computed
 
 
-for _name, _operation in _OF_WHOLE.items():
-    setattr(_Whole, f"__{_name}__", _whole(_operation, is_reversed=False))
-    setattr(_Whole, f"__r{_name}__", _whole(_operation, is_reversed=True))
+for _name in _OF_WHOLE:
+    setattr(_Whole, f"__{_name}__", _whole(_name, is_reversed=False))
+    setattr(_Whole, f"__r{_name}__", _whole(_name, is_reversed=True))
 
 
 def _noted(compare: Callable[[int, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -16,19 +16,9 @@ from typing import Any, Literal, NamedTuple
 from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
-    "launch",
-    "call",
-    "branch",
-    "condition",
-    "true",
-    "false",
-    "loop",
-    "programs",
-    "tf32",
-    "last stored",
-    "last not stored",
-    "time over",
-]
+    "launch", "call", "branch", "condition", "true", "false", "loop", "programs", "tf32",
+    "last stored", "last not stored", "not judged",
+]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {name}",
     "call": "a call of {name}",
@@ -53,8 +43,8 @@ class Fact(NamedTuple):
             compared, such as `N > BLOCK`. `condition`: an `if` whose side arguments do not tell; `true` and `false`: a side that
             a condition takes. `loop`: turns of a loop. `programs`: programs along an axis of the grid. `tf32`: a product whose
             fp32 operands are rounded. `last stored`, `last not stored`: whether programs at the corners of the grid store the
-            last element of an argument that they store to. `time over`: a launch without memory that was not judged, as it or an
-            earlier launch of the same host code took too long.
+            last element of an argument that they store to. `not judged`: a launch without memory that was given up, as an
+            earlier launch of the same host code.
         name: the kernel, the function or the argument, or the text of a branch or a condition.
         place: the kernel or the function, the axis, or PATH:LINE.
     """
@@ -193,8 +183,8 @@ def unreached(checks: Reached, largest: Reached) -> list[str]:
 def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
     """Return arguments whose last element all launches of checks store, and no launch of the largest cases.
 
-    A kernel with a launch that was not judged for lack of time has no such argument.
+    A kernel with a launch that was not judged, as for lack of time, has no such argument.
     """
-    unjudged = {fact.name for fact in largest if fact.kind == "time over"}
+    unjudged = {fact.name for fact in largest if fact.kind == "not judged"}
     left = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks and fact.place not in unjudged]
     return [fact for fact in left if fact._replace(kind="last stored") in checks.keys() - largest.keys()]

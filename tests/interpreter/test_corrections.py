@@ -210,14 +210,14 @@ def test_libdevice_functions_equal_those_of_torch() -> None:
 @triton.jit
 def _sums_of_a_loop(y_ptr, N):
     for i in range(tl.cdiv(N, 4) - 1, -1, -1):
-        tl.store(y_ptr + i, (i * 4 - 1).to(tl.int64))
+        tl.store(y_ptr + i, (i * 4 - 1).to(tl.int64) + (i & 1).to(tl.int64) * 100 + (-i).to(tl.int64) * 1000)
 
 
 def test_cast_of_an_expression_of_loop_indices_is_as_in_compiled_kernels() -> None:
     y = torch.zeros(3, dtype=torch.int64)
     with corrected():
         _sums_of_a_loop[(1,)](y, 11)
-    assert y.tolist() == [-1, 3, 7]
+    assert y.tolist() == [-1, -897, -1993]
 
 
 @triton.jit
