@@ -18,4 +18,4 @@ def test_printable_escapes_control_characters() -> None:
 
 def test_wrapped_breaks_between_words_and_keeps_longer_words_whole() -> None:
     assert wrapped("one two extraordinary", 8) == ["one two", "  extraordinary"]
-    assert wrapped("one-two three", 8, "") == ["one-two", "three"]
+    assert wrapped("one-two three", 6, "") == ["one-two", "three"]
