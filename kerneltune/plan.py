@@ -47,13 +47,12 @@ class Selection:
         """Return whether a task belongs to the selection."""
         return self.takes_case(key.op, key.case) and self.takes_variant(key.variant)
 
-    def names(self, variant: str) -> bool:
-        """Return whether the selection names a variant."""
-        return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants)
+    def takes_variant(self, variant: str, is_left_out: bool = False) -> bool:
+        """Return whether a variant belongs to the selection.
 
-    def takes_variant(self, variant: str) -> bool:
-        """Return whether a variant belongs to the selection."""
-        return not self.variants or self.names(variant)
+        is_left_out: the variant, such as a peer, belongs to it only if the selection names variants.
+        """
+        return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants) if self.variants else not is_left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +133,9 @@ class Plan:
 
     def variants(self, op: str) -> list[Variant]:
         """Return the selected variants of an operator whose packages are installed."""
-        selection, options = self.selection, self.options
-        return [
-            variant
-            for variant in self.ops[op].variants
-            if selection.takes_variant(variant.name)
-            and not (variant.is_peer and not options.peers and not selection.names(variant.name))
-            and not variant.missing()
-        ]
+        takes, with_peers = self.selection.takes_variant, self.options.peers
+        selected = [variant for variant in self.ops[op].variants if takes(variant.name, variant.is_peer and not with_peers)]
+        return [variant for variant in selected if not variant.missing()]
 
     def policy(self, op: str) -> str:
         """Return the timing policy of an operator: the policy of the options, else the operator's own."""
@@ -172,9 +166,9 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     loaded = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
     entries = (*loaded.check, *loaded.bench)
     for name in selection.variants:
-        offered = dict.fromkeys(v.name for e in entries for v in ops[e.op].variants)
-        if not fnmatch.filter(offered, name):
-            raise unknown("variant", name, offered, f" in family {loaded.family}")
+        present = dict.fromkeys(variant.name for entry in entries for variant in ops[entry.op].variants)
+        if not fnmatch.filter(present, name):
+            raise unknown("variant", name, present, f" in family {loaded.family}")
     for entry in require_case(selection, loaded.path, entries):
         check_case(ops[entry.op], entry.case)
     return Plan(ops, loaded, selection, options or Options())
@@ -187,6 +181,6 @@ def require_case(selection: Selection, file: object, entries: Sequence[SweepCase
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
         cases = {entry.case.name for entry in entries}
-        near = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
-        raise ValueError(f"{file}: no case with {wanted}{near}")
+        hint = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
+        raise ValueError(f"{file}: no case with {wanted}{hint}")
     return chosen

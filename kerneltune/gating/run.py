@@ -97,5 +97,5 @@ def _selected(record: Record, ops: Mapping[str, Op], family: sweep.Sweep, select
         of_family
         and record.policy == (options.policy or (op.policy if op else "cold"))
         and selection.takes_case(record.op, record.key.case)
-        and (selection.names(record.variant) if selection.variants else options.peers or not peer)
+        and selection.takes_variant(record.variant, peer and not options.peers)
     )

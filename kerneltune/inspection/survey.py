@@ -50,7 +50,7 @@ def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Ru
         for case in cases
         for variant in op.variants
         if variant.config is not None
-        and (selection.names(variant.name) or not variant.is_peer)
+        and selection.takes_variant(variant.name, variant.is_peer)
         and variant.unsupported(case) is None
     ]
 
