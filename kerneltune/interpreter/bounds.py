@@ -253,7 +253,7 @@ class _Guard:
             self._run_corners(executor, bound)
         except Exception as error:  # Triton raises its own error from a fault
             if _OVERFLOW in str(fault := fault_of(error)):
-                numbers = " and ".join(f"{it.name} up to {it.largest}" for it in self._regions if it.largest is not None)
+                numbers = " and ".join(f"{each.name} up to {each.largest}" for each in self._regions if each.largest is not None)
                 raise KernelFaultError(f"{fault}, with {numbers}") from error
 
     def _run_corners(self, executor: Any, bound: dict[str, Any]) -> None:

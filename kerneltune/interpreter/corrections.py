@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kerneltune.interpreter.facts import note_here, note_side, turns_of
+from kerneltune.interpreter.facts import note_here, turns_of
 from kerneltune.interpreter.quick import CHECKED, LARGEST, OPERATORS, assert_fits, quick_operator, quicken, remembered_dtypes
 
 _USED = (
@@ -91,8 +91,8 @@ def _mend_libdevice() -> None:
     from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
 
     def computed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **_: Any) -> Any:
-            operands = [value if isinstance(value, tl.core.tensor) else interpreter_semantic.to_tensor(value) for value in given]
+        def call(*args: Any, **_: Any) -> Any:
+            operands = [value if isinstance(value, tl.core.tensor) else interpreter_semantic.to_tensor(value) for value in args]
             widest = max(operands, key=lambda operand: operand.handle.data.size)
             values = function(*(operand.handle.data for operand in operands)).astype(widest.handle.data.dtype)
             return tl.core.tensor(TensorHandle(values, widest.dtype), widest.type)
@@ -168,7 +168,7 @@ def _noted(compare: Callable[[int, Any], Any]) -> Callable[[Any, Any], Any]:
     def compared(left: int, right: Any) -> Any:
         result = compare(left, right)
         if result is not NotImplemented:
-            note_side(result)
+            note_here("true" if result else "false")
         return result
 
     return compared
@@ -246,9 +246,9 @@ def _called_directly(_patch: Callable[..., None]) -> Callable[..., None]:
     def patched(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
 
-        def called(*given: Any, **named: Any) -> Any:
-            named["_semantic"] = interpreter_semantic
-            return function(*given, **named)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter_semantic
+            return function(*args, **kwargs)
 
         operator = name.strip("_").removeprefix("r")
         is_quick = owner is tl.core.tensor and name.startswith("__") and operator in OPERATORS
@@ -314,15 +314,16 @@ def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
         kind = tl.block_type(dtype, list(tensor.shape)) if tensor.type.is_block() else dtype
         return tl.core.tensor(interpreter_builder.cast_impl(tensor.handle, dtype), kind)
 
-    def applied(reduction: Any, given: tuple[Any, ...]) -> Any:
-        if all(tensor.dtype != tl.bfloat16 for tensor in given):
-            return apply(reduction, given)
-        reduced = apply(reduction, tuple(cast(tensor, tl.float32) if tensor.dtype == tl.bfloat16 else tensor for tensor in given))
+    def applied(reduction: Any, tensors: tuple[Any, ...]) -> Any:
+        if all(tensor.dtype != tl.bfloat16 for tensor in tensors):
+            return apply(reduction, tensors)
+        wide = tuple(cast(tensor, tl.float32) if tensor.dtype == tl.bfloat16 else tensor for tensor in tensors)
+        reduced = apply(reduction, wide)
         results = reduced if isinstance(reduced, list | tuple) else (reduced,)
         return tuple(
             cast(result, tl.bfloat16) if tensor.dtype == tl.bfloat16 and result.dtype == tl.float32 else result
-            for tensor, result in zip(given, results, strict=False)
-        ) + tuple(results[len(given) :])
+            for tensor, result in zip(tensors, results, strict=False)
+        ) + tuple(results[len(tensors) :])
 
     return applied
 
@@ -365,7 +366,7 @@ def _is_true(tensor: Any) -> bool:
     """Return whether a scalar is true, and note it; a tensor is true, as in the interpreter."""
     data = tensor.handle.data
     is_true = bool(data.squeeze()) if data.size == 1 else True
-    note_side(is_true)
+    note_here("true" if is_true else "false")
     return is_true
 
 

@@ -99,11 +99,6 @@ def turns_of(turns: range) -> Sequence[int]:
     return turns if is_whole else [*turns[: _LONG_LOOP // 16], *turns[-_LONG_LOOP // 16 :]]
 
 
-def note_side(is_true: bool) -> None:
-    """Note the side that a condition of a kernel takes."""
-    note_here("true" if is_true else "false")
-
-
 @contextmanager
 def noting_host(folder: str, note: Callable[[Fact], object] = note) -> Iterator[None]:
     """Note the lines that follow an `if` in host code of a folder, unless a debugger traces this process."""
@@ -186,5 +181,5 @@ def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
     A kernel with a launch that was not judged, as for lack of time, has no such argument.
     """
     unjudged = {fact.name for fact in largest if fact.kind == "not judged"}
-    left = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks and fact.place not in unjudged]
-    return [fact for fact in left if fact._replace(kind="last stored") in checks.keys() - largest.keys()]
+    short = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks and fact.place not in unjudged]
+    return [fact for fact in short if fact._replace(kind="last stored") in checks.keys() - largest.keys()]

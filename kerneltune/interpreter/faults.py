@@ -107,11 +107,11 @@ def _launch_keywords() -> frozenset[str]:
     return frozenset(keywords)
 
 
-def check_keywords(executor: Any, given: dict[str, Any]) -> None:
+def check_keywords(executor: Any, keywords: dict[str, Any]) -> None:
     """Raise KernelFaultError for a keyword that is neither a parameter nor an option; the interpreter would drop it."""
-    known = (*executor.arg_names, *sorted(_launch_keywords()))
-    for name in given:
-        if name not in known:
+    accepted = (*executor.arg_names, *sorted(_launch_keywords()))
+    for name in keywords:
+        if name not in accepted:
             raise KernelFaultError(
-                f"{executor.fn.__name__}: {name!r}: no parameter of the kernel and no option of a launch{meant(name, known)}"
+                f"{executor.fn.__name__}: {name!r}: no parameter of the kernel and no option of a launch{meant(name, accepted)}"
             )

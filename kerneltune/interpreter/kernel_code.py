@@ -37,8 +37,8 @@ def bound_arguments(executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[Fact]:
     """Return the facts of a launch with some arguments."""
     values = {name: ... if hasattr(value, "data_ptr") else getattr(value, "value", value) for name, value in bound.items()}
-    known = tuple((name, type(value), value) for name, value in values.items() if getattr(value, "__hash__", None))
-    return _facts(executor.fn, frozenset(executor.constexprs), known)
+    typed = tuple((name, type(value), value) for name, value in values.items() if getattr(value, "__hash__", None))
+    return _facts(executor.fn, frozenset(executor.constexprs), typed)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -191,12 +191,12 @@ class _Reading:
             return
         named = {word.arg: word.value for word in node.keywords if word.arg}
         try:
-            given = inspect.signature(function).bind_partial(*node.args, **named).arguments
+            arguments = inspect.signature(function).bind_partial(*node.args, **named).arguments
         except TypeError:  # a call that fails
             return
-        given = {name: part for name, part in given.items() if isinstance(part, ast.expr)}
-        values = {name: value for name, part in given.items() if (value := self._value(part)) is not _UNKNOWN}
-        self.facts |= _Reading(function, values, {name: self._blocks_of(part) for name, part in given.items()}).facts
+        arguments = {name: operand for name, operand in arguments.items() if isinstance(operand, ast.expr)}
+        values = {name: value for name, operand in arguments.items() if (value := self._value(operand)) is not _UNKNOWN}
+        self.facts |= _Reading(function, values, {name: self._blocks_of(operand) for name, operand in arguments.items()}).facts
 
 
 def _globals(function: Any) -> dict[str, Any]:

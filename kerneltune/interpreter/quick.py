@@ -59,25 +59,25 @@ def remembered_dtypes(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _block_types_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
     """Remember the parts of a block type that follow from its shape: each operation makes several block types."""
-    known: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {}
+    parts_of: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {}
 
-    def made(self: Any, element_ty: Any, shape: Any) -> None:
+    def initialize(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([getattr(size, "value", size) for size in shape])
-        if sizes not in known:
+        if sizes not in parts_of:
             make(self, element_ty, shape)
             parts = {name: value for name, value in vars(self).items() if name not in ("element_ty", "name")}
-            known[sizes] = self.name.removesuffix(f"{element_ty}>"), parts
-        name, parts = known[sizes]
+            parts_of[sizes] = self.name.removesuffix(f"{element_ty}>"), parts
+        name, parts = parts_of[sizes]
         vars(self).update(parts, element_ty=element_ty, name=f"{name}{element_ty}>")
 
-    return made
+    return initialize
 
 
 def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
     """Remember the parts of a tensor that follow from its shape, beside the shape of its type."""
     scalar: dict[str, Any] = {}
 
-    def made(self: Any, handle: Any, type: Any) -> None:
+    def initialize(self: Any, handle: Any, type: Any) -> None:
         shape = vars(type.shape) if type.is_block() else scalar
         if "tensor_parts" not in shape:
             make(self, handle, type)
@@ -85,7 +85,7 @@ def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
             shape["tensor_parts"] = parts
         vars(self).update(shape["tensor_parts"], handle=handle, type=type, dtype=type.scalar)
 
-    return made
+    return initialize
 
 
 def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,9 +150,9 @@ def quick_operator(name: str, is_reflected: bool, operator: Callable[[Any, Any],
         result = TensorHandle(values, handle.dtype if not is_reflected and (like is left or left.shape) else kind)
         if is_comparison:
             return tensor(result, like.type.with_element_ty(tl.int1) if like.shape else tl.int1)
-        made = object.__new__(tensor)
-        made.__dict__.update(like.__dict__, handle=result)
-        return made
+        copy = object.__new__(tensor)
+        copy.__dict__.update(like.__dict__, handle=result)
+        return copy
 
     def moved(left: Any, right: Any) -> Any:
         if not left.dtype.is_ptr() or (like := _operand(left, right)[1]) is None:
