@@ -1,10 +1,11 @@
 """Run checks in forks of this process, on all cores: a kernel that ends its process fails its own check alone."""
 
 import itertools
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -206,6 +207,7 @@ def _shortened(
     at most four times the programs of the check cases. Where launches of a check case depend on values, no case is returned.
     """
     derived, facts = list[Case](), set[Fact]()
+    steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
     for configs in (_default_alone, around_default) if check else (_default_alone,):
         of_check = [launches for _case, launches in _launches(op, configs, [*check, *derived])]
         smaller_of = by_cost if len(of_check) >= len(check) else []
@@ -217,12 +219,15 @@ def _shortened(
             of_facts[frozenset(launches.facts)] = case
             if launches.facts <= known:
                 continue
-            affordable = (it for it in _with_sizes_of(case, smaller_of) if check_cost(op, it) <= most)
-            for smaller, its in _launches(op, configs, affordable):
-                is_new = its.num_programs <= most_programs and its.facts & launches.facts - known
-                if is_new and not _obstacle(op, smaller, tell):
+            is_new = partial(_has_new_fact, op, configs, launches.facts, known)
+            least = _with_least_sizes(case, [*smaller_of[:1], *smaller_of[1:][-1:]], steps, is_new)
+            smaller_cases = itertools.chain(_with_sizes_of(case, smaller_of), least)
+            for smaller, its in _launches(op, configs, (it for it in smaller_cases if check_cost(op, it) <= most)):
+                if its.num_programs <= most_programs and its.facts & launches.facts - known and not _obstacle(op, smaller, tell):
                     derived.append(smaller)
                     known |= its.facts
+                if launches.facts <= known:
+                    break
             known |= launches.facts
         bench = [*of_facts.values()]
     return derived, facts
@@ -235,6 +240,42 @@ def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
             sizes = {axis: size if axis in kept else min(size, other[axis]) for axis, size in case.axes}
             changed = ",".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in kept)
             yield replace(case, name=f"{case.name},{changed}", axes=tuple(sizes.items()))
+
+
+def _with_least_sizes(
+    case: Case, others: Sequence[Case], steps: Mapping[str, int], is_new: Callable[[Case], bool]
+) -> Iterator[Case]:
+    """Yield a case with the sizes of each other case except the least size of an axis that is new: 4097 for a branch above 4096.
+
+    Args:
+        steps: the number of which all sizes of an axis are multiples.
+        is_new: whether a case is new; if it is, then so is a case whose size of the axis is larger.
+    """
+    for other, (axis, size) in itertools.product(others, case.axes):
+        sized = partial(_with_size, case, other, axis)
+        least, below, step = size, other[axis], max(1, steps[axis])
+        if below < size and is_new(sized(size)):
+            while least - below > step:
+                middle = below + (least - below) // 2 // step * step
+                least, below = (middle, below) if is_new(sized(middle)) else (least, middle)
+            yield sized(least)
+
+
+def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
+    sizes = {**dict(case.axes), **dict(other.axes), axis: size}
+    changed = ",".join(f"{name}={its}" for name, its in sizes.items())
+    return replace(case, name=f"{case.name},{changed}", axes=tuple(sizes.items()))
+
+
+def _has_new_fact(
+    op: Op,
+    configs: Callable[[Variant, Case], Iterable[Config]],
+    facts: Collection[Fact],
+    known: Collection[Fact],
+    case: Case,
+) -> bool:
+    """Return whether launches of a case have one of some facts that is not known."""
+    return any(fact in facts and fact not in known for _case, its in _launches(op, configs, [case]) for fact in its.facts)
 
 
 def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:

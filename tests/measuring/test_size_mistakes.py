@@ -143,6 +143,15 @@ def test_right_kernel_passes_in_derived_cases() -> None:
     assert findings(summing(""), derived) == []
 
 
+@pytest.mark.parametrize("mistake", ["branch on a size", "branch of host code", "kernel of long rows", "flag"])
+def test_branch_above_a_size_is_checked_at_the_least_size_where_bench_cases_cost_too_much(mistake: str) -> None:
+    op = summing(mistake, elements=16)
+    derived, without, _ = derived_cases(op, CHECK, [case_of("huge", 4096, 1 << 20)])
+    assert [case["N"] for case in derived if case["N"] > 2048] == [2050]  # a multiple of 2, as all sizes
+    assert "y: wrong" in findings(op, derived)
+    assert without == []
+
+
 @pytest.mark.parametrize(
     ("mistake", "named"),
     [
@@ -469,11 +478,11 @@ def normalized_rows(inputs: Inputs, _config: None) -> Outputs:
     return {"y": y}
 
 
-def test_million_rows_of_a_bench_case_are_no_derived_case_of_one_column() -> None:
+def test_million_rows_of_a_bench_case_give_a_derived_case_of_few_rows() -> None:
     op = replace(
         summing("", elements=4), reference=lambda inputs: {"y": torch.layer_norm(inputs["x"], inputs["x"].shape[1:])},
         variants=(Variant("optimized", normalized_rows),),
     )  # fmt: skip
     derived, _, facts = derived_cases(op, [case_of("one", 1, 1), *CHECK[1:]], [case_of("tall", 1 << 20, 64)])
     assert Fact("branch", "M > ROWS", "_normalized_rows") in facts
-    assert [case.name for case in derived if case["M"] > 260] == []
+    assert [case.axes for case in derived if case["M"] > 260] == [(("M", 513), ("N", 34))]
