@@ -22,6 +22,11 @@ _USED = (
 
 _MENDED = "is_mended_by_kerneltune"
 
+_CHOICES = {
+    **dict.fromkeys(("create_minsi", "create_minui"), (np.minimum, np.greater)),
+    **dict.fromkeys(("create_maxsi", "create_maxui"), (np.maximum, np.less)),
+}
+"""Minima and maxima of whole numbers, and the comparison that is true where the second operand is taken."""
 _PASS_OVER_NAN = {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}
 """`tl.maximum` and `tl.minimum` return the other operand of NaN on a GPU; the interpreter returns NaN."""
 
@@ -65,6 +70,8 @@ def mend() -> None:
     builder = interpreter.InterpreterBuilder
     for name, function in _PASS_OVER_NAN.items():
         setattr(builder, name, _elementwise(function))
+    for name, (function, takes_second) in _CHOICES.items():
+        setattr(builder, name, _choice(function, takes_second))
     for name, typed_by in _TYPED_BY.items():
         setattr(builder, name, _in_fp32(getattr(builder, name), typed_by))
     builder.create_dot = _in_tf32(builder.create_dot)
@@ -114,6 +121,17 @@ def mend_or_warn() -> None:
 
 def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     return lambda builder, left, right: builder.binary_op(left, right, function)
+
+
+def _choice(function: Callable[[Any, Any], Any], takes_second: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Note which operand a minimum or a maximum of two different scalars takes."""
+
+    def computed(builder: Any, left: Any, right: Any) -> Any:
+        if left.data.size == right.data.size == 1 and (left.data != right.data).all():
+            note_here("true" if takes_second(left.data, right.data).all() else "false")
+        return builder.binary_op(left, right, function)
+
+    return computed
 
 
 class _Names:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
-    "launch", "call", "branch", "condition", "true", "false", "loop", "programs", "tf32",
+    "launch", "call", "branch", "condition", "choice", "true", "false", "loop", "programs", "tf32",
     "last stored", "last not stored", "not judged",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
@@ -24,6 +24,7 @@ _TEXTS: Mapping[str, str] = {
     "call": "a call of {name}",
     "branch": "{name} in {place}",
     "condition": "{name} at {place}",
+    "choice": "{name} at {place}",
     "loop": "turns of the loop at {place}",
     "programs": "programs of {name} along axis {place}",
     "tf32": "products of fp32 are rounded to tf32, {place}",
@@ -40,10 +41,11 @@ class Fact(NamedTuple):
 
     Attributes:
         kind: `launch` of a kernel, `call` of a device function. `branch`: a branch on arguments, a flag, or sizes that are
-            compared, such as `N > BLOCK`. `condition`: an `if` whose side arguments do not tell; `true` and `false`: a side that
-            a condition takes. `loop`: turns of a loop. `programs`: programs along an axis of the grid. `tf32`: a product whose
-            fp32 operands are rounded. `last stored`, `last not stored`: whether programs at the corners of the grid store the
-            last element of an argument that they store to. `not judged`: a launch without memory that was given up, as an
+            compared, such as `N > BLOCK`. `condition`: an `if` whose side arguments do not tell. `choice`: the minimum or the
+            maximum of two values that arguments do not tell. `true` and `false`: a side that a condition takes, or the second and
+            the first operand of a choice. `loop`: turns of a loop. `programs`: programs along an axis of the grid. `tf32`: a
+            product whose fp32 operands are rounded. `last stored`, `last not stored`: whether programs at the corners of the grid
+            store the last element of an argument that they store to. `not judged`: a launch without memory that was given up, as an
             earlier launch of the same host code.
         name: the kernel, the function or the argument, or the text of a branch or a condition.
         place: the kernel or the function, the axis, or PATH:LINE.
@@ -63,8 +65,8 @@ Reached = dict[Fact, int]
 _REACHED: ContextVar[Reached | None] = ContextVar("reached", default=None)
 WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
 """Set while a launch runs on tensors without memory: only its addresses count."""
-_LONG_LOOP = 1024
-"""Turns of a loop that are all run in a launch without memory: of more, an eighth of so many, as a program has 2 s."""
+_LONG_LOOP = 128
+"""Turns of a loop that a launch without memory runs at most, half of them the first and half the last, as a launch has 2 s."""
 
 
 @contextmanager
@@ -96,7 +98,7 @@ def turns_of(turns: range) -> Sequence[int]:
     """Note the turns of the loop that begins, and return them; in a launch without memory, of a long loop the first and last."""
     note_here("loop", len(turns))
     is_whole = len(turns) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
-    return turns if is_whole else [*turns[: _LONG_LOOP // 16], *turns[-_LONG_LOOP // 16 :]]
+    return turns if is_whole else [*turns[: _LONG_LOOP // 2], *turns[-_LONG_LOOP // 2 :]]
 
 
 @contextmanager
@@ -169,9 +171,11 @@ def unreached(checks: Reached, largest: Reached) -> list[str]:
     few = [fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.place in unknown)]
     counted = sorted(f"two {fact}" for fact in few if fact.kind in _COUNTED)
     lines = [*counted, *sorted(str(fact) for fact in few if fact.kind in _OF_CODE)]
-    for fact in sorted(fact for fact in largest if fact.kind == "condition"):
+    for fact in sorted(fact for fact in largest if fact.kind in ("condition", "choice")):
         sides = [side for side in ("true", "false") if Fact(side, "", fact.place) in checks]
-        lines += [f"{fact} other than {sides[0]}"] if len(sides) == 1 else []
+        if len(sides) == 1:
+            other = f"equal to its {'first' if sides == ['true'] else 'second'} operand"
+            lines.append(f"{fact} {other if fact.kind == 'choice' else f'other than {sides[0]}'}")
     return lines
 
 

@@ -19,7 +19,8 @@ from kerneltune.rounding import cdiv
 
 _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": max, "bool": bool}
 """Functions whose calls are computed; a value with any other call is unknown."""
-_CHOICES = ("min", "max", "minimum", "maximum")
+_CHOICES, _OPERANDS = ("min", "max", "minimum", "maximum"), 2
+_MOST_IN_16_BITS = 2**16 - 1
 _CALLED = re.compile(r"([\w.\])]+)\(")
 _OF_MODULE = re.compile(rf"\b[\w.]+\.({'|'.join(_FUNCTIONS)})\(")
 
@@ -76,6 +77,9 @@ class _Reading:
         for count, divisor in _divisions(tree):
             if divisor in constants and self._value(_parsed(f"{count} > {divisor} and {count} % {divisor} != 0")) is True:
                 self._note(f"{count} % {divisor} != 0")
+        for name in frozenset().union(*self._compared.values()) & values.keys() if _has_16_bits(tree) else ():
+            if values[name] > _MOST_IN_16_BITS:
+                self._note(f"{name} > {_MOST_IN_16_BITS} beside whole numbers of 16 bits")
         for compared in self._compared.values():
             for larger, smaller in itertools.permutations(compared & values.keys(), 2):
                 if values[larger] > values[smaller] and not constants >= {larger, smaller}:
@@ -83,6 +87,9 @@ class _Reading:
 
     def _note(self, text: str) -> None:
         self.facts.add(Fact("branch", text, self._name))
+
+    def _place(self, node: ast.expr) -> str:
+        return f"{self._code.co_filename}:{self._code.co_firstlineno + node.lineno - 1}"
 
     def _value(self, node: ast.AST) -> Any:
         """Return the value of an expression, or _UNKNOWN."""
@@ -101,8 +108,7 @@ class _Reading:
             is_true = self._decide(node.test)
             if is_true is not _UNKNOWN:
                 return self._read(node.body if is_true else node.orelse)
-            line = self._code.co_firstlineno + node.test.lineno - 1
-            self.facts.add(Fact("condition", f"`if {_text(node.test)}`", f"{self._code.co_filename}:{line}"))
+            self.facts.add(Fact("condition", f"`if {_text(node.test)}`", self._place(node.test)))
             returns = [self._read(node.body), self._read(node.orelse)]
             self._forget(node)
             return all(returns)
@@ -180,6 +186,9 @@ class _Reading:
     def _choose(self, node: ast.Call) -> None:
         """Note which operand is the minimum or the maximum, as of a branch."""
         value = self._value(node)
+        is_reduction = _text(node.func).rpartition(".")[0] and not _text(node.func).endswith("imum")
+        if value is _UNKNOWN and len(node.args) == _OPERANDS and not is_reduction:
+            self.facts.add(Fact("choice", f"`{_text(node)}`", self._place(node)))
         for operand in node.args if type(value) is int else ():
             if self._value(operand) == value:
                 self._note(f"{_text(node)} = {_text(operand)}")
@@ -224,6 +233,13 @@ def _constants(tree: ast.FunctionDef) -> frozenset[str]:
     return frozenset(
         arg.arg for arg in (*tree.args.args, *tree.args.kwonlyargs) if arg.annotation and "constexpr" in _text(arg.annotation)
     )
+
+
+@functools.cache
+def _has_16_bits(tree: ast.FunctionDef) -> bool:
+    """Return whether a function casts values to whole numbers of 16 bits, which may be places; bits of a value are none."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _text(node.func).endswith((".to", ".cast"))]
+    return any(_text(call.args[-1]).endswith(("int16", "uint16")) and not call.keywords for call in calls if call.args)
 
 
 _text = functools.cache(ast.unparse)

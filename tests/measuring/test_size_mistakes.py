@@ -486,3 +486,64 @@ def test_million_rows_of_a_bench_case_give_a_derived_case_of_few_rows() -> None:
     derived, _, facts = derived_cases(op, [case_of("one", 1, 1), *CHECK[1:]], [case_of("tall", 1 << 20, 64)])
     assert Fact("branch", "M > ROWS", "_normalized_rows") in facts
     assert [case.axes for case in derived if case["M"] > 260] == [(("M", 513), ("N", 34))]
+
+
+@triton.jit
+def _limited_sums(x_ptr, count_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
+    count = tl.load(count_ptr + tl.program_id(0))
+    end = tl.minimum(count, 250) if MISTAKE == "minimum" else min(count, 250) if MISTAKE == "min" else count
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, end, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + tl.program_id(0) * N + at, at < end, other=0.0)
+    tl.store(y_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+def limited_sums(mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    counts, y = torch.full_like(x[:, 0], x.shape[1], dtype=torch.int32), x.new_empty(x.shape[0])
+    _limited_sums[(x.shape[0],)](x, counts, y, x.shape[1], BLOCK=32, MISTAKE=mistake)
+    return {"y": y}
+
+
+@pytest.mark.parametrize("mistake", ["", "minimum", "min"])
+def test_minimum_of_a_loaded_value_whose_other_operand_no_check_takes_is_named(mistake: str) -> None:
+    variant = Variant("optimized", partial(limited_sums, mistake))
+    op = replace(summing(""), variants=(variant,))
+    for cases, is_named in ((CHECK[:2], bool(mistake)), (CHECK, False)):
+        checks = [case_job([Run(Task(op, case, variant), None)]) for case in cases]
+        addresses = address_job(Task(op, BENCH[0], variant), derived_cases(op, cases, BENCH)[2])
+        dict(run_jobs([*checks, addresses]))
+        named = "250)` at test_size_mistakes.py:"
+        lines = " ".join(coverage_lines([*checks, addresses]))
+        assert (named in lines) == is_named, lines
+        assert (" equal to its second operand" in lines) == is_named, lines
+
+
+@triton.jit
+def _last_places(x_ptr, place_ptr, N, BLOCK: tl.constexpr, IS_NARROW: tl.constexpr):
+    best = tl.full([BLOCK], -1, tl.int32)
+    for begin in range(0, N, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + tl.program_id(0) * N + at, at < N, other=0.0)
+        best = tl.where(x > 0, at, best)
+    place = tl.max(best, 0)
+    tl.store(place_ptr + tl.program_id(0), place.to(tl.int16) if IS_NARROW else place)
+
+
+def last_places(is_narrow: bool, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    y = torch.empty_like(x[:, 0], dtype=torch.int32)
+    _last_places[(x.shape[0],)](x, y, x.shape[1], BLOCK=1024, IS_NARROW=is_narrow)
+    return {"y": y}
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_place_in_16_bits_is_found_in_a_derived_case_that_needs_more(is_narrow: bool) -> None:
+    def places(given: Inputs) -> Outputs:
+        columns = torch.arange(given["x"].shape[1], dtype=torch.int32)
+        return {"y": torch.where(given["x"] > 0, columns, -1).amax(1)}
+
+    op = replace(summing(""), reference=places, variants=(Variant("optimized", partial(last_places, is_narrow)),))
+    derived, _, _ = derived_cases(op, CHECK, [case_of("large", 4096, 1 << 20)])
+    assert findings(op, derived) == ["y: wrong"] * is_narrow
