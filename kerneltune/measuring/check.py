@@ -253,6 +253,17 @@ class Checker:
             return outputs, without
         return outputs, [f"with gaps between rows of {', '.join(names)}, which host code accepts: {line}" for line in lines]
 
+    def wrong_layouts(self, variant: Variant, config: Config) -> list[str]:
+        """Return inputs of which host code reads a layout, and gives wrong results without an error if elements lie apart."""
+        wrong = []
+        for name, value in _with_gaps(self.inputs, between_elements=True).items() if host_folder(self.op) else ():
+            apart = copy(self)
+            apart.inputs = {**self.inputs, name: value}
+            with _noting_layouts(apart.inputs, host_folder(self.op)) as read:
+                _outputs, lines = apart.run(variant, config)
+            wrong += [name] if name in read and lines and not lines[0].startswith(LAUNCH_FAILURE) else []
+        return wrong
+
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
@@ -270,8 +281,11 @@ class Checker:
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
 
 
-def _with_gaps(inputs: Inputs) -> Inputs:
-    """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes."""
+def _with_gaps(inputs: Inputs, between_elements: bool = False) -> Inputs:
+    """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
+
+    With `between_elements`, every second element within a row is a gap as well.
+    """
     copies: dict[str, torch.Tensor] = {}
     owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
     for name, value in inputs.items():
@@ -279,7 +293,7 @@ def _with_gaps(inputs: Inputs) -> Inputs:
             continue
         order = sorted(range(value.ndim), key=value.stride)
         if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
-            strides, step = [0] * value.ndim, 1
+            strides, step = [0] * value.ndim, 1 + between_elements
             for axis in order:
                 strides[axis] = step
                 step *= value.shape[axis]

@@ -91,12 +91,25 @@ def check_pairs(
         if outcome.status == "failed":
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
+    layouts = _wrong_layouts(op, variant, checkers, configs) if not failures else []
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
     num_once = len(configs) - len(checkers)
     if variant.config is None and not num_once:
-        return failures
+        return [*failures, *layouts]
     line = _coverage(configs, done, len(failures), num_without, num_once)
-    return [*failures, Outcome("checked", f"{op.name} {variant.name}: {line}")]
+    return [*failures, *layouts, Outcome("checked", f"{op.name} {variant.name}: {line}")]
+
+
+def _wrong_layouts(
+    op: Op, variant: Variant, checkers: Mapping[Case, Checker | Outcome], configs: Mapping[Case, Sequence[Config]]
+) -> list[Outcome]:
+    """Return an outcome that names the inputs whose elements may not lie apart, though host code raises nothing."""
+    for case, checker in checkers.items():
+        if isinstance(checker, Checker) and min((size for _axis, size in case.axes), default=0) > 1:
+            names = ", ".join(checker.wrong_layouts(variant, configs[case][0]))
+            text = f"{op.name} {variant.name}: wrong, without an error, where elements within a row of {names} lie apart"
+            return [Outcome("checked", text)] if names else []
+    return []
 
 
 def _coverage(
