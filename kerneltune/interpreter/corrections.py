@@ -124,11 +124,13 @@ def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any
 
 
 def _choice(function: Callable[[Any, Any], Any], takes_second: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """Note which operand a minimum or a maximum of two different scalars takes."""
+    """Note which operand a minimum or a maximum of whole numbers takes in some element."""
 
     def computed(builder: Any, left: Any, right: Any) -> Any:
-        if left.data.size == right.data.size == 1 and (left.data != right.data).all():
-            note_here("true" if takes_second(left.data, right.data).all() else "false")
+        if takes_second(left.data, right.data).any():
+            note_here("true")
+        if takes_second(right.data, left.data).any():
+            note_here("false")
         return builder.binary_op(left, right, function)
 
     return computed

@@ -231,37 +231,38 @@ class Checker:
         """Run a variant as `run` does, on inputs with gaps between rows where host code accepts them.
 
         Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. So a
-        kernel is found that takes the strides of another tensor, or the number of columns, for the stride of an input.
+        kernel is found that takes the strides of another tensor, or the number of columns, for the stride of an input. Where host
+        code refuses gaps between rows, gaps between matrices are tried, and so on outwards.
         """
-        names = list(_with_gaps(self.inputs)) if host_folder(self.op) else []
-        while names:
+        gaps = dict.fromkeys(_with_gaps(self.inputs), 0) if host_folder(self.op) else {}
+        while gaps:
             apart = copy(self)
-            apart.inputs = {**self.inputs, **_with_gaps({name: self.inputs[name] for name in names})}
+            apart.inputs = {**self.inputs, **_with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
             with _noting_layouts(apart.inputs, host_folder(self.op)) as read:
                 outputs, lines = apart.run(variant, config)
             if not lines:
                 return outputs, lines
-            last = next((name for name in reversed(read) if name in names), None)
+            last = next((name for name in reversed(read) if name in gaps), None)
             if lines[0].startswith(LAUNCH_FAILURE):  # the input that host code looked at last is refused
-                names = [name for name in names if name != last] if last else []
-            elif set(names) <= set(read):
+                refused = {last: gaps[last] + 1} if last and gaps[last] + 2 < self.inputs[last].ndim else {}
+                gaps = {name: within for name, within in gaps.items() if last and name != last} | refused
+            elif gaps.keys() <= set(read):
                 break
             else:
-                names = [name for name in names if name in read]
+                gaps = {name: within for name, within in gaps.items() if name in read}
         outputs, without = self.run(variant, config)
-        if without or not names:
+        if without or not gaps:
             return outputs, without
-        return outputs, [f"with gaps between rows of {', '.join(names)}, which host code accepts: {line}" for line in lines]
+        return outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
 
     def wrong_layouts(self, variant: Variant, config: Config) -> list[str]:
-        """Return inputs of which host code reads a layout, and gives wrong results without an error if elements lie apart."""
+        """Return the matrices among the inputs that give wrong results, without an error, if elements within rows lie apart."""
         wrong = []
         for name, value in _with_gaps(self.inputs, between_elements=True).items() if host_folder(self.op) else ():
             apart = copy(self)
             apart.inputs = {**self.inputs, name: value}
-            with _noting_layouts(apart.inputs, host_folder(self.op)) as read:
-                _outputs, lines = apart.run(variant, config)
-            wrong += [name] if name in read and lines and not lines[0].startswith(LAUNCH_FAILURE) else []
+            _outputs, lines = apart.run(variant, config)
+            wrong += [name] if lines and not lines[0].startswith(LAUNCH_FAILURE) else []
         return wrong
 
     def disagreements(self, outputs: Outputs) -> list[str]:
@@ -281,10 +282,12 @@ class Checker:
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
 
 
-def _with_gaps(inputs: Inputs, between_elements: bool = False) -> Inputs:
+def _with_gaps(inputs: Inputs, within: Mapping[str, int] | None = None, between_elements: bool = False) -> Inputs:
     """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
 
-    With `between_elements`, every second element within a row is a gap as well.
+    Args:
+        within: number of axes within which an input has no gaps, beside the innermost axis: 1 for gaps between matrices.
+        between_elements: every second element within a row is a gap as well.
     """
     copies: dict[str, torch.Tensor] = {}
     owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
@@ -297,7 +300,8 @@ def _with_gaps(inputs: Inputs, between_elements: bool = False) -> Inputs:
             for axis in order:
                 strides[axis] = step
                 step *= value.shape[axis]
-                step += (32 * (len(copies) + 1)) // value.element_size() if axis == order[0] else 0
+                is_apart = axis == order[(within or {}).get(name, 0)]
+                step += (32 * (len(copies) + 1)) // value.element_size() if is_apart else 0
             memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
             copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
     return copies
@@ -386,26 +390,37 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 
 
 def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
-    """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with an axis in the check cases.
+    """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with a size in the check cases.
 
-    An axis limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
-    times the size, and one of these sizes is at least twice another. Of several such axes the least limit is taken.
+    A size limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
+    times the size, and one of these sizes is at least twice another. Sizes are axes, axes of inputs and inputs that are whole
+    numbers. Of several such sizes the least limit is taken.
     """
     wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
-    made: list[tuple[dict[str, int], Inputs]] = []
+    of_checks: list[tuple[dict[str, int], Inputs]] = []
     for check in checks if wanted else ():
         with suppress(Exception):  # the record of the check says why a case has no inputs
-            made.append((dict(check.axes), op.inputs(check, device="cpu")))
+            of_check = op.inputs(check, device="cpu")
+            of_checks.append((_sizes(check, of_check), of_check))
     largest: dict[int, int] = {}
     for name, value in wanted.items():
-        found = [(axes, int(its[name].max())) for axes, its in made if name in its and its[name].numel() >= _SEVERAL]
-        for axis, size in case.axes if found else ():
-            sizes = [axes[axis] for axes, _most in found]
-            shares = [(most + 1) / max(1, axes[axis]) for axes, most in found]
+        numbers = [(sizes, int(its[name].max())) for sizes, its in of_checks if name in its and its[name].numel() >= _SEVERAL]
+        for size_name, size in _sizes(case, inputs).items() if numbers else ():
+            sizes = [of_check.get(size_name, 0) for of_check, _most in numbers]
+            shares = [(most + 1) / max(1, of_check) for of_check, (_sizes_of_check, most) in zip(sizes, numbers, strict=True)]
             if max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares):
                 limit = int(max(shares) * size) - 1
                 largest[id(value)] = min(limit, largest.get(id(value), limit))
     return largest
+
+
+def _sizes(case: Case, inputs: Inputs) -> dict[str, int]:
+    """Return the sizes of a case by name: its axes, the axes of its inputs, and inputs that are whole numbers."""
+    shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else (value,) for name, value in inputs.items()}
+    of_inputs = {
+        f"{name}[{axis}]": size for name, shape in shapes.items() for axis, size in enumerate(shape) if type(size) is int
+    }
+    return {**of_inputs, **dict(case.axes)}
 
 
 def broken_context() -> str:
