@@ -256,13 +256,14 @@ class Checker:
         return outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
 
     def wrong_layouts(self, variant: Variant, config: Config) -> list[str]:
-        """Return the matrices among the inputs that give wrong results, without an error, if elements within rows lie apart."""
+        """Return inputs of which host code reads a layout, and gives wrong results without an error if elements lie apart."""
         wrong = []
         for name, value in _with_gaps(self.inputs, between_elements=True).items() if host_folder(self.op) else ():
             apart = copy(self)
             apart.inputs = {**self.inputs, name: value}
-            _outputs, lines = apart.run(variant, config)
-            wrong += [name] if lines and not lines[0].startswith(LAUNCH_FAILURE) else []
+            with _noting_layouts(apart.inputs, host_folder(self.op)) as read:
+                _outputs, lines = apart.run(variant, config)
+            wrong += [name] if name in read and lines and not lines[0].startswith(LAUNCH_FAILURE) else []
         return wrong
 
     def disagreements(self, outputs: Outputs) -> list[str]:
