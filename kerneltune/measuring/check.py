@@ -394,8 +394,9 @@ def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case])
     """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with a size in the check cases.
 
     A size limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
-    times the size, and one of these sizes is at least twice another. Sizes are axes, axes of inputs and inputs that are whole
-    numbers. Of several such sizes the least limit is taken.
+    times the size, and one of these sizes is at least twice another; or if in check cases of different sizes the largest number
+    is always the size, or the size less 1. Sizes are axes, axes of inputs and inputs that are whole numbers. The least limit of
+    several sizes is taken.
     """
     wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
     of_checks: list[tuple[dict[str, int], Inputs]] = []
@@ -408,9 +409,11 @@ def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case])
         numbers = [(sizes, int(its[name].max())) for sizes, its in of_checks if name in its and its[name].numel() >= _SEVERAL]
         for size_name, size in _sizes(case, inputs).items() if numbers else ():
             sizes = [of_check.get(size_name, 0) for of_check, _most in numbers]
-            shares = [(most + 1) / max(1, of_check) for of_check, (_sizes_of_check, most) in zip(sizes, numbers, strict=True)]
-            if max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares):
-                limit = int(max(shares) * size) - 1
+            limits = [most for _sizes_of_check, most in numbers]
+            shares = [(most + 1) / max(1, of_check) for of_check, most in zip(sizes, limits, strict=True)]
+            is_size = len(set(sizes)) > 1 and limits in (sizes, [of_check - 1 for of_check in sizes])
+            if is_size or (max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares)):
+                limit = size if limits == sizes else int(max(shares) * size) - 1
                 largest[id(value)] = min(limit, largest.get(id(value), limit))
     return largest
 
