@@ -45,8 +45,8 @@ class Fact(NamedTuple):
             maximum of two values that arguments do not tell. `true` and `false`: a side that a condition takes, or the second and
             the first operand of a choice. `loop`: turns of a loop. `programs`: programs along an axis of the grid. `tf32`: a
             product whose fp32 operands are rounded. `last stored`, `last not stored`: whether programs at the corners of the grid
-            store the last element of an argument that they store to. `not judged`: a launch without memory that was given up, as an
-            earlier launch of the same host code.
+            store the last element of an argument that they store to. `not judged`: a launch without memory that was given up, as
+            an earlier launch of the same host code.
         name: the kernel, the function or the argument, or the text of a branch or a condition.
         place: the kernel or the function, the axis, or PATH:LINE.
     """
