@@ -34,6 +34,15 @@ def test_append_lines_behind_a_partial_line_cuts_or_ends_it(tmp_path: Path) -> N
     assert path.read_bytes() == b"3\n"
 
 
+@pytest.mark.parametrize("keep_partial", [False, True])
+@pytest.mark.parametrize("before", [b"", b"1\n2\n"])
+def test_append_lines_behind_a_whole_line_adds_only_the_lines(before: bytes, keep_partial: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(before)
+    append_lines(path, b"3\n", keep_partial=keep_partial)
+    assert path.read_bytes() == before + b"3\n"
+
+
 def test_replace_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.md"
     replace_text(path, "before")

@@ -161,6 +161,12 @@ def test_shift_bounds_and_p_values_equal_those_of_student_t_and_the_normal() -> 
     assert (Shift(0.1, 0.0, 4).p_slower, Shift(0.0, 0.0, 4).p_slower, Shift(-0.1, 0.0, 4).p_slower) == (0.0, 1.0, 1.0)
 
 
+def test_shift_least_is_exceeded_but_for_the_given_probability() -> None:
+    estimate = Shift(0.1, 0.02, 4)
+    assert estimate.least(0.025) == pytest.approx(estimate.bounds[0])
+    assert estimate.least(0.001) < estimate.least(0.025) < estimate.least(0.5) == pytest.approx(estimate.slowdown)
+
+
 def test_shift_of_intervals_has_the_error_of_both() -> None:
     estimate = interval_shift(Interval(100, 99, 101), Interval(110, 108.9, 111.1))
     assert estimate.slowdown == pytest.approx(0.1)
