@@ -117,20 +117,20 @@ def masks_of_booleans() -> Iterator[None]:
     """Triton's interpreter takes masks of booleans only, as 3.9's does; 3.7.1's also takes integers."""
     from triton.runtime import interpreter
 
-    def strict(name: str, place: int) -> Callable[..., object]:
-        given: Callable[..., object] = getattr(interpreter._interpreter, name)
+    def strict(name: str, position: int) -> Callable[..., object]:
+        operation: Callable[..., object] = getattr(interpreter._interpreter, name)
 
         def checked(*args: Any) -> object:
-            mask = np.asarray(args[place])
+            mask = np.asarray(args[position])
             if mask.dtype != bool:
                 raise TypeError(f"{name}: mask of {mask.dtype}: see tl_lib.only_if")
-            return given(*args)
+            return operation(*args)
 
         return checked
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, place in {"load": 1, "store": 2, "atomic_rmw": 3}.items():
-            patch.setattr(interpreter._interpreter, name, strict(name, place))
+        for name, position in {"load": 1, "store": 2, "atomic_rmw": 3}.items():
+            patch.setattr(interpreter._interpreter, name, strict(name, position))
         yield
 
 

@@ -40,8 +40,8 @@ class Block:
     @property
     def file_name(self) -> str | None:
         """Return the name in the first line, such as `# use.py`, under which the reader is to store the block."""
-        found = re.match(r"# (\w+\.(?:py|yaml|toml))\n", self.text)
-        return found[1] if found else None
+        matched = re.match(r"# (\w+\.(?:py|yaml|toml))\n", self.text)
+        return matched[1] if matched else None
 
     def commands(self) -> Iterator["Command"]:
         """Yield the commands of a sh or console block, those of console with the output that is shown."""
@@ -126,8 +126,8 @@ def known_options(words: list[str]) -> list[str]:
             return [f"no command {rest[0]!r}"]
         command = command.commands[rest.pop(0)]
         options |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    given = [word.split("=")[0] for word in words[: words.index("--") if "--" in words else None] if word.startswith("-")]
-    return [f"no option {option}" for option in given if option not in {*options, "--help"}]
+    typed = [word.split("=")[0] for word in words[: words.index("--") if "--" in words else None] if word.startswith("-")]
+    return [f"no option {option}" for option in typed if option not in {*options, "--help"}]
 
 
 def options_in_prose(page: Path) -> set[str]:

@@ -153,10 +153,10 @@ import sys
 from pathlib import Path
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
-(found,) = read_capture(Path(sys.argv[1])).classes
-made = make_replay(found, Path(sys.argv[1]) / "classes" / found.digest, "cpu", 0)
-made.run(found.candidates[0].config)
-print(made.named["y_ptr"].tolist())
+(launch,) = read_capture(Path(sys.argv[1])).classes
+replay = make_replay(launch, Path(sys.argv[1]) / "classes" / launch.digest, "cpu", 0)
+replay.run(launch.candidates[0].config)
+print(replay.named["y_ptr"].tolist())
 """
 
 

@@ -316,8 +316,8 @@ def test_grid_that_is_computed_from_arguments_is_launched() -> None:
 def test_grid_that_is_computed_from_arguments_is_checked_without_memory() -> None:
     y = torch.empty(3, device="meta")
     assert fault(lambda: _grid_of_arguments[lambda arguments: (triton.cdiv(arguments["N"], 4),)](y, 11)) == ""
-    found = fault(lambda: _grid_of_arguments[lambda arguments: (triton.cdiv(arguments["N"], 4),)](y, 13))
-    assert found.startswith("store outside of y_ptr: element 3 of 3 float32, program (3, 0, 0), test_bounds.py:")
+    text = fault(lambda: _grid_of_arguments[lambda arguments: (triton.cdiv(arguments["N"], 4),)](y, 13))
+    assert text.startswith("store outside of y_ptr: element 3 of 3 float32, program (3, 0, 0), test_bounds.py:")
 
 
 @triton.jit
@@ -334,5 +334,5 @@ def test_product_of_a_loop_index_and_a_constant_overflows_past_32_bits_alone() -
     x = torch.empty((1 << 32) + 1, device="meta")
     assert fault(lambda: _rows_of_constant_length[(1,)](x, 1 << 16, (1 << 15) - 1, False)) == ""
     assert fault(lambda: _rows_of_constant_length[(1,)](x, 0, 0, True)) == ""
-    found = fault(lambda: _rows_of_constant_length[(1,)](x, (1 << 16) + 1, 1 << 15, False))
-    assert found.startswith("int32 overflow detected for operation mul, test_bounds.py:")
+    text = fault(lambda: _rows_of_constant_length[(1,)](x, (1 << 16) + 1, 1 << 15, False))
+    assert text.startswith("int32 overflow detected for operation mul, test_bounds.py:")

@@ -204,8 +204,10 @@ def main(names: Sequence[str]) -> int:
 
 def line(one: Found) -> str:
     """Return a line of the table."""
-    said = one.said.splitlines()[0][:90] if one.said else ""
-    return f"{one.plant.name:34}{one.plant.journey:22}{'found' if one.was_found else 'MISSED':8}{one.seconds:5.0f} s  {said}"
+    first_line = one.said.splitlines()[0][:90] if one.said else ""
+    return (
+        f"{one.plant.name:34}{one.plant.journey:22}{'found' if one.was_found else 'MISSED':8}{one.seconds:5.0f} s  {first_line}"
+    )
 
 
 if __name__ == "__main__":
