@@ -46,8 +46,8 @@ PLANTS = (
     Plant(  # the driver is asked before NVML is started
         "nvml_not_started",
         "kerneltune/device.py",
-        "    pynvml.nvmlInit()\n    return str(pynvml.nvmlSystemGetDriverVersion())",
-        "    return str(pynvml.nvmlSystemGetDriverVersion())",
+        "        pynvml.nvmlInit()\n        driver = pynvml.nvmlSystemGetDriverVersion()",
+        "        driver = pynvml.nvmlSystemGetDriverVersion()",
         "doctor",
     ),
     Plant(
