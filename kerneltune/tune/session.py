@@ -33,7 +33,7 @@ _CASES_AHEAD = 6
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """Hold what a run did with a task: searched it, measured its space, renewed its config, or kept it.
+    """Hold the result of a task in a run, which searches it, measures its space, renews its config or keeps it.
 
     Attributes:
         status: `tuned`, `measured` for a whole space, `kept` where the cache has a config, `skipped` where this GPU cannot run
