@@ -190,6 +190,39 @@ def test_check_of_pairs_finds_wrong_strides_of_rows_with_gaps(mistake: str) -> N
     assert bool(reasons) == (mistake in ("exchanged", "in place if contiguous"))
 
 
+@triton.jit
+def _copied_heads(x_ptr, y_ptr, N, stride_m, stride_h, H, BLOCK: tl.constexpr):
+    row, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_m + head * stride_h + at, at < N, other=0.0)
+    tl.store(y_ptr + (row * H + head) * N + at, x, at < N)
+
+
+def _heads(is_wrong: bool, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, H, N = x.shape
+    if x.stride(1) != N or x.stride(2) != 1:
+        raise ValueError("x: heads must be contiguous")
+    y = torch.empty(x.shape)
+    stride_m = H * N if is_wrong else x.stride(0)
+    _copied_heads[(M, H)](x, y, N, stride_m, N, H, BLOCK=triton.next_power_of_2(N))
+    return {"y": y}
+
+
+@interpreted
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_check_of_pairs_finds_wrong_strides_of_matrices_where_host_code_refuses_gaps_between_rows(is_wrong: bool) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        x = torch.empty(case["M"], 3, case["N"], device=device)
+        return {"x": x if device == "meta" else x.normal_(generator=torch.Generator().manual_seed(seed))}
+
+    same = lambda _case, _given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
+    op = replace(op_with(""), inputs=inputs, reference=lambda given: {"y": given["x"].clone()}, compare=same)
+    cases = [case for case in CASES if case["M"] > 1 and case["N"] > 1]
+    found = pairs.check_pairs(op, replace(KNOBLESS, run=partial(_heads, is_wrong)), cases, elements)
+    line = "run 2: with gaps between rows of x, which host code accepts: y: wrong"
+    assert [outcome.reason for outcome in found] == [line] * (is_wrong * len(cases))
+
+
 @interpreted
 @pytest.mark.parametrize("mistake", ["", "refused"])
 def test_input_whose_elements_may_not_lie_apart_is_named_unless_host_code_refuses_it(mistake: str) -> None:

@@ -547,3 +547,23 @@ def test_place_in_16_bits_is_found_in_a_derived_case_that_needs_more(is_narrow: 
     op = replace(summing(""), reference=places, variants=(Variant("optimized", partial(last_places, is_narrow)),))
     derived, _, _ = derived_cases(op, CHECK, [case_of("large", 4096, 1 << 20)])
     assert findings(op, derived) == ["y: wrong"] * is_narrow
+
+
+def pages_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Return a page for each two elements of a case, and all pages in reverse."""
+    pages = case["M"] * case["N"] // 2
+    index = torch.empty(pages, dtype=torch.int32, device=device)
+    x = torch.empty(pages, 64, device=device) if device == "meta" else torch.randn(pages, 64)
+    return {"x": x, "index": index if device == "meta" else torch.arange(pages, dtype=torch.int32).flip(0)}
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize(
+    "checks", [[case_of("few", 4, 9), case_of("more", 4, 10)], [case_of("few", 4, 9), case_of("same", 9, 4)]]
+)
+def test_address_check_takes_the_pages_of_an_input_for_the_limit_of_their_index(is_wide: bool, checks: list[Case]) -> None:
+    variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 20_000, 20_000)
+    op = replace(summing(""), inputs=pages_with_index, variants=(variant,))
+    errors = address_errors(op, large, variant, None, checks)
+    is_limited = checks[1]["N"] == 10  # in cases of equal sizes the number of pages may be a constant
+    assert [line.endswith(", with index_ptr up to 199999999") for line in errors] == [True] * (not is_wide and is_limited)
