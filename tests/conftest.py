@@ -16,7 +16,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
-    from made_up import Setting
+    from fake_tuner import Setting
 
     from kerneltune.plan import Options
 
@@ -165,7 +165,7 @@ def configs_dir(forgotten_configs: None, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.fixture
 def setting(forgotten_configs: None, tmp_path: Path) -> "Setting":
     """Give this test the made-up operator with a trial store and a config cache of its own."""
-    from made_up import Setting
+    from fake_tuner import Setting
 
     return Setting(tmp_path)
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
+from fake_operator import H200, OP, VARIANT, Bench, Knobs, Pool
 
 from kerneltune import device
 from kerneltune.device import Device
@@ -48,7 +48,7 @@ class LoggedBench(Bench):
         return super().measure(task, config, best_us, samples)
 
 
-def made_up(options: Options, _cores: frozenset[int] | None) -> TuningSession:
+def fake_session(options: Options, _cores: frozenset[int] | None) -> TuningSession:
     """Return a session on a GPU that is made up, on all cores."""
     unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
@@ -63,7 +63,7 @@ def odd(options: Options, cores: frozenset[int] | None) -> TuningSession:
     """Return a session on another GPU where it is the second of its host."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
-    return made_up(options, cores)
+    return fake_session(options, cores)
 
 
 def main(folder: Path) -> None:
@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
     setattr(device, "current", lambda: H200)  # noqa: B010
     options = Options(results=folder / "results", configs=folder / "configs", search=Search())
     (folder / "began").touch()
-    Fleet(["0", "1"], options, Progress(), made_up).run(WORKS)
+    Fleet(["0", "1"], options, Progress(), fake_session).run(WORKS)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
-from made_up import CompiledAtOnce
+from fake_tuner import CompiledAtOnce
 
 from kerneltune import interrupts
 from kerneltune.plan import Options

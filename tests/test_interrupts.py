@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from started import environment
+from subprocesses import environment
 
 IMPORTS = """
 import os, signal, sys, threading, time
@@ -59,7 +59,7 @@ def test_interrupt_at_the_end_of_a_command_is_silent_and_the_next_kills() -> Non
 def test_interrupt_that_a_package_swallows_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "swallows.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
-        "from versus_jobs import OPS\n"
+        "from fake_operator import OPS\n"
     )
     command = [sys.executable, "-m", "kerneltune", "--plugin", str(tmp_path / "swallows.py"), "ops"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bench_jobs import LOG
 from orphan_jobs import STARTED
-from started import TESTS, environment, running, wait_for
+from subprocesses import TESTS, environment, running, wait_for
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])

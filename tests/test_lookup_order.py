@@ -9,7 +9,7 @@ from subprocess import run
 from typing import Any, NamedTuple
 
 import pytest
-from made_up import CASE, SMALL, Small, op_of
+from fake_tuner import CASE, SMALL, Small, op_of
 
 from kerneltune import cache, device
 from kerneltune.device import Device

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from gate_rows import record
-from started import commit_all, environment
+from subprocesses import commit_all, environment
 
 from kerneltune import files, processes, records
 from kerneltune.cli.options import load_ops

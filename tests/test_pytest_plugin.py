@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from started import environment
+from subprocesses import environment
 
 from kerneltune import pytest_plugin
 from kerneltune.pytest_plugin import KernelTime

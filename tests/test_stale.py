@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import made_up_gpu
+import fake_gpu
 import msgspec
 import pytest
-from made_up_gpu import OPS, Bench, entries_of
+from fake_gpu import OPS, Bench, entries_of
 from typer.testing import CliRunner
 
 from kerneltune import cache, campaign, records, stale
@@ -44,7 +44,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     measured.clear()
     monkeypatch.setattr(campaign, "GpuWorker", Bench)
     monkeypatch.setattr(campaign, "compare_in_worker", compared)
-    with made_up_gpu.stands_in(monkeypatch):
+    with fake_gpu.stands_in(monkeypatch):
         yield
 
 

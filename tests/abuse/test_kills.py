@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from small_sweeps import STREAM
-from started import TESTS, commit_all, environment
+from subprocesses import TESTS, commit_all, environment
 
 from kerneltune import cache
 from kerneltune.search.trials import history

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import made_up_gpu
+import fake_gpu
 import numpy as np
 import pytest
 import torch
 from adopted import captured, example, of_kernel, run_python
-from made_up_gpu import Bench
+from fake_gpu import Bench
 from typer.testing import CliRunner
 
 from kerneltune.adopt import program, startup, tuning
@@ -58,7 +58,7 @@ class SizedBench(Bench):
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SizedBench]]:
     """Make a GPU whose times are a formula."""
     bench = type("ThisBench", (SizedBench,), {"tried": []})
-    with made_up_gpu.stands_in(monkeypatch):
+    with fake_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", bench)
         monkeypatch.setattr(tuning, "GpuWorker", bench)
         monkeypatch.setattr(program, "device_slug", lambda *_: GPU)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import made_up_gpu
+import fake_gpu
 import pytest
 import torch
 from adopted import kernel_of, run_python, write_table
@@ -127,7 +127,7 @@ def test_autotuned_kernel_with_the_function_in_its_key_is_served_by_function(tmp
 
 
 def test_tune_of_a_kernel_with_functions_tunes_every_class(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made_up_gpu.stands_in(monkeypatch):
+    with fake_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", PlainBench)
         monkeypatch.setattr(tuning, "GpuWorker", PlainBench)
         monkeypatch.setattr(program, "device_slug", lambda: GPU)

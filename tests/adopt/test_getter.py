@@ -10,11 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import made_up_gpu
+import fake_gpu
 import numpy as np
 import pytest
 import torch
-from made_up_gpu import Bench
+from fake_gpu import Bench
 from typer.testing import CliRunner
 
 from kerneltune import device
@@ -282,7 +282,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> Iterator[Non
     """Make a GPU whose times are a formula; the program runs in the interpreter."""
     monkeypatch.setattr("kerneltune.adopt.getter._torch_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
-    with made_up_gpu.stands_in(monkeypatch):
+    with fake_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", GetterBench)
         monkeypatch.setattr("kerneltune.processes.start_server", lambda: None)
         yield

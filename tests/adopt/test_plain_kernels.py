@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import made_up_gpu
+import fake_gpu
 import pytest
 import torch
 import triton
@@ -240,7 +240,7 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
     tmp_path: Path, module: Any, launched_options: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "cap"
-    with made_up_gpu.stands_in(monkeypatch):
+    with fake_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", PlainBench)
         monkeypatch.setattr(tuning, "GpuWorker", PlainBench)
         monkeypatch.setattr(program, "device_slug", lambda *_: GPU)
@@ -272,7 +272,7 @@ class CheckedBench(PlainBench):
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make a GPU whose checks run in the interpreter."""
-    with made_up_gpu.stands_in(monkeypatch):
+    with fake_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", CheckedBench)
         monkeypatch.setattr(tuning, "GpuWorker", CheckedBench)
         monkeypatch.setattr(program, "device_slug", lambda *_: GPU)

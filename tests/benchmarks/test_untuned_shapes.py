@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import untuned_shapes
+from fake_tuner import SMALL, Small, op_of
 from kept_trials import TrialBlock, path_of, write
-from made_up import SMALL, Small, op_of
 
 from kerneltune import cache, ops
 from kerneltune.files import data_root

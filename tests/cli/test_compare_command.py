@@ -56,7 +56,7 @@ def test_compare_plug_in_without_records_does_not_show_those_of_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KERNELTUNE_PLUGINS", "versus_jobs")
+    monkeypatch.setenv("KERNELTUNE_PLUGINS", "fake_operator")
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
     message = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "
     message += "`compare --family NAME` and `report FILE`"
@@ -243,13 +243,13 @@ def test_compare_of_a_plug_in_reads_records_where_sweep_wrote_them(
         info = tmp_path / "mine-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[kerneltune.ops]\nmine = versus_jobs\n")
+        (info / "entry_points.txt").write_text("[kerneltune.ops]\nmine = fake_operator\n")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(ops, "load_with", ops.load_with.__wrapped__)  # which other tests have asked already
     write("mine.yaml").write_text("family: mine\n")
     assert sweep.results_root(None) == Path("results")
     write("results/nvidia_h200/mine.jsonl", *both())
-    plugged = ("--plugin", "versus_jobs") if how == "asked for" else ()
+    plugged = ("--plugin", "fake_operator") if how == "asked for" else ()
     assert "fake" in run(*plugged, "ops").stdout
     compared = run(*plugged, "compare", "baseline", "optimized", "--family", "mine")
     assert compared.exit_code == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from asserting import every
 from command_line import run
-from started import commit_all
+from subprocesses import commit_all
 
 from kerneltune import cache, device, ops
 from kerneltune.cli import console, profile

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import commit_all, environment, wait_for
+from subprocesses import commit_all, environment, wait_for
 
 INSPECT = """
 import sys

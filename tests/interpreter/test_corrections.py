@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from started import environment
+from subprocesses import environment
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 

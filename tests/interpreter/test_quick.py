@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from started import environment
+from subprocesses import environment
 
 from kerneltune.interpreter.modes import corrected
 from kerneltune.interpreter.quick import OPERATORS

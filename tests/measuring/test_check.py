@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from planted_kernels import op_with
-from started import environment
+from subprocesses import environment
 
 from kerneltune.measuring import check
 from kerneltune.spec import Case, Inputs, Outputs

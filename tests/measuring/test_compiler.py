@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import triton
 from asserting import every
-from started import TESTS, environment, interrupted_stops
+from subprocesses import TESTS, environment, interrupted_stops
 
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
 from kerneltune.worker import Worker

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_up import CompiledAtOnce, NoBench
+from fake_tuner import CompiledAtOnce, NoBench
 
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live

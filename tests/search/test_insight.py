@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_operator import H200
 from typer.testing import CliRunner
-from versus_jobs import H200
 
 from kerneltune import cache, device, ops
 from kerneltune.cli import app

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kept_trials import whole_spaces
 from numpy.typing import NDArray
-from replayed import gap_at, known_times, replay
+from replayed_search import gap_at, known_times, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kerneltune.search.loop import Candidates, Search, SearchState, explore, times_of

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import CASE, HALF, Small, nothing, op_of, small_space
+from fake_tuner import CASE, HALF, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device
 from kerneltune.plan import Options

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_up import CASE, SMALL, Small, op_of
+from fake_tuner import CASE, SMALL, Small, op_of
 
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Small, nothing, op_of, small_space, small_time
+from fake_tuner import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Small, nothing, op_of, small_space, small_time
 
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search

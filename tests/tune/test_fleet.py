@@ -12,10 +12,10 @@ from pathlib import Path
 
 import fleet_jobs
 import pytest
+from fake_gpu import entries_of
+from fake_operator import H200
 from fleet_jobs import DEADLY, DIE, LOG, WORKS
-from made_up_gpu import entries_of
-from started import TESTS, environment, interrupted_stops, running, wait_for
-from versus_jobs import H200
+from subprocesses import TESTS, environment, interrupted_stops, running, wait_for
 
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Selection, load_plan
@@ -53,7 +53,7 @@ def options(tmp_path: Path) -> Options:
 
 
 def fleet_of(gpus: list[str], options: Options, progress: Progress | None = None) -> Fleet:
-    return Fleet(gpus, options, progress or Progress(), fleet_jobs.made_up)
+    return Fleet(gpus, options, progress or Progress(), fleet_jobs.fake_session)
 
 
 def evaluations(log: Path) -> list[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ from typing import Any
 import bench_jobs
 import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
-from started import environment
+from subprocesses import environment
 
 from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task

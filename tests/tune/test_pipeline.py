@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import made_up
+import fake_tuner
 import pytest
 from asserting import every
-from made_up import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
-from replayed import StandIn
-from started import environment
+from fake_tuner import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
+from replayed_search import StandIn
+from subprocesses import environment
 from test_run import H200, Bench, Pool
 
 from kerneltune import device
@@ -157,7 +157,7 @@ def test_search_at_its_time_limit_counts_the_last_measurement(setting: Setting) 
 def test_search_prepares_the_case_while_the_first_config_compiles(setting: Setting) -> None:
     prepared: list[bool] = []
 
-    class Ready(made_up.NoBench):
+    class Ready(fake_tuner.NoBench):
         def prepare(self, *_: object) -> None:
             prepared.append(True)
 
@@ -260,7 +260,7 @@ import sys
 from kerneltune.cli.options import load_ops
 from kerneltune.tune import fleet
 from kerneltune.search.loop import SearchState, Candidates, Search
-from made_up import CASE, LARGE
+from fake_tuner import CASE, LARGE
 
 load_ops()
 state = SearchState(Candidates(list(LARGE.configs(CASE))), Search(budget_s=1.0))

@@ -11,11 +11,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import made_up
-import made_up_gpu
+import fake_gpu
+import fake_operator
+import fake_tuner
 import pytest
-import versus_jobs
-from made_up_gpu import H200, OPS, Bench, Pool, entries_of, time_us
+from fake_gpu import H200, OPS, Bench, Pool, entries_of, time_us
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -52,7 +52,7 @@ class Spoken(Progress):
 
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with made_up_gpu.stands_in(monkeypatch):
+    with fake_gpu.stands_in(monkeypatch):
         yield
 
 
@@ -128,9 +128,9 @@ def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
     asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else, where the other 16-bit type was searched, its sixteen best and the default."""
-    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", versus_jobs.Bench)
-    variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
-    operators = {"fake": replace(versus_jobs.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", fake_operator.Bench)
+    variant = replace(fake_operator.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
+    operators = {"fake": replace(fake_operator.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
     sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
     (tmp_path / "made.yaml").write_text(sweep)
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
@@ -143,8 +143,8 @@ def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
 def test_run_tune_with_a_knob_that_the_ceiling_lacks_tunes_both(options: Options, tmp_path: Path) -> None:
     """The search of the ceiling refused the knob, which ended the run."""
     space = {"block": (512, 2048), "warps": (4, 8), "stages": (1,), "ctas": (0,)}
-    variant = replace(made_up.LARGE, space=lambda _: space, default=lambda _: made_up.Large(512, 4, 1, 0))
-    operators = {"fake": made_up.op_of(variant), "stream": OPS["stream"]}
+    variant = replace(fake_tuner.LARGE, space=lambda _: space, default=lambda _: fake_tuner.Large(512, 4, 1, 0))
+    operators = {"fake": fake_tuner.op_of(variant), "stream": OPS["stream"]}
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
     wider = replace(options, search=Search(), knobs=(("stages", ("2",)), ("ctas", ("1",)), ("ctas", ("2",))))
     entries = entries_of(run_tune(load_plan(operators, Selection(str(tmp_path / "made.yaml")), wider), Progress()))
@@ -163,10 +163,10 @@ def test_run_tune_of_the_ceiling_itself_tries_the_added_values(selection: Select
 def test_run_tune_stops_where_less_than_1_percent_is_expected(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", versus_jobs.Bench)
-    variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", fake_operator.Bench)
+    variant = replace(fake_operator.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
-    selection, operators = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
+    selection, operators = Selection(str(tmp_path / "made.yaml")), {"fake": replace(fake_operator.OP, variants=(variant,))}
     (entry,) = entries_of(run_tune(load_plan(operators, selection, options), Progress()))
     assert 16 <= entry.evidence["trials"] < 40
     assert entry.config == {"block": 3, "warps": 8}

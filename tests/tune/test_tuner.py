@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from asserting import every
-from made_up import (
+from fake_tuner import (
     BLOCKS,
     CASE,
     HALF,

@@ -1,13 +1,13 @@
-"""An H200 that is none: the pool of versus_jobs.py, and a bench whose times are a formula of a config of `stream`."""
+"""An H200 that is none: the pool of fake_operator.py, and a bench whose times are a formula of a config of `stream`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import fake_operator
 import numpy as np
 import pytest
-import versus_jobs
-from versus_jobs import H200, Pool
+from fake_operator import H200, Pool
 
 from kerneltune import cache, device, ops
 from kerneltune.search.task import Evaluation, Task
@@ -23,7 +23,7 @@ def time_us(config: Any) -> float:
     return 10.0 + abs(np.log2(config.block / 2048)) + abs(config.warps - 8) / 8 + config.ctas / 100
 
 
-class Bench(versus_jobs.Bench):
+class Bench(fake_operator.Bench):
     """A bench of configs of `stream`; a test says which config crashes."""
 
     crashed: Callable[[Any], bool] = staticmethod(lambda _config: False)
