@@ -135,6 +135,13 @@ def test_from_json_of_a_wrong_value_raises_with_field_and_value(changes: dict[st
     assert str(error.value) == message
 
 
+def test_timing_of_samples_has_bandwidth_and_its_share_of_the_ceiling() -> None:
+    fields = records.timing([[10.0] * 20, [10.0] * 20], traffic_bytes=3e7, ceiling_gbps=4000.0, floor=0.01)
+    assert (fields["time_us"], fields["ci_low_us"], fields["ci_high_us"], fields["p10_us"]) == (10.0,) * 4
+    assert (fields["gbps"], fields["pct_ceiling"], fields["n"]) == (3000.0, 75.0, 40)
+    assert records.timing([[10.0] * 20], 3e7, None, None)["pct_ceiling"] is None
+
+
 @pytest.mark.parametrize("status", ["failed", "skipped"])
 def test_record_that_did_not_pass_needs_a_reason_and_has_no_time(status: str) -> None:
     assert untimed(status, reason="y differs").time_us is None

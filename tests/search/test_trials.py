@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -81,6 +82,14 @@ def test_store_returns_a_trial_as_it_was_put(path: Path) -> None:
     for reader in (store, open_store(path)):
         assert [get(reader, Knobs(i, True)) for i in range(3)] == trials
         assert len(reader) == 3
+
+
+def test_stored_trial_has_the_time_of_its_measurement(path: Path) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    put(open_store(path), Knobs(1, True), Evaluation("passed", 1.0))
+    stored = get(open_store(path), Knobs(1, True))
+    assert stored is not None
+    assert before <= datetime.fromisoformat(stored.date) <= datetime.now(UTC)
 
 
 def test_store_looks_trials_up_by_op_case_variant_policy_and_config(path: Path) -> None:
