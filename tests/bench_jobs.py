@@ -87,7 +87,7 @@ class FakeCompare(FakeBench):
     tell: Callable[[str], None]
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
-        """Launch one variant after the other."""
+        """Launch the variants in turn."""
         timed = [task for task, _ in runs if task.variant.name not in untimed]
         for task in timed:
             self.tell(task.variant.name)

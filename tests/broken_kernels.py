@@ -30,7 +30,7 @@ def _copy(x_ptr, y_ptr, flag_ptr, offset, SPIN: tl.constexpr, BLOCK: tl.constexp
 
 
 def run(inputs: Mapping[str, Any], config: Knobs) -> dict[str, Any]:
-    """Copy x, or do what the config says."""
+    """Copy x, or fail as the config names."""
     x = inputs["x"]
     if config.does == "memory":
         return {"y": torch.empty((1 << 50,), dtype=torch.float32, device=x.device)}

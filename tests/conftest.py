@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start backgro
 
 _MEMORY = Path("/dev/shm")
 _NEEDED = 4 << 30
-"""Bytes that a file system in memory must have free: without one, tests wait for the disk at every flush, 5 ms each."""
+"""Bytes that a file system in memory must have free: on a disk, tests wait 5 ms at every flush."""
 if os.access(_MEMORY, os.W_OK) and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC and shutil.disk_usage(_MEMORY).free > _NEEDED:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
@@ -43,7 +43,7 @@ os.environ.setdefault("COLUMNS", "100")  # the console's width decides how table
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than cores, because tests spend a fifth of their time waiting for processes and timeouts."""
+    """Return the number of cores plus 1, because tests spend a fifth of their time waiting for processes and timeouts."""
     return (os.cpu_count() or 1) + 1
 
 

@@ -117,7 +117,7 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def known_options(words: list[str]) -> list[str]:
-    """Return what is wrong with a command in prose, where arguments may be left out: unknown commands and options."""
+    """Return the mistakes of a command in prose, whose arguments may be left out: unknown commands and options."""
     command: Any = typer.main.get_command(app)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     rest = [word for word in words if not word.startswith("-")]
@@ -131,7 +131,7 @@ def known_options(words: list[str]) -> list[str]:
 
 
 def options_in_prose(page: Path) -> set[str]:
-    """Return the options that code in the prose of a page begins with, such as those of a table of options."""
+    """Return the options that begin code in the prose of a page, such as a table of options."""
     return set(re.findall(r"`(--[a-z][a-z-]+)[^`]*`", prose(page)))
 
 

@@ -100,7 +100,7 @@ class Bench:
         """Nothing to make."""
 
     def measure(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
-        """As the formula says."""
+        """Return the time by the formula."""
         return Evaluation("failed", reason="off by one") if config.block == 2 else Evaluation("passed", time_us(config))
 
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples]:

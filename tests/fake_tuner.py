@@ -71,7 +71,7 @@ def small_time(config: Small) -> float:
 def tables(seed: int) -> Callable[[Large], float]:
     """Make a landscape of 400 configs, the best at 10 µs: a knob's values cost what chance says, one of them nothing.
 
-    As in kernels some knobs matter more than others.
+    Some knobs matter more, as in kernels.
     """
     rng = random.Random(seed)
     knobs = {"block": (1.0, BLOCKS), "warps": (1.0, WARPS), "stages": (0.6, STAGES), "ctas": (0.2, CTAS)}
@@ -198,7 +198,7 @@ class Setting:
 
 
 def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:
-    """As a search has it, on the thread that asks."""
+    """Compile on the thread that asks."""
     return tuner.settle(config, compiled, tuner.refusal(config, compiled))
 
 

@@ -60,7 +60,7 @@ def fake_session(options: Options, _cores: frozenset[int] | None) -> TuningSessi
 
 
 def odd(options: Options, cores: frozenset[int] | None) -> TuningSession:
-    """Return a session on another GPU where it is the second of its host."""
+    """Return a session; for the second GPU of the host, a session on another GPU model."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
     return fake_session(options, cores)

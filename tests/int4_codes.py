@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def some_codes(
     rows: int, depth: int, group: int, zeros: bool = True, dtype: torch.dtype = torch.float16, zero: int | None = None
 ) -> Codes:
-    """Any codes and zero points, or this one everywhere; scales that are powers of two."""
+    """Make random codes and zero points, or the given code everywhere; scales that are powers of two."""
     codes = torch.randint(0, 16, (rows, depth), dtype=torch.uint8, device=DEVICE)
     scales = torch.exp2(torch.randint(-2, 2, (rows, depth // group), device=DEVICE)).to(dtype)
     z = torch.randint(1, 16, scales.shape, dtype=torch.uint8, device=DEVICE) if zeros else None

@@ -1,4 +1,4 @@
-"""Made-up spaces that look like those of a GPU, for tests of the search; never measured, never shipped."""
+"""Simulated spaces with the structure of measured spaces, for tests of the search; never measured, never shipped."""
 
 import itertools
 import math

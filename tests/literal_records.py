@@ -1,4 +1,4 @@
-"""A record written out, for the tests of what is made of records."""
+"""A record written out, for tests of tables, gate and pages."""
 
 from typing import Any
 

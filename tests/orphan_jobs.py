@@ -1,4 +1,4 @@
-"""A command of the command line that starts what a search starts, none of which ends by itself, for test_kill.py."""
+"""A command that starts the processes of a search, which never end by themselves, for test_kill.py."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ STARTED = 4
 
 
 def no_inputs(*, device: str) -> Mapping[str, Any]:
-    """Of a job that compiles nothing."""
+    """Return the inputs of a job that compiles nothing."""
     return {}
 
 

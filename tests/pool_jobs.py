@@ -198,7 +198,7 @@ def wrong_code(pool: CompilePool) -> list[CompileResult]:
 
 
 def main() -> None:
-    """Print what the pool answered, as JSON."""
+    """Print the answers of the pool as JSON."""
     with CompilePool(TARGETS["sm_90"], workers=2) as pool:
         wrong = wrong_code(pool)
         compiled = real(pool)

@@ -43,7 +43,7 @@ def replay(space: TrialBlock, sampler: str, seeds: int, evaluations: int = 200) 
 
 
 def search_once(space: TrialBlock, sampler: str, evaluations: int, seed: int) -> NDArray[np.float64]:
-    """Return the gap after each evaluation of one search."""
+    """Return the gap after each evaluation of a search."""
     make = make_dataclass("Knobs", [name for name, _ in space.default], frozen=True, slots=True)
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
     search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)

@@ -1,4 +1,4 @@
-"""A kernel that ptxas 12.8 compiles into wrong code, for test_compiler.py: one fp8 tile, stored row by row and transposed."""
+"""A kernel that ptxas 12.8 compiles into wrong code, for test_compiler.py: a tile of fp8, stored row by row and transposed."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Cache files under abuse: whatever one entry holds, look-ups answer with a config that is valid, and warn."""
+"""Damaged cache files: whatever an entry holds, look-ups return a valid config, and warn."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ TEXTS = ("9" * 5000, "[" * 3000 + "]" * 3000, '"\\ud800"')
 
 
 def mutants(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the entry with one value changed, and without one field."""
+    """Yield the entry with a changed value, and without a field."""
     for field, value in entry.items():
         for changed in NASTY:
             if isinstance(value, dict):
@@ -38,7 +38,7 @@ def mutants(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def answers(op_name: str, root: Path, cases: list[Case]) -> None:
-    """Look cases up, which must not raise, and must answer with what is valid."""
+    """Look cases up: no look-up raises, and each config is valid."""
     op = ops.load()[op_name]
     variant = op.variant("optimized")
     cache.clear()

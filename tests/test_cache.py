@@ -1,4 +1,4 @@
-"""The config cache: look-up order, one warning for a broken file, and writes that lose nothing."""
+"""The config cache: look-up order, a single warning for a broken file, and writes that lose nothing."""
 
 import json
 import math

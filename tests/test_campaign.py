@@ -1,4 +1,4 @@
-"""A sweep without a GPU: what is checked, where it is written, what is refused."""
+"""A sweep without a GPU: checked rows, written files, refused arguments."""
 
 import os
 import re
@@ -33,7 +33,7 @@ OPS = ops.load()
 
 
 class Spoken(Progress):
-    """Remembers what it was told."""
+    """Keeps stages, steps and notes."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int]] = []
@@ -192,7 +192,7 @@ def test_sweep_of_a_named_peer_checks_it(tmp_path: Path, options: Options, varia
 def test_sweep_after_an_interrupt_continues_behind_checked_cases_of_the_same_source(
     stream_sweep: Selection, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not with what other source has checked."""
+    """Checks of other source do not count."""
     log, stop_at = tmp_path / "log", {"even"}
 
     def check_only(runs: Any) -> list[Outcome]:

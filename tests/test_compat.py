@@ -1,4 +1,4 @@
-"""Private names of other packages: each is there, and no other file imports one."""
+"""Private names of other packages: each exists, and no other file imports private names."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""The device that kernels run on, and what is known of others."""
+"""The device that kernels run on, and facts of other devices."""
 
 import os
 import sys

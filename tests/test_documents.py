@@ -1,7 +1,7 @@
 """README and docs: every fenced block is run, parsed or loaded; links lead somewhere; the site builds.
 
-A command runs where that is cheap and needs no GPU; else the command line parses it, and the files, families, operators and
-variants that it names must be there. `NOT_RUN` lists whatever is neither, with its reason.
+A cheap command that needs no GPU runs; any other command is parsed, and its files, families, operators and variants must exist.
+`NOT_RUN` lists commands that are neither run nor parsed, with reasons.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What an error says on one line."""
+"""The line of an error."""
 
 import re
 import time

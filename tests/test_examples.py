@@ -1,4 +1,4 @@
-"""The examples that measure training: what is computed without a GPU, and their arguments."""
+"""The examples that measure training: computations without a GPU, and arguments."""
 
 from pathlib import Path
 

@@ -90,7 +90,7 @@ def test_python_export_refuses_names_that_its_table_lacks(misspelt: dict[str, An
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("name", ["int4_gemm", "rmsnorm_fwd", "fp8_group_colwise_dual", "fp8_grouped_gemm", "fp8_tensorwise_2d"])
 def test_python_export_returns_what_the_cache_returns_for_any_case(name: str, tmp_path: Path) -> None:
-    """Sizes between those tuned, other options and types, some of them with configs that are not valid there."""
+    """Try sizes between tuned sizes, other options and types; some near configs are not valid there."""
     assert run("export", name, tmp_path, "--gpu", "nvidia_h200").exit_code == 0
     best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
     op, rng = OPS[name], random.Random(0)
@@ -247,7 +247,7 @@ def test_export_of_many_files_prints_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_", sorted(exchange.WRITERS))
 def test_import_of_a_file_of_another_operator_or_gpu_raises(format_: str, tmp_path: Path) -> None:
-    """Of an operator with the same axes and options, whose files look the same but for its name."""
+    """The other operator has the same axes and options, so that only the name differs."""
     op, entry, root = OPS["rmsnorm_bwd"], ours("rmsnorm_bwd")[0], tmp_path / "configs"
     written = {device: exchange.WRITERS[format_](op, device, [entry], {}) for device in ("nvidia_h200", "nvidia_h100")}
     written["renamed"] = exchange.WRITERS[format_](replace(op, name="other"), "nvidia_h200", [entry], {})

@@ -1,4 +1,4 @@
-"""Launches of the interpreter in a fork: what they write and raise comes back, and a crash costs one launch."""
+"""Launches of the interpreter in a fork: their writes and errors come back, and a crash fails a single launch."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from kerneltune.forked import ForkCrashedError, run_forked, shared_bytes
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (32, 64)], key=["N"])
 @triton.jit
 def followed(table_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    """Copy to y (N,) what lies at the address in table (1,)."""
+    """Copy N elements at the address in table (1,) to y (N,)."""
     places = tl.arange(0, BLOCK)
     x_ptr = tl.load(table_ptr).to(tl.pointer_type(tl.float32))
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)

@@ -1,4 +1,4 @@
-"""What a call costs beside the kernel: the look-up of a config, and the wrapper around the launch."""
+"""Host time of a call: the look-up of a config, and the wrapper around the launch."""
 
 import itertools
 import statistics

@@ -1,4 +1,4 @@
-"""A search that is interrupted or killed amid an evaluation that hangs; abuse/test_kills.py kills those that do not."""
+"""A search that is interrupted or killed amid an evaluation that hangs; abuse/test_kills.py kills other commands."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A sweep with a GPU that is only pretended: what a launch costs that takes its process along, what an interrupted run leaves."""
+"""A sweep with a simulated GPU: launches that crash a process, and rows that an interrupted run keeps."""
 
 import json
 from dataclasses import replace
@@ -170,7 +170,7 @@ def test_sweep_of_a_single_variant_measures_it_twice(tmp_path: Path, options: Op
 def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No check and no search; the second time all variants are measured beside each other, and replace what was kept."""
+    """No check and no search; the second time all variants are measured together, and replace the kept rows."""
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\nheadline: {op: rmsnorm_bwd}\n")
     happened: list[tuple[str, ...]] = []

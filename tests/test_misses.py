@@ -1,4 +1,4 @@
-"""What the cache did not have: warned of once, refused in strict mode, logged, made into a sweep that tune takes."""
+"""Misses of the cache: a single warning, an error in strict mode, a log, and a sweep file for tune."""
 
 import dataclasses
 import json

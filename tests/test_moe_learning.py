@@ -1,4 +1,4 @@
-"""The example that learns: a few steps of a tiny model in every recipe, and what is read off its losses."""
+"""The example that learns: a few steps of a tiny model in every recipe, and the verdict on its losses."""
 
 import sys
 from pathlib import Path

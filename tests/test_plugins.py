@@ -1,4 +1,4 @@
-"""Operators from outside: entry points, modules and files; broken ones. test_documents.py runs the guide."""
+"""Operators from outside: entry points, modules and files, also broken. test_documents.py runs the guide."""
 
 import os
 import re

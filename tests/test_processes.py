@@ -1,4 +1,4 @@
-"""Work in fresh processes: really fresh, one by one, and what goes wrong is one line; temporary folders end with processes."""
+"""Work in fresh processes: a new process per call, errors in a line, and temporary folders that end with processes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Records: what a row may hold, and files that survive bad input, full disks and kills."""
+"""Records: allowed values of a row, and files that survive bad input, full disks and kills."""
 
 import errno
 import json

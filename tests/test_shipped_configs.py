@@ -60,7 +60,7 @@ def test_call_for_the_case_of_a_shipped_config_looks_up_this_config(name: str) -
 
 
 def exported(name: str, format_: str, folder: Path) -> Iterator[tuple[list[CacheEntry], list[Path]]]:
-    """Export an operator's variants one by one, and yield each variant's entries and files."""
+    """Export each variant of an operator, and yield its entries and files."""
     entries = entries_of(name)
     for variant in {entry.variant for entry in entries}:
         files = folder / variant

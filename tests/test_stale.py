@@ -1,4 +1,4 @@
-"""Stale configs and records: which are found, in what order they are measured again, what an interruption or a budget leaves."""
+"""Stale configs and records: their order of measurement, and rows that an interruption or a budget keeps."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Intervals: what they cover, what cancels, what they detect."""
+"""Intervals: coverage, noise that cancels, differences that are detected."""
 
 from statistics import geometric_mean
 

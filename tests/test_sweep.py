@@ -1,4 +1,4 @@
-"""Sweep files: what an entry expands to, and an error with file, line, field and value for everything else."""
+"""Sweep files: cases of an entry, and errors with file, line, field and value."""
 
 import time
 from pathlib import Path

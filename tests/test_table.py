@@ -1,4 +1,4 @@
-"""Tables as text: which cells wrap, what stands to the right, what is said once."""
+"""Tables as text: wrapped cells, alignment, and values that all rows share."""
 
 import pytest
 

@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensors(result: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a result, the nested ones too."""
+    """All tensors of a result, also nested tensors."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, list | tuple):

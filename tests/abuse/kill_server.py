@@ -49,7 +49,7 @@ def run(folder: str, arguments: Sequence[str]) -> None:
 
 
 def search() -> None:
-    """Search sixty configs, or what is left of them, in this folder."""
+    """Search the sixty configs that have no trial yet, in this folder."""
     os.environ[LOG] = "log"
     setattr(util, "spawnv_passfds", kill_jobs.fork_instead)  # noqa: B010
     start_server()  # as long as there is one thread

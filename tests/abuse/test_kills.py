@@ -111,7 +111,7 @@ def nothing(_folder: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, object]:
-    """Return what the files of a folder say, but for when and how fast, without locks and git's own files."""
+    """Return the content of a folder's files without dates, times, locks and git's files."""
     content_of: dict[str, object] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"):
         name = str(path.relative_to(folder))
@@ -166,7 +166,7 @@ def kill(started: Commands, folder: Path, arguments: Sequence[str], sent: signal
 
 
 def kill_many(started: Commands, kind: Kind, kills: int, folder: Path) -> None:
-    """Kill a command many times, end it once, and compare its files with those of a run that was not killed."""
+    """Kill a command many times, end it once, and compare its files with the files of a run without kills."""
     killed, whole = folder / "killed", folder / "whole"
     for path in (killed, whole):
         path.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The commands: what they print, and bad input in one line."""
+"""The commands of adopt: printed tables, and a line of error for bad input."""
 
 import dataclasses
 import itertools

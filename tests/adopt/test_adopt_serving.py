@@ -1,4 +1,4 @@
-"""Serving: the table's configs are launched, nothing is timed, and what the table lacks follows the policy."""
+"""Serving: launches run with configs of the table, nothing is timed, and launches without a row follow the policy."""
 
 import hashlib
 import json

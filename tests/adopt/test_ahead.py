@@ -1,4 +1,4 @@
-"""Check what is prepared before the first launch: how often each piece of work is done, and that it is what Triton would do."""
+"""Preparation before the first launch: each piece of work is done once, as Triton would do it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ TYPES = ["*bf16", "fp32", "constexpr", ["i32", ["*fp32"]]]
 
 
 class Steps(ahead.Preparation):
-    """Counts what a Server asks of a Preparation."""
+    """Counts the calls of a Server to a Preparation."""
 
     def __init__(self) -> None:
         super().__init__(Path(), is_cache_new=False)

@@ -1,4 +1,4 @@
-"""Replay: what a launch writes is learned from the author's first config, and every other config is held against that."""
+"""Replay: the author's first config shows the written arguments, and every other config is compared with its results."""
 
 import re
 from collections.abc import Callable

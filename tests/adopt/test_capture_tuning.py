@@ -1,4 +1,4 @@
-"""Tuning a capture on a GPU that is none: which config each class gets, which classes share one, and what is skipped."""
+"""Tune a capture on a simulated GPU: configs of classes, shared configs, and skipped classes."""
 
 import hashlib
 import importlib

@@ -1,4 +1,4 @@
-"""Compiled kernels beside a table: copied whole, with the paths of where they lie now."""
+"""Compiled kernels beside a table: copied whole, with their new paths."""
 
 import json
 from pathlib import Path

@@ -59,7 +59,7 @@ def copied_right(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 
 
 def test_autotune_returns_tritons_autotuner() -> None:
-    """Whatever knows Triton's Autotuner, such as torch.compile, knows this one."""
+    """The result is Triton's Autotuner, which torch.compile knows."""
     assert type(copied_right) is triton.runtime.autotuner.Autotuner
     assert copied_right.configs is CONFIGS
     assert copied_right.keys == ["N"]

@@ -1,4 +1,4 @@
-"""What counts as written: nothing that a config leaves out or does beside may pass, whatever values were captured."""
+"""Written arguments: no write that a config omits or adds passes, whatever values were captured."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

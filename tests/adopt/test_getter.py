@@ -59,7 +59,7 @@ def fused_moe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command probe in this process, which is faster than a fresh one."""
+    """Let the command probe in this process, because a fresh process takes longer."""
 
     def work_here(_count: int, work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
         yield work(*arguments)

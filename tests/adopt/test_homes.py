@@ -1,4 +1,4 @@
-"""Kernels are found again as the program had them: its arguments, its globals, and wherever it autotuned them."""
+"""Captured kernels are found again under the program's arguments, globals and autotuners."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a key leaves out: sizes, and nothing else that happens to be a whole number."""
+"""Sizes that keys omit: sizes alone, and no other whole numbers."""
 
 import dataclasses
 from pathlib import Path

@@ -225,7 +225,7 @@ def test_capture_of_a_launch_without_options_has_those_of_the_backend(
 
 
 class PlainBench(SizedBench):
-    """Times two warps and one stage as the fastest."""
+    """Times two warps and a single stage as the fastest."""
 
     def check(self, task: Task, config: Any) -> Outcome:
         """Refuse other blocks."""
@@ -285,7 +285,7 @@ def cdiv_grid(size: int) -> Any:
 
 
 def captured_call(folder: Path, call: Callable[[], Any]) -> LaunchClass:
-    """Capture a call that launches one class."""
+    """Capture a call that launches a single class."""
     startup.capture(folder, plain=True)
     call()
     startup.recorder().flush()

@@ -1,4 +1,4 @@
-"""Kernels of a program's own file: what is executed to find one, and that it is the kernel."""
+"""Kernels of a program's own file: the statements that are executed to find a kernel."""
 
 import ast
 import sys

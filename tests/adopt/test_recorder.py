@@ -1,4 +1,4 @@
-"""Capture: what a class of launches holds, and that the program does not notice."""
+"""Capture: contents of a class of launches, and programs that run as before."""
 
 import importlib
 import sys

@@ -1,7 +1,7 @@
 """Run the tests that touch Triton's own code under other versions of Triton: `python tests/adopt/versions.py 3.6.0 3.9.0`.
 
-CI has one version, because each download has 200 to 290 MB. Installs each version beside the present environment, in a temporary
-folder. Triton 3.6's interpreter needs numpy before 2.3.
+CI has a single version, because each download has 200 to 290 MB. Installs each version beside the present environment, in a
+temporary folder. Triton 3.6's interpreter needs numpy before 2.3.
 """
 
 import os

@@ -12,7 +12,7 @@ from journey import ROOT, Place, journey, json_lines, require
 
 
 def capture(place: Place, *program: str | Path, options: Sequence[str] = ()) -> str:
-    """Capture a program, list and check what was captured; return the program's output."""
+    """Capture a program, list and check its launches; return the program's output."""
     out = place.kerneltune("capture", "--out", "cap", *options, "--", sys.executable, *program).stdout
     listed = place.kerneltune("adopt", "list", "cap").stdout
     require("classes" in listed, "no table of kernels")

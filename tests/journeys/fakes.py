@@ -1,4 +1,4 @@
-"""Journeys that do what a test of the runner needs, and a GPU that is none."""
+"""Journeys for tests of the runner, and a simulated GPU."""
 
 import os
 import subprocess

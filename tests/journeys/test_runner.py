@@ -1,4 +1,4 @@
-"""The runner: what a hang, a failure, Ctrl-C and a missing GPU come to."""
+"""The runner: a hang, a failure, Ctrl-C and a missing GPU."""
 
 import json
 import os

@@ -13,7 +13,7 @@ from kerneltune.spec import Case
 
 
 class Halves(NamedTuple):
-    """Results of which a caller may leave one out."""
+    """Results, of them a caller may leave out `low`."""
 
     low: torch.Tensor | None
     high: torch.Tensor
@@ -38,7 +38,7 @@ def empty_halves(x: torch.Tensor, both: bool) -> Halves:
 
 @torch_operator(empty_halves, without=("scratch",))
 def halves_by_test(x: torch.Tensor, *, both: bool = True, scratch: torch.Tensor | None = None) -> Halves:
-    """Return both halves, or the high one alone."""
+    """Return both halves, or the high half alone."""
     return Halves(x / 2 if both else None, x / 2)
 
 

@@ -17,7 +17,7 @@ class Kernel:
 
 
 class Compiled:
-    """Stands for what a launch returns; records launches."""
+    """Stands for the result of a launch; records launches."""
 
     packed_metadata = b""
     src = SimpleNamespace(signature=dict.fromkeys(Kernel.arg_names, "*fp32"))

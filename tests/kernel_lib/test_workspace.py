@@ -1,4 +1,4 @@
-"""Workspaces without a GPU: who has which memory and when, and the sums that programs exchange through it."""
+"""Workspaces without a GPU: owners of memory, and sums that programs exchange through it."""
 
 import itertools
 import sys
@@ -129,7 +129,7 @@ def test_cooperative_launch_limits_registers_to_the_quarters_of_an_sm(
 
 
 def pool_of_words() -> Pool:
-    """Make a pool as a stream has one, of small memory on the CPU."""
+    """Make a pool like a stream's, of small memory on the CPU."""
     return Pool(lambda: torch.zeros(4, dtype=torch.int64))
 
 

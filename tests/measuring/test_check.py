@@ -1,4 +1,4 @@
-"""The switch under which a check finds what is not written: what it does, and what it costs."""
+"""The switch that poisons memory for checks: its effect and its cost."""
 
 import re
 import subprocess

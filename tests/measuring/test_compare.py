@@ -135,7 +135,7 @@ def test_compared_records_of_a_failed_variant_stay_failed_when_memory_runs_out(
 
 
 def test_check_whose_inputs_cannot_be_restored_fails() -> None:
-    """As in a process whose GPU context an earlier launch has broken."""
+    """An earlier launch has broken the GPU context of the process."""
 
     class Gone:
         def reshape(self, _: object) -> None:

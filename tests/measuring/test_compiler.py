@@ -89,7 +89,7 @@ def test_compile_result_has_registers_spills_and_shared_memory(answers: dict[str
 
 
 def test_compile_result_of_code_that_stores_undefined_registers_is_an_error(answers: dict[str, Any]) -> None:
-    """As ptxas 12.8 makes it of a tile of fp8 that is stored twice (triton-lang/triton#11111)."""
+    """Read code that ptxas 12.8 makes of a tile of fp8 stored twice (triton-lang/triton#11111)."""
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     version = subprocess.run([assembler, "--version"], capture_output=True, text=True, check=True).stdout
     if "release 12.8" not in version:

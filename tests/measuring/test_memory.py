@@ -1,4 +1,4 @@
-"""What running out of memory costs, wherever it happens, on a GPU that is only pretended: what asked for it, and nothing else."""
+"""Running out of memory at any stage, on a simulated GPU: only the variant or case that asked for memory is skipped."""
 
 import weakref
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Pairs of config and check case: what is chosen, and which mistakes only a pair shows."""
+"""Pairs of config and check case: the choice of pairs, and mistakes that only a pair shows."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a check without a GPU finds of mistakes that Triton users make, and how it names them."""
+"""Find and name mistakes that Triton users make, by a check without a GPU."""
 
 import warnings
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addr
 
 
 def findings(op: Op) -> list[str]:
-    """All configs twice on a small case, then the addresses of a large one."""
+    """Run all configs twice on a small case, then check addresses of a large case."""
     checker, (variant,) = Checker(op, SMALL, "cpu"), op.variants
     errors = [line for config in variant.configs(SMALL) for line in checker.errors(variant, config, runs=2)]
     return errors + address_errors(op, LARGE, variant, variant.default_config(LARGE))

@@ -1,4 +1,4 @@
-"""What rounds of times are held to: whose throttling they hear of, and how many input sets keep the L2 cold."""
+"""Rounds of times: throttling of the right GPU, and numbers of input sets that keep the L2 cold."""
 
 from types import SimpleNamespace
 

@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Both kinds of expert layers, and a dense one."""
+    """Both kinds of expert layers, and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ Forward = Callable[["Single", torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Single(nn.Module):
-    """A layer with one weight (E, N, K) and a forward of its own."""
+    """A layer with a single weight (E, N, K) and its own forward pass."""
 
     def __init__(self, forward: Forward, **modules: nn.Module) -> None:
         super().__init__()

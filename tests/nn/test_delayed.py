@@ -61,7 +61,7 @@ def test_delayed_products_of_uneven_groups_have_26_db(ends: list[int]) -> None:
 
 @pytest.mark.parametrize("zeros", ["x", "dy", "weight", "one expert"])
 def test_delayed_products_of_an_operand_that_was_0_are_right_after_updates(zeros: str) -> None:
-    """As the gradients are behind an output projection that starts from zeros."""
+    """Behind an output projection that starts from zeros, gradients are zeros."""
     module, (x, offs, dy) = layer(), batch()
     weight = module.weight.detach()
     filled = {"x": x.detach(), "dy": dy, "weight": weight, "one expert": weight[1]}[zeros]

@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def kinds_of_classes() -> dict[object, list[str]]:
-    """Return the names of the marked classes, those with equal options and methods together."""
+    """Return the names of the marked classes, grouped by equal options and methods."""
     spec = importlib.util.find_spec("transformers")
     kinds: dict[object, list[str]] = {}
     for path in sorted(Path(str(spec and spec.origin)).parent.glob("models/*/modeling_*.py")):

@@ -1,4 +1,4 @@
-"""Experts as one function: the products of rows that SwiGLU gates, up to a rounding of the gate."""
+"""Experts as a single function: the products of rows that SwiGLU gates, up to a rounding of the gate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def operands(experts: int = E) -> tuple[list[torch.Tensor], Routing]:
 
 
 def step(experts: Experts, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the result and the gradients of all tensors that have one."""
+    """Return the result and the gradients of all tensors with a gradient."""
     x, up, down = tensors
     y = experts(x, up.transpose(1, 2), down.transpose(1, 2))
     torch.manual_seed(3)

@@ -128,7 +128,7 @@ def test_shared_expert_as_wide_as_there_are_experts_holds_no_router() -> None:
 
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:
-    """Return the gradients of all expert weights for fixed tokens, as one vector."""
+    """Return the gradients of all expert weights for fixed tokens, as a vector."""
     model.zero_grad()
     torch.manual_seed(1)
     tokens = torch.randint(3, 100, (1, 12), device=DEVICE)

@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Attention(nn.Module):
-    """Two projections of one tensor, large enough for fp8 to pay, and layers that stay."""
+    """Two projections of a tensor, large enough for fp8 to pay, and layers that stay."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fresh(module: GroupedLinear, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Return what the weight gives as it is now."""
+    """Return the product with a fresh cast of the weight."""
     assert module.recipe is not None
     return fp8_grouped_mm(x, module.weight.transpose(1, 2), offs, recipe=module.recipe)
 

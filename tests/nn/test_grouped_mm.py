@@ -312,7 +312,7 @@ def test_grouped_mm_of_offs_out_of_order_raises_with_their_values(check_offs: bo
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
 def test_grouped_mm_accepts_any_strides_of_axes_of_one_element(recipe: str) -> None:
-    """Those of an axis of one element mean nothing."""
+    """Strides of an axis of a single element mean nothing."""
     scaling = DelayedScaling(1, device=DEVICE) if recipe == "delayed" else recipe
     a, w = leaves(1, 32, 16, 1)
     dy = torch.randn(16, 1, device=DEVICE).bfloat16().t()

@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**
 
 @pytest.fixture(params=["kernels", "plain"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the kernels (in the interpreter where there is no GPU), and the formula that other devices fall back to."""
+    """Run the kernels, without a GPU in the interpreter, and the formula for other devices."""
     if request.param == "plain":
         monkeypatch.setattr(implementation, "has_kernels", lambda _: False)
     return str(request.param)

@@ -35,7 +35,7 @@ def names_of(statement: ast.stmt) -> list[str]:
 def constants_without_a_reason(source: str) -> list[str]:
     """Return constants at the top of a module beside which neither a comment nor a docstring stands.
 
-    One comment or docstring serves constants on adjacent lines.
+    A comment or docstring serves constants on adjacent lines.
     """
     lines, body = source.splitlines(), ast.parse(source).body
     blocks: list[tuple[list[str], bool]] = []

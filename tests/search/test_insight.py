@@ -1,4 +1,4 @@
-"""What trials say: on small literal times."""
+"""Statistics of trials, on small literal times."""
 
 from pathlib import Path
 from types import SimpleNamespace

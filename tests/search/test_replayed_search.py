@@ -1,4 +1,4 @@
-"""The search on measured spaces whose optimum is known; those of landscapes.py are made up, the shipped ones are not."""
+"""The search on measured spaces and on the simulated spaces of landscapes.py, whose optimum is known."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, make_dataclass, replace
@@ -41,7 +41,7 @@ def test_replay_begins_with_the_default() -> None:
 
 
 def worse_than(chance: NDArray[np.float64], gaps: NDArray[np.float64], budgets: Sequence[int]) -> list[int]:
-    """Return the budgets at which the gap is surely above that of chance: early on both often stand at the same config."""
+    """Return the budgets at which the gap is surely above random search's: early on both often stand at the same config."""
     both = [(n, gap_at(chance, n), gap_at(gaps, n)) for n in budgets]
     return [n for n, a, b in both if a is not None and b is not None and b.low > a.high]
 
@@ -60,7 +60,7 @@ def test_search_of_simulated_spaces_beats_chance(seed: int) -> None:
 
 @pytest.mark.parametrize("number", range(NUM_SHIPPED))
 def test_search_of_shipped_spaces_comes_within_3_percent_in_50_evaluations(number: int) -> None:
-    """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
+    """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget above the gap of random search."""
     space = shipped()[number]
     quarter = len(space.trials) // 4
     early, late, chance = replay(space, "ours", 8, 50), replay(space, "ours", 1, quarter), replay(space, "random", 12, quarter)

@@ -1,4 +1,4 @@
-"""The trial store: what was paid for is found again, whatever a kill leaves of the file."""
+"""The trial store: stored trials are found again, whatever a kill leaves of the file."""
 
 import errno
 import fcntl
@@ -338,7 +338,7 @@ def test_store_in_a_read_only_folder_is_read(path: Path, monkeypatch: pytest.Mon
 
 
 def test_store_of_two_writers_keeps_all_trials(path: Path) -> None:
-    """A line that is being written is not cut off as one that a kill left."""
+    """A line in progress stays; only the partial line of a killed process is cut off."""
     store = open_store(path)
     put(store, Knobs(1, True), Evaluation("passed", 1.0))
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""The decision, on a made-up operator: who is in the final, who wins it, what the incumbent needs to stay."""
+"""The final, on a made-up operator: its configs, its winner, and when the incumbent stays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def test_final_begins_with_the_cached_config_then_the_default(setting: Setting) 
 
 
 def test_final_begins_with_the_config_that_calls_ran_before(setting: Setting) -> None:
-    """Without a config of its own a case runs with that of the other 16-bit type, and the gain is the gain over that."""
+    """A case without an entry runs with the entry of the other 16-bit type, and the gain is over this entry."""
     half = setting.tuner(SMALL, small_time, HALF)
     half.winner = lambda _configs: Small(64, 1)
     assert setting.tune(half).evidence["before"] == "default"
@@ -161,7 +161,7 @@ def test_tune_with_one_passing_config_has_no_final(setting: Setting) -> None:
 
 
 def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int, dict[str, Any]]:
-    """Which of (median, spread, registers) wins, the first the incumbent."""
+    """Return the index of the winner among (median, spread, registers), the incumbent first, and the evidence."""
     configs = [Small(64, i) for i in range(len(contenders))]
 
     class Bench(NoBench):

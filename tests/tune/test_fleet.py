@@ -27,7 +27,7 @@ from kerneltune.tune.run import run_tune
 
 
 class Spoken(Progress):
-    """Remembers what is worth a line."""
+    """Keeps the notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -1,4 +1,4 @@
-"""One look-up: what a sweep runs without tuning is what a call without `config=` runs, for every operator."""
+"""A look-up: for every operator, a sweep without tuning runs the config that a call without `config=` runs."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What a search keeps compiling, what it hands the bench, and what of this goes on while it decides."""
+"""Compilations and measurements of a search, and their overlap with its decisions."""
 
 import os
 import subprocess

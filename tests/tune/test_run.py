@@ -41,7 +41,7 @@ bench:
 
 
 class Spoken(Progress):
-    """Remembers what is worth a line."""
+    """Keeps the notes."""
 
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes

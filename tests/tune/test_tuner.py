@@ -1,4 +1,4 @@
-"""The search, on a made-up operator: what it visits, what it finds, where it ends."""
+"""The search, on a made-up operator: visited configs, chosen configs, and the end."""
 
 import itertools
 import statistics

@@ -1,4 +1,4 @@
-"""Training steps of models: the workload's comparison, its table, and what is known of the models without building them."""
+"""Training steps of models: the workload's comparison, its table, and facts of models without building them."""
 
 import importlib.util
 import weakref

@@ -1,4 +1,4 @@
-"""How wide the casts of aligned groups store what they transpose, as compiled for an H200."""
+"""Widths of stores of the transposed operand, by casts of aligned groups compiled for an H200."""
 
 from functools import partial
 from typing import Any

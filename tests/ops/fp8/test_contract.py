@@ -248,7 +248,7 @@ def test_tensorwise_cast_with_the_expected_magnitude_casts_once(is_expected: boo
 @pytest.mark.parametrize("layout", ["row", "both"])
 @pytest.mark.parametrize("std", [0.02, 1.0])
 def test_tensorwise_casts_of_large_weights_are_exact_every_time(layout: str, std: float) -> None:
-    """Of experts of which some have their largest number last, all by itself."""
+    """Some experts have their largest element last, in a tile alone."""
     w = torch.empty(6, 1408, 2048, dtype=torch.bfloat16, device=WHERE).normal_(std=std)
     w[1, -1, -1], w[2, 700, 9], w[3] = 40.0, -40.0, 0.0
     rising = torch.linspace(0.1, 100, 1408, device=WHERE)[:, None]

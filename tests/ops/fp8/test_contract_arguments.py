@@ -1,4 +1,4 @@
-"""FP8 quantisation: arguments that do not fit, what the device lacks, offsets that are asserted."""
+"""FP8 quantization: arguments that do not fit, types that the device lacks, assertions of offsets."""
 
 from dataclasses import replace
 

@@ -98,7 +98,7 @@ def test_rowwise_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
 @pytest.mark.parametrize("lag", [2, 8])
 @pytest.mark.parametrize(("E", "K", "N"), [(64, 2048, 1408), (3, 7168, 4096), (128, 64, 96), (5, 67, 131)])
 def test_rowwise_cast_in_both_layouts_is_exact_every_time(E: int, K: int, N: int, lag: int) -> None:
-    """Of other weights every time, whose programs wait for what the same words of a workspace said of others before."""
+    """Each time the weights differ, and programs wait on words of a workspace that earlier weights have set."""
     axes = (("E", E), ("K", K), ("N", N))
     config = replace(rowwise_3d_both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
     for seed in range(10):
@@ -147,7 +147,7 @@ def test_group_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
 @pytest.mark.parametrize("groups", ["balanced", "zipf", "ragged"])
 @pytest.mark.parametrize(("M", "K", "G"), [(32768, 2048, 8), (16384, 7168, 32), (4096, 1408, 128), (3001, 2880, 12)])
 def test_group_cast_in_both_layouts_is_exact_every_time(M: int, K: int, G: int, groups: str) -> None:
-    """Of other tokens and groups every time, whose programs wait for what the same words of a workspace said before."""
+    """Each time tokens and groups differ, and programs wait on words of a workspace that earlier tokens have set."""
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False, "special": False, "groups": groups}
     case = Case("each", (("M", M), ("K", K), ("G", G)), "bfloat16", "fp8", tuple(options.items()))
     for seed in range(6):

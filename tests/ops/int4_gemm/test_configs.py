@@ -1,4 +1,4 @@
-"""Configs of products with weights of four bits: which are valid, what a search tries first, the default."""
+"""Configs of products with weights of four bits: validity, first configs of a search, the default."""
 
 import dataclasses
 

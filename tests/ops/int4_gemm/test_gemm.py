@@ -151,7 +151,7 @@ def test_int4_gemm_with_warpgroups_accepts_unaligned_rows(apart: int, first: int
 @pytest.mark.gpu
 @pytest.mark.parametrize(("zeros", "group"), [(False, 64), (True, 32), (False, 128), (True, 4096)])
 def test_int4_gemm_with_several_blocks_is_exact_and_deterministic(zeros: bool, group: int) -> None:
-    """Long enough to ask L2 for what is used later, with a last split that has fewer steps."""
+    """Rows long enough for prefetches into L2, and a last split with fewer steps."""
     codes = some_codes(1090, 4096, group, zeros)
     weight, x = pack(*codes), whole_numbers(32, 4096, torch.float16)
     want, noise = exact(x, codes, None), torch.randn(32, 4096, device=DEVICE).half()
@@ -222,7 +222,7 @@ def test_int4_gemm_without_cooperative_launch_splits_no_row(monkeypatch: pytest.
 
 
 def test_int4_gemm_of_large_whole_numbers_is_exact() -> None:
-    """As long as the sums over k of |x| |q - z| stay below 2^24."""
+    """The sums over k of |x| |q - z| stay below 2^24."""
     codes = some_codes(64, 256, 64, False)
     codes.scales.fill_(2.0**-12)
     x = torch.randint(-2048, 2049, (2, 256), device=DEVICE).half()

@@ -66,7 +66,7 @@ def test_cast_transpose_of_unaligned_addresses_is_exact(launched: list[list[tupl
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_cast_transpose_with_one_size_a_multiple_of_16_is_exact(dtype: torch.dtype) -> None:
-    """Of one tile of fp8 stored both ways ptxas 12.8 makes wrong code there."""
+    """There ptxas 12.8 compiles a tile of fp8 that is stored both ways into wrong code."""
     xs = [x.to(dtype) for x in weights((64, 20), (20, 64), (48, 40), (40, 48), (16, 19), (130, 144))]
     scales, amaxes = scalars(6)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))

@@ -320,7 +320,7 @@ def test_rmsnorm_with_every_cached_config_is_exact() -> None:
 
 
 def case_of(op: str, M: int, N: int, dtype: str = "bfloat16", quant: str = "none", **options: Any) -> Case:
-    """Return a case with the operator's first options but for those given."""
+    """Return a case with the operator's first options, except given options."""
     first = {name: values[0] for name, values in OPS[op].options.items()} | options
     return Case("c", (("M", M), ("N", N)), dtype, quant, tuple(first.items()))
 

@@ -21,7 +21,7 @@ def case_of(op: str, M: int, N: int, dtype: str, quant: str = "none") -> Case:
 
 
 class Launches(list[tuple[str, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]):
-    """Kernel, grid, arguments and constexprs of every launch, none of which runs."""
+    """Kernel, grid, arguments and constexprs of every launch; no kernel runs."""
 
     def of(self, name: str) -> Any:
         """Stands for a kernel."""
