@@ -86,7 +86,7 @@ def seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """Make a folder whose path is short enough for sockets, which that of `tmp_path` is not everywhere."""
+    """Make a folder whose path is short enough for sockets; the path of `tmp_path` may be too long."""
     with tempfile.TemporaryDirectory(prefix="kt-") as folder:
         yield Path(folder)
 

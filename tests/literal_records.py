@@ -12,7 +12,7 @@ from kerneltune.records import Record
 
 
 def literal(us: float, **changes: Any) -> Record:
-    """Make a record of RMSNorm that took `us`, but for what is changed."""
+    """Make a record of RMSNorm that took `us`, except changed fields."""
     values: dict[str, Any] = {
         "op": "rmsnorm_fwd",
         "variant": "baseline",
@@ -41,7 +41,7 @@ def literal(us: float, **changes: Any) -> Record:
 
 
 def changed(record: Record, **changes: Any) -> Record:
-    """Copy a record but for what is changed; another time has an interval of its own."""
+    """Copy a record with changed fields; another time has an interval of its own."""
     if changes.get("time_us") is not None:
         changes = {"ci_low_us": changes["time_us"], "ci_high_us": changes["time_us"]} | changes
     return replace(record, **changes)

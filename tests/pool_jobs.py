@@ -120,7 +120,7 @@ def given_up(pool: CompilePool) -> list[CompileResult]:
 
 
 def real(pool: CompilePool) -> list[CompileResult]:
-    """One config of each of the operators' kernels, and one job that raises in the midst of them."""
+    """Compile a config of each operator's kernels, and among them a job that raises."""
     from kerneltune import ops
     from kerneltune.ops.rmsnorm import BwdConfig, FwdConfig
     from kerneltune.ops.stream import StreamConfig

@@ -89,7 +89,7 @@ WRITTEN = {"annotations", "configs", "csv", "junit", "markdown", "out", "output"
 """Parameters whose files a command makes."""
 EXISTING = re.compile(r".*\.(?:jsonl?|ya?ml|py)")
 DIGEST = re.compile(r"-[0-9a-f]{8}\b")
-"""Of a kernel's source and configs, in the names of captured kernels."""
+"""The digest of a kernel's source and configs, in names of captured kernels."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 GENERATED = {"commands.md", "results"}
 
@@ -163,7 +163,7 @@ def installed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, entry_p
 
 
 def tell(command: Command, folder: Path, operators: set[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """Parse a command of kerneltune, hold what it names against what there is, and run it where that is cheap."""
+    """Parse a command of kerneltune, look up the names that it uses, and run it if that is cheap."""
     where = f"{command.block.place}: {command.line}"
     try:
         name, values = parsed(command.words[1:])

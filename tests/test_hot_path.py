@@ -113,7 +113,7 @@ def test_call_without_allocation_and_launch_stays_below_its_time_limit(monkeypat
 def test_call_takes_at_most_twice_a_bare_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare a call with a Triton launch with the same allocations.
 
-    The goal is 1.3x, the README says what was measured; the bound here only catches a wrapper that got out of hand.
+    The goal is 1.3x; the bound only catches a wrapper that got out of hand.
     """
     allocate_only(monkeypatch)
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)

@@ -69,7 +69,7 @@ class Knobs:
 
 
 def op(**changes: Any) -> Op:
-    """Return an operator without a mistake, but for the changes, of its variant where they are fields of one."""
+    """Return an operator without a mistake except the changes, which are fields of it or of its variant."""
     variant = Variant("optimized", dict, Knobs, lambda _case: {"rows": (1, 2), "warps": (4,)}, default=lambda _case: Knobs(1, 4))
     of_variant = {name: changes.pop(name) for name in ("config", "space", "valid", "default", "unsupported") if name in changes}
     operator = Op(

@@ -29,7 +29,7 @@ STREAM = Case("small", (("read", 40_000), ("write", 20_000)), "int32")
 
 
 def elements(case: Case) -> int:
-    """Of the largest input."""
+    """Return the elements of the largest input."""
     sizes = dict(case.axes)
     if "E" in sizes and "M" in sizes:  # tokens and weights, or the tokens twice
         return max(sizes["M"] * max(sizes["N"], sizes["K"]), sizes["E"] * sizes["N"] * sizes["K"])
@@ -48,7 +48,7 @@ def small(entry: sweep.SweepCase) -> bool:
 
 
 def some(name: str, case: Case) -> int:
-    """How many configs of a variant to try."""
+    """Return the number of configs of a variant to try."""
     if ON_GPU or elements(case) < 100:
         return 5
     return 2 if name.startswith("rmsnorm") and elements(case) < 1000 else 1
@@ -66,7 +66,7 @@ def with_fewer_rows(name: str, case: Case) -> Case:
 
 
 SEARCHED = 4_000
-"""Elements of a case whose random configs run in the interpreter, too; the default configs of larger ones do."""
+"""Elements of a case whose random configs run in the interpreter, too; of larger cases only the default configs run."""
 TOO_LARGE = re.compile(r"launch failed: .*(out of resource|too many (resources|blocks))")
 CASES = [(e.op, with_fewer_rows(e.op, e.case)) for e in CHECKS if ON_GPU or small(e)] + [("stream", STREAM)]
 

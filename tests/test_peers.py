@@ -9,7 +9,7 @@ from kerneltune.spec import Case, Variant
 
 OPS = ops.load()
 PLAIN = ("eager", "dequantised", "scaled_mm", "torch")
-FAMILIES = ("rmsnorm", "rmsnorm_add", "weight_only", "multi_cast")  # test_fp8.py has those of casts
+FAMILIES = ("rmsnorm", "rmsnorm_add", "weight_only", "multi_cast")  # ops/fp8/test_contract.py tests the peers of casts
 CASES = [
     pytest.param(entry.op, variant, entry.case, id=f"{entry.op},{variant.name},{entry.case.label.replace(' ', ',')}")
     for family in FAMILIES

@@ -62,7 +62,7 @@ class Commands:
         return int(code)
 
     def warm_up(self, folder: Path, arguments: Sequence[str]) -> None:
-        """Run a command where the others are forked from."""
+        """Run a command in the process that forks the other commands."""
         assert self._server.stdin
         assert self._server.stdout
         print(json.dumps([str(folder), arguments, True]), file=self._server.stdin, flush=True)

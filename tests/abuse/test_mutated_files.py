@@ -33,7 +33,7 @@ HOSTILE = (
     b"-1", b"0", b"true", b"null", b"[]", b"{}", b"[" * 3000, b'{"a":' * 3000, b'"', b"'", b"\n", b"\r", b"../../x", b"/etc/x",
     b"&a [*a]", b"!!python/object/apply:os.system [id]", b"<<: *a", b"__import__('os')", b"- ", b": ", b"# ", b"1" * 300, b"no",
 )  # fmt: skip
-"""What mutations put in: values that some reader, once, took for good or fell over."""
+"""Pieces that mutations insert: values that some reader, once, took for good or fell over."""
 
 
 @cache
@@ -237,7 +237,7 @@ def listing(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read mutations of a file in a folder beside others, which stay as they are."""
+    """Read mutations of a file in a folder whose other files stay unchanged."""
     name, reader, _ = READERS[kind]
     inside, outside = folder / "a" / "b", folder / "outside"
     inside.mkdir(parents=True)

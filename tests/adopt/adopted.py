@@ -60,7 +60,7 @@ def author_configs(launch: LaunchClass) -> list[dict[str, Any]]:
 
 
 def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[dict[str, Any]], **changes: Any) -> TableKernel:
-    """Return the part of a table that serves each class with these configs, the first one chosen; a group for each class."""
+    """Return the part of a table that serves each class with these configs, the first chosen; a group for each class."""
     first = launches[0]
     groups = tuple(
         Group(one.key, one.dtypes, (), (ServingRow(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches

@@ -96,7 +96,7 @@ HELD = {
     "BY_COUNT[1]": "BY_COUNT = {}\nfor n in (2, 1):\n    BY_COUNT[n] = triton.autotune(CONFIGS[:n], key=['N'])(added)\n",
     "PAIR[1]": "PAIR = (None, triton.autotune(CONFIGS, key=['N'])(added))\n",
 }
-"""What a module holds of an autotuner, and the module's statements for it."""
+"""How a module names an autotuner, and the module's statements for it."""
 
 
 @pytest.mark.parametrize("holder", HELD)

@@ -27,7 +27,7 @@ MIGRATED = {
 
 
 def block(size: int = 8, option: str = "row", width: int = 64, time_us: float | None = 1.5, commit: str = "abc") -> TrialBlock:
-    """Return a block of one trial, with an option that is called as a column is."""
+    """Return a block of a single trial, with an option named like a column."""
     case = Case("m", (("M", size),), "bfloat16", "none", (("status", option),))
     trial = Evaluation("passed" if time_us else "spills", time_us, "", 128, 0, 1024)
     return TrialBlock(

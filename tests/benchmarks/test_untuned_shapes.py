@@ -1,4 +1,4 @@
-"""Shapes left out: the config of a look-up without them, on made-up times and on those of GPUs."""
+"""Shapes left out: the config of a look-up without them, on made-up times and on times of GPUs."""
 
 from dataclasses import replace
 from pathlib import Path

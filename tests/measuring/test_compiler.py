@@ -1,4 +1,4 @@
-"""The compile pool, on the CPU: what it says of real kernels, and what jobs that raise, hang or die cost.
+"""The compile pool, on the CPU: facts of real kernels, and jobs that raise, hang or die.
 
 Runs in one process of its own, without Triton's interpreter, which this process may have on.
 """

@@ -40,7 +40,7 @@ class Knobs:
 
 
 class Gpu:
-    """Has too little memory at one place, of one case; remembers whether what was held there still was when memory went back."""
+    """Has too little memory at a stage of a case; notes whether tensors of that stage were still held when memory went back."""
 
     def __init__(self, stage: str, case: str = "large") -> None:
         self.stage, self.case = stage, case

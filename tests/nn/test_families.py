@@ -1,4 +1,4 @@
-"""Convert models of transformers: without memory at real sizes, and a tiny one with routed experts, which trains.
+"""Convert models of transformers: without memory at real sizes, and a tiny model with routed experts, which trains.
 
 With `-m models` a tiny model of every family with routed experts trains.
 """

@@ -168,7 +168,7 @@ def test_grouped_linear_after_an_optimizer_step_casts_again(optimizer: type[torc
 
 
 def test_grouped_linear_after_a_step_without_a_new_version_casts_again() -> None:
-    """As under FSDP, whose optimiser has the shards: what is gathered of them has no new version."""
+    """Under FSDP the optimizer has the shards: the gathered weight has no new version."""
     module, (x, offs) = layer(), batch()
     steps = torch.optim.SGD(module.parameters(), lr=0.5)
     before = module(x, offs, is_first_microbatch=True)

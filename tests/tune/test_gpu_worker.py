@@ -1,4 +1,4 @@
-"""The GPU worker: what a config that crashes, hangs or exhausts memory costs, and what the next one finds.
+"""The GPU worker: a config that crashes, hangs or exhausts memory fails alone, and the next config is measured.
 
 The same with deliberately broken kernels on a GPU is at the end.
 """

@@ -366,7 +366,7 @@ def test_tuner_refuses_a_cooperative_grid_that_does_not_fit_beside_a_smaller_ker
     assert (trial.status, trial.reason) == ("occupancy", "1 programs fit an SM, not 2")
     with pytest.raises(AssertionError):  # as many as it asks for fit
         evaluated(tuner, Large(64, 1, 1, 1), together)
-    with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
+    with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for another kernel
         evaluated(tuner, Large(64, 1, 2, 2), CompileResult((main, small), 1.0))
 
 

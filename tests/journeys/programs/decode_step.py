@@ -13,7 +13,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 
 
 def main():
-    """Decode tokens one by one with a cache of keys and values, for one sequence and for eight."""
+    """Decode tokens one by one with a cache of keys and values, for batches of 1 and 8."""
     torch.manual_seed(0)
     hidden = 512 if HAS_GPU else 256
     config = transformers.CONFIG_MAPPING["llama"](**SIZES, hidden_size=hidden, intermediate_size=2 * hidden)

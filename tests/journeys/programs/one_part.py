@@ -1,4 +1,4 @@
-"""Run one part of examples/adopted_packages/liger_torchao.py at the sizes that are given."""
+"""Run a part of examples/adopted_packages/liger_torchao.py at the given sizes."""
 
 import sys
 

@@ -48,7 +48,7 @@ def losses(model, is_compiled):
 
 
 def main(kind, way):
-    """Hold the losses against those of bf16, and the reverted model against one that was never converted."""
+    """Compare the losses with losses in bf16, and the reverted model with a model that was never converted."""
     model = make(kind)
     names = list(model.state_dict())
     expected = losses(copy.deepcopy(model), False)

@@ -176,7 +176,7 @@ CASTS_OF_VALUES = [op for op in OPS.values() if op.module.startswith("kerneltune
 @pytest.mark.parametrize(("fp8_format", "pow2"), [("e4m3fnuz", True), ("e5m2fnuz", False)])
 @pytest.mark.parametrize("op", CASTS_OF_VALUES, ids=lambda op: op.name)
 def test_casts_to_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> None:
-    """-0 is 0 there, and what would be -0 elsewhere is NaN."""
+    """Types fnuz have no -0: its bits are NaN, and -0 is cast to 0."""
     sizes = {"M": 21, "N": 36 if "E" in op.axes else 34, "K": 20 if "E" in op.axes else 34, "E": 2, "G": 3, "N1": 34, "N2": 20}
     options = {name: values[0] for name, values in op.options.items()}
     options |= {"fp8_format": fp8_format, "pow2": pow2, "special": True, "groups": "ragged"}
@@ -193,7 +193,7 @@ def test_casts_to_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> N
 @pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
 @pytest.mark.parametrize("later", [False, True])
 def test_tensorwise_cast_casts_tiles_again_only_after_a_larger_binade(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first launch alone, then both: the second changes what was cast too early, here all tiles but the last, or none."""
+    """The first launch alone, then both: the second casts again what was cast early, here all tiles but the last, or none."""
     x = torch.ones(64, 64, dtype=torch.bfloat16, device=WHERE)
     x[-1 if later else 0, -1 if later else 0] = 900.0
     with monkeypatch.context() as only_first:

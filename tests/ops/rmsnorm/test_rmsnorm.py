@@ -142,7 +142,7 @@ def test_rmsnorm_fwd_of_rows_held_in_part_agrees_with_the_reference(N: int, stag
 
 
 def in_part(M: int, N: int, dtype: str = "bfloat16") -> tuple[list[tuple[int, int, int]], int]:
-    """cols, warps and stages of the configs of a space that hold rows in part, and how many others there are."""
+    """Return cols, warps and stages of the configs of a space that hold rows in part, and the number of other configs."""
     case = Case("c", (("M", M), ("N", N)), dtype)
     valid = list(OPS["rmsnorm_fwd"].variant("optimized").configs(case))
     held = [(c.cols, c.warps, c.stages) for c in valid if c.reload and c.stages > 1]
