@@ -3,6 +3,7 @@
 import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
@@ -175,17 +176,15 @@ def _serve(pipe: Connection, make: Callable[[], Any], problem_of: Callable[[], s
     """Answer requests in the worker's process until the process has a problem or the parent closes the pipe."""
     served = make()
     served.tell = pipe.send
-    pipe.send("")  # ready for the first request, whose time limit begins now
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # the parent has closed the pipe
+        pipe.send("")  # ready for the first request, whose time limit begins now
+        while True:
             method, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer, problem = getattr(served, method)(*arguments), ""
-        except Exception as error:  # also missing memory for the inputs: the next request finds a clean process
-            answer, problem = None, first_line(error)
-        problem = problem or problem_of()
-        pipe.send((answer, problem))
-        if problem:
-            return
+            try:
+                answer, problem = getattr(served, method)(*arguments), ""
+            except Exception as error:  # also missing memory for the inputs: the next request finds a clean process
+                answer, problem = None, first_line(error)
+            problem = problem or problem_of()
+            pipe.send((answer, problem))
+            if problem:
+                return

@@ -26,7 +26,7 @@ from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.tune import gpu_worker as tuning_bench
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
-from kerneltune.worker import State, WorkerCrashedError
+from kerneltune.worker import State, WorkerCrashedError, _serve
 
 TASK = Task(OPS[0], CASE, VARIANT)
 
@@ -269,3 +269,19 @@ def test_worker_check_of_a_faulty_variant_fails() -> None:
     assert outcomes[0] == outcomes[2] == Outcome("checked")
     assert outcomes[1].status == "failed"
     assert "illegal memory access" in outcomes[1].reason
+
+
+class Late:
+    """Answers behind the end of whoever asks."""
+
+    def work(self) -> str:
+        return "done"
+
+
+@pytest.mark.parametrize("requests", [[], [("work", ())]])
+def test_process_whose_parent_has_closed_the_pipe_ends_without_an_error(requests: list[object]) -> None:
+    parent, child = multiprocessing.Pipe()
+    for request in requests:
+        parent.send(request)
+    parent.close()
+    _serve(child, Late, str)
