@@ -46,7 +46,7 @@ def serve(place: Place, *program: str | Path, miss: str = "error") -> list[dict[
     return rows
 
 
-@journey(limit_s=180)
+@journey(limit_s=300)
 def adopt_package(place: Place) -> None:
     """Serve a package in site-packages: the same results, nothing timed, launches that were not tuned recorded."""
     place.bring("packages", "use_foreign.py", "observed.py")
@@ -68,7 +68,7 @@ def adopt_package(place: Place) -> None:
     serve(place, "use_foreign.py", "1000", "2048")
 
 
-@journey(limit_s=150)
+@journey(limit_s=240)
 def adopt_script(place: Place) -> None:
     """Serve a script without a `__main__` guard, whose kernel reads a global that depends on arguments and a variable."""
     place.bring("script.py", "observed.py")
@@ -80,7 +80,7 @@ def adopt_script(place: Place) -> None:
     require(served["digest"] == plain["digest"], "served results differ")
 
 
-@journey(limit_s=150)
+@journey(limit_s=240)
 def adopt_two_processes(place: Place) -> None:
     """Serve two processes at once: they choose the same configs."""
     place.bring("packages", "two_processes.py", "observed.py")
@@ -92,7 +92,7 @@ def adopt_two_processes(place: Place) -> None:
     require(bool(first["configs"]), "no kernel was launched")
 
 
-@journey(limit_s=150)
+@journey(limit_s=240)
 def adopt_plain(place: Place) -> None:
     """Serve a script of kernels without an autotuner: a block that only the grid reads is tuned, a block of the host is not."""
     place.bring("plain.py", "observed.py")
@@ -105,7 +105,7 @@ def adopt_plain(place: Place) -> None:
     require(served["digest"] == plain["digest"], "served results differ")
 
 
-@journey(limit_s=200, packages=("fla", "einops"))
+@journey(limit_s=320, packages=("fla", "einops"))
 def adopt_fla(place: Place) -> None:
     """Serve a layer of flash-linear-attention, forward and backward."""
     program = _example("gla_layer.py")
@@ -118,13 +118,13 @@ def adopt_fla(place: Place) -> None:
     require(row["largest_difference"] < 0.05, f"results differ by {row['largest_difference']}")
 
 
-@journey(limit_s=150, packages=("liger_kernel",))
+@journey(limit_s=240, packages=("liger_kernel",))
 def adopt_liger(place: Place) -> None:
     """Serve a kernel of liger-kernel at two sizes, forward and backward."""
     _part(place, "dynamic_tanh", "1024", "8192")
 
 
-@journey(limit_s=150, packages=("torchao",))
+@journey(limit_s=240, packages=("torchao",))
 def adopt_torchao(place: Place) -> None:
     """Serve casts of torchao."""
     _part(place, "rowwise", "1024")

@@ -24,7 +24,7 @@ def doctor(place: Place) -> None:
         require(place.gpu["arch"] in flat and place.gpu["driver"] in flat, "architecture or driver are missing")
 
 
-@journey(limit_s=360, ops=("rmsnorm",))
+@journey(limit_s=420, ops=("rmsnorm",))
 def sweep_quick(place: Place) -> None:
     """`sweep rmsnorm --quick` shows ten rows; `compare` and `report` read its records."""
     place.kerneltune("sweep", "rmsnorm", "--quick", env=SHIPPED)
@@ -193,7 +193,7 @@ def report_records(place: Place) -> None:
     place.kerneltune("gate", records, records, "--allow-stale")  # what kernels of a later commit reach is measured by gate_run
 
 
-@journey(limit_s=420, ops=None)
+@journey(limit_s=460, ops=None)
 def gpu_tests(place: Place) -> None:
     """Run the tests that need a GPU and may share it, with eight workers."""
     _tests(place, "gpu and not alone", "-n", "8", "--dist", "worksteal")
