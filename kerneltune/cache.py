@@ -262,7 +262,7 @@ class Chooser:
     Attributes:
         op, variant: the operator and its variant, which has knobs.
         policy: policy of the entries; entries of `cold` serve as well.
-        root: the folder of the cache; None for `default_root()`.
+        root: the folder of the cache; None for `read_roots()`: the folder of this checkout or user, then the package's.
     """
 
     op: Op
@@ -294,9 +294,9 @@ class Chooser:
     def find(self, case: Case, gpu: str | None = None) -> Choice:
         """Return the first valid config of: the case's own entry, near entries as `nearness.ranked` sorts them, the default.
 
-        Near entries have the case's sizes and another value of a free option, or the other 16-bit type, or other sizes of the
-        free axes within `max_distance`. For a GPU that has no config of the operator, entries of the nearest known architecture
-        are near.
+        Near entries have the case's sizes and another value of a free option, or other sizes of the free axes within
+        `max_distance`, or the case's own of both; their type may be the other 16-bit type. For a GPU that has no config of the
+        operator, entries of the nearest known architecture are near.
 
         Raises:
             ValueError: not even the default is valid for the case.

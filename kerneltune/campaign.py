@@ -55,8 +55,8 @@ class SweepResult:
 def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = None) -> SweepResult:
     """Run the mode of a sweep that the options ask for; without a GPU only check.
 
-    The records are written under results/, on a GPU also the table as Markdown and CSV, also if the run is interrupted. The next
-    run does not repeat the cases that were checked or measured before the interruption.
+    The records are written under results/, measured records also as tables in Markdown and CSV, also if the run is interrupted.
+    The next run does not repeat the cases that were checked or measured before the interruption.
 
     Args:
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without

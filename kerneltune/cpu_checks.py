@@ -1,6 +1,6 @@
 """Check a sweep without a GPU: its cases and cases derived from them, pairs of config and case, addresses, compilation.
 
-Checks run in forks of this process, see `measuring/jobs.py`. A process with a GPU does not import this module.
+Checks run in forks of this process, see `measuring/jobs.py`. A process with a GPU imports this module only to perturb outputs.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -31,8 +31,8 @@ def ranked(
 ) -> list[tuple[Nearness, Any]]:
     """Return the entries that can serve a case: entries of its type first, then of its sizes, then by distance; ties as given.
 
-    An entry differs from the case in free options alone, or in free axes alone, within a band and `max_distance`. An entry that
-    differs in both does not serve the case: the default is better than two guesses at once.
+    An entry differs from the case in free options alone, or in free axes alone, within a band and `max_distance`, and perhaps in
+    the 16-bit type as well. An entry that differs in options and axes does not serve: the default is better than two guesses.
     """
     free = frozenset(free_axes), frozenset(free_options), bands, max_distance
     compared = [(_nearness(wanted, place, *free), entry) for place, entry in stored]

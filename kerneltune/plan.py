@@ -63,8 +63,9 @@ class Options:
         policy: timing policy, `cold`, `hot` or `eager`; None for the policy of each operator.
         tune: search missing configs before a sweep measures.
         peers: measure other packages' variants as well.
-        quick: measure ten headline cases of a sweep with their present configs; check and tune nothing else.
-        search: limits of each search; `budget_s` is also the limit of timing stale configs.
+        quick: measure ten headline cases of a sweep with their present configs, and tune nothing; a sweep that only checks checks
+            these ten cases, and derives none.
+        search: limits of each search; with `stale`, `budget_s` is the limit of all that is timed.
         check_only: check and time nothing.
         configs: folder of the config cache; None for the usual folder.
         results: folder of the records.
@@ -154,7 +155,7 @@ class Plan:
         return TaskKey(entry.op, "", entry.case, self.policy(entry.op))
 
     def journal(self, name: str) -> Path:
-        """Return the journal of a stage on this device; it keeps the rows of the stage until the stage ends."""
+        """Return the file of a stage's rows on this device: that of `check` stays, each other is removed when its stage ends."""
         return self.options.results / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
 
 

@@ -52,10 +52,10 @@ class State(Enum):
 class Worker:
     """Send requests to an object in another process. Use as a context manager.
 
-    The next request after a crash starts another process. One thread sends requests. Another thread may call `stop`, or leave
-    the context. A request raises WorkerCrashedError if the process crashes over it, or if the worker is stopped. The object may
-    call its attribute `tell` with a text before a step that may crash; the error then has the text, and the time limit of the
-    request begins anew.
+    The next request after a crash, or after an exception, starts another process. One thread sends requests. Another
+    thread may call `stop`, or leave the context. A request raises WorkerCrashedError if the process crashes over it, or if the
+    worker is stopped. The object may call its attribute `tell` with a text before a step that may crash; the error then has the
+    text, and the time limit of the request begins anew.
 
     Attributes:
         state: what the process does.

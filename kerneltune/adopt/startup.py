@@ -1,8 +1,8 @@
 """Start capture or serving in a process: by environment variables, which subprocesses inherit, or by `install`.
 
-This module alone changes Triton: it replaces `Autotuner.run` and `Autotuner.__init__` as soon as the program imports them. The
-replaced methods see subclasses that call `super().run`, and kernels that were decorated before. For kernels without an autotuner
-it replaces `JITFunction.run`, and in the interpreter `InterpretedFunction.run`.
+In a user's program this module alone changes Triton: it replaces `Autotuner.run` and `Autotuner.__init__` as soon as the program
+imports them. The replaced methods see subclasses that call `super().run`, and kernels that were decorated before. For kernels
+without an autotuner it replaces `JITFunction.run`, and in the interpreter `InterpretedFunction.run`.
 """
 
 import functools

@@ -39,7 +39,7 @@ _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
 _TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detected"
 LAUNCH_SECONDS = 2.0
-"""Processor time for one launch without memory: programs that wait for a value would wait for ever."""
+"""Processor time for each run of the programs of a launch without memory: a program may wait for a value for ever."""
 _LOADED = (0, 1 << 24)
 """Values of loads without memory. Zeros suit a kernel that reads a table at a loaded index, a value above all rows suits a search
 for the group of a row, whose index is beyond the last group if each group ends at row 0."""

@@ -49,8 +49,8 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
     """Correct the interpreter, and raise KernelFaultError if a kernel has undefined behaviour.
 
     The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
-    a launch with tensors on device `meta`, only the programs at the corners of the grid run, twice, with other values of all
-    loads; an access is an error if it is with both.
+    a launch with tensors on device `meta`, only the programs at the corners of the grid run. Where one fails, they run again with
+    other values of all loads; an access is an error if it is with both.
 
     Args:
         folder: folder of host code whose branches are noted.

@@ -165,8 +165,8 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
 
     For each type, mode and option, a check case of medium cost takes the value, or another check case if the operator has no
     inputs or no reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check
-    case. No derived case costs more than _MOST_COST times the costliest check case, as a model of real size would in a step of
-    decoding. Values of captured kernels are fixed.
+    case. No derived case costs more than _MOST_COST times the costliest check case: the bench cases of a workload are models of
+    real size. Values of captured kernels are fixed.
     """
     derived, without = list[Case](), list[str]()
     by_cost = sorted((case for case in check if op.traffic(case).total), key=partial(check_cost, op))
@@ -204,7 +204,8 @@ def _shortened(
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
     Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case has
-    at most four times the programs of the check cases. Where launches of a check case depend on values, no case is returned.
+    at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. Where launches of a check case depend on values,
+    no case is returned.
     """
     derived, facts = list[Case](), set[Fact]()
     steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}

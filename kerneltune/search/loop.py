@@ -26,7 +26,7 @@ ENUMERATE_UP_TO = 120
 AHEAD = 8
 """Configs in flight while a compiled config waits for its measurement.
 
-The sampler decides without the times of these configs. While no config waits, every compiler has a config.
+The sampler decides without the times of these configs. While at most `_READY` configs wait, every compiler has a config.
 """
 _AHEAD_BLIND = 48
 """Configs in flight of a search that tries its configs in a fixed order."""
@@ -54,7 +54,7 @@ class Search:
     Attributes:
         budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
         trials: largest number of configs.
-        sampler: sampler of a space that is too large to be enumerated, a name of search.SAMPLERS.
+        sampler: a name of search.SAMPLERS; a search without limits of a small space tries all configs in order instead.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.
     """
