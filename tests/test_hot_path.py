@@ -111,7 +111,7 @@ def test_call_without_allocation_and_launch_stays_below_its_time_limit(monkeypat
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_call_takes_at_most_twice_a_bare_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare a call with a Triton launch with the same allocations.
+    """Compare a call with a Triton launch with the same allocations, in turns, as the machine's speed changes.
 
     The goal is 1.3x; the bound only catches a wrapper that got out of hand.
     """
@@ -132,12 +132,12 @@ def test_call_takes_at_most_twice_a_bare_launch(monkeypatch: pytest.MonkeyPatch)
     def called() -> None:
         rmsnorm_fwd(x, weight)
 
-    def bare_launch() -> None:
+    def called_with_config() -> None:
         rmsnorm_fwd(x, weight, config=c)
 
-    times = {
-        name: 1e6 * seconds_per_call(run, 2000) for name, run in (("bare", bare), ("given", bare_launch), ("called", called))
-    }
+    runs = {"bare": bare, "given": called_with_config, "called": called}
+    turns = [{name: seconds_per_call(run, 2000) for name, run in runs.items()} for _ in range(4)]
     torch.cuda.synchronize()
-    print({name: round(us, 2) for name, us in times.items()})  # noqa: T201
-    assert times["called"] <= 2 * times["bare"]
+    least = {name: min(turn[name] for turn in turns) for name in runs}
+    print({name: round(1e6 * seconds, 2) for name, seconds in least.items()})  # noqa: T201
+    assert least["called"] <= 2 * least["bare"]
