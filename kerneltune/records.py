@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "failed", "skipped", "checked"]
 """`passed`: correct and timed; `checked`: correct, not timed; `failed`: wrong results or an error; `skipped`: the case is not
-supported or does not fit in memory."""
+supported or does not fit in memory, or a peer's import failed."""
 TrialStatus = Literal[Status, "crashed", "compile", "spills", "occupancy"]
 """Status of a trial: a config may also have `crashed` its process, not `compile`, or be refused before its launch, because it
 `spills` registers or because too few of its programs fit an SM (`occupancy`)."""
+
+IMPORT_FAILED = "cannot be imported: "
+"""Begin of the reason of a peer that was skipped because an import failed; the error follows."""
 
 Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""
@@ -199,11 +202,15 @@ def append(path: Path, records: Sequence[Record]) -> None:
 def merge(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool] = lambda _record: True) -> None:
     """Replace the rows of a file that `new` measured later, and keep the other rows that `is_kept` accepts.
 
-    The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
+    A failure replaces a measured row, and so does a case that is no longer supported. Because a failed import says nothing
+    about a peer's speed, it replaces no measured row. The file changes as a whole or not at all. Processes that merge at the same
+    time wait for each other.
     """
     with locked(path):
-        rows = newest([*(filter(is_kept, load(path)) if path.exists() else []), *new])
-        replace_bytes(path, _lines(rows))
+        rows = [*(filter(is_kept, load(path)) if path.exists() else []), *new]
+        timed = {row_of(row) for row in rows if row.status == "passed"}
+        tried = [row for row in rows if not (row.reason.startswith(IMPORT_FAILED) and row_of(row) in timed)]
+        replace_bytes(path, _lines(newest(tried)))
 
 
 def other_run(a: Record, b: Record) -> list[str]:

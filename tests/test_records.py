@@ -176,6 +176,36 @@ def test_merge_of_an_older_row_keeps_the_newer_row(tmp_path: Path) -> None:
     assert records.load(path) == [new]
 
 
+@pytest.mark.parametrize(
+    ("status", "reason", "replaces"),
+    [
+        ("skipped", "cannot be imported: ModuleNotFoundError: No module named 'cutlass'", False),
+        ("skipped", "no fp8", True),
+        ("failed", "y differs", True),
+    ],
+)
+def test_merge_of_a_row_without_a_time_replaces_a_time_unless_an_import_failed(
+    tmp_path: Path, status: str, reason: str, replaces: bool
+) -> None:
+    path = tmp_path / "r.jsonl"
+    timed = record(role="peer")
+    later = untimed(status, role="peer", reason=reason, date="2026-11-22T06:00:00+00:00")
+    records.merge(path, [later])
+    assert records.load(path) == [later]
+    path.unlink()
+    records.merge(path, [timed])
+    records.merge(path, [later])
+    assert records.load(path) == [later if replaces else timed]
+
+
+def test_merge_of_a_time_replaces_a_failed_import(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    timed = record(role="peer", date="2026-11-22T06:00:00+00:00")
+    records.merge(path, [untimed("skipped", role="peer", reason="cannot be imported: ImportError: no B in a")])
+    records.merge(path, [timed])
+    assert records.load(path) == [timed]
+
+
 def test_record_key_does_not_depend_on_the_order_of_keys() -> None:
     values = json.loads(to_json(record(options={"zeros": 1, "alpha": "x"})))
     turned = from_json(json.dumps({**values, "axes": {"N": 4096, "M": 8192}, "options": {"alpha": "x", "zeros": 1}}))

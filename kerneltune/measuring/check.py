@@ -24,7 +24,7 @@ from kerneltune.errors import first_line, place_of
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
-from kerneltune.records import Status
+from kerneltune.records import IMPORT_FAILED, Status
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
@@ -171,8 +171,11 @@ class Checker:
             return Outcome("failed", str(error))
 
     def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
-        """Return the outcome of a variant under a config; see `errors`."""
-        errors = affordable(partial(self.errors, variant, config, runs))
+        """Return the outcome of a variant under a config; see `errors`. A peer with a failed import is skipped."""
+        try:
+            errors = affordable(partial(self.errors, variant, config, runs))
+        except ImportError as error:  # of a peer: `run` makes every other error a line
+            return Outcome("skipped", f"{IMPORT_FAILED}{first_line(error)}")
         if isinstance(errors, Outcome):
             return errors
         return Outcome("failed", "; ".join(errors)) if errors else Outcome("checked")
@@ -214,12 +217,12 @@ class Checker:
         return outputs
 
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
-        """Return the outputs of a run, empty if it failed, and its errors."""
+        """Return the outputs of a run, empty if it failed, and its errors; raise ImportError if an import of a peer failed."""
         try:
             with noting() as reached:
                 outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
-            if out_of_memory_reason(error):
+            if out_of_memory_reason(error) or (variant.is_peer and isinstance(error, ImportError)):
                 raise
             fault = fault_of(error)
             return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]

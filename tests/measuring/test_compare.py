@@ -12,7 +12,7 @@ from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.records import Record
 from kerneltune.search.task import Run, Task
-from kerneltune.spec import Case, Variant
+from kerneltune.spec import Case, Outputs, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -112,6 +112,31 @@ def test_compared_records_of_a_variant_out_of_memory_are_skipped(gpu: None, monk
     monkeypatch.setattr(compare.Checker, "errors", errors)
     statuses = [(row.status, row.reason) for row in compared()]
     assert statuses == [("passed", ""), ("skipped", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
+
+
+@pytest.mark.parametrize(
+    ("requires", "status", "begin"), [(("quack",), "skipped", "cannot be imported: "), ((), "failed", "the launch failed: ")]
+)
+def test_compared_records_of_a_failed_import_are_skipped_for_a_peer_and_failed_for_an_own_variant(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, requires: tuple[str, ...], status: str, begin: str
+) -> None:
+    def imports(_inputs: Any, _config: object) -> Any:
+        import no_such_cutlass  # noqa: F401
+
+    class Checks(Checker):
+        def __init__(self, *_: object, **_named: object) -> None: ...
+
+        def errors(self, variant: Variant, config: Any, runs: int = 1) -> list[str]:
+            return super().errors(variant, config, runs) if variant.name == "quack" else []
+
+        def outputs(self, variant: Variant, config: Any) -> Outputs:
+            return variant.run({}, config)
+
+    monkeypatch.setattr(compare, "Checker", Checks)
+    other = Run(Task(OP, CASE, Variant("quack", imports, requires=requires)), None)
+    row, timed = compared([other, RUNS[2]])
+    assert (row.status, row.reason) == (status, f"{begin}ModuleNotFoundError: No module named 'no_such_cutlass'")
+    assert timed.time_us == 10.0
 
 
 def test_compared_records_of_a_failed_variant_stay_failed_when_memory_runs_out(
