@@ -20,7 +20,6 @@ from kept_trials import ROOT, TrialBlock, whole_spaces
 from optuna.distributions import BaseDistribution
 
 from kerneltune.search import FiniteGPSampler, ListSampler
-from kerneltune.search.study import TrialStates
 
 EVALUATIONS = (10, 25, 50, 100)
 IN_FLIGHT = 8
@@ -43,13 +42,13 @@ class UntriedSampler(ListSampler):
         self._asking = study, trial
         return super().sample_relative(study, trial, search_space)
 
-    def choose(self, states: TrialStates) -> int:
+    def choose(self) -> int:
         """Return the index of a config that was not tried."""
-        first = super().choose(states)
+        first = super().choose()
         for _ in range(self._attempts if first >= STARTUP else 0):
             drawn = self.configs[first] | self._inner.sample_relative(*self._asking, dict(self._varied))
             index = self._index.get(tuple(drawn[name] for name in self.space))
-            if index in states.untried:
+            if index in self.untried:
                 return index
         return first
 

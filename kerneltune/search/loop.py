@@ -185,7 +185,7 @@ class SearchState:
 
     def __init__(self, candidates: Candidates, search: Search) -> None:
         """Set up the sampler of a search."""
-        from kerneltune.search.study import FiniteGPSampler, ListSampler, TrialStates
+        from kerneltune.search.study import FiniteGPSampler, ListSampler
 
         self._order = candidates.in_order(search)
         knobs = [knobs_of(config) for config in self._order]
@@ -196,28 +196,24 @@ class SearchState:
             self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed)
         self._least_gain, self._seed = search.until_gain, search.seed
         self._index = {config: index for index, config in enumerate(self._order)}
-        self._states = TrialStates(dict.fromkeys(self._index.values()), {}, {})
 
     def ask(self) -> Config | None:
         """Return the next config to try; None when all were tried."""
-        if not self._states.untried:
-            return None
-        index = self.sampler.choose(self._states)
-        self._states.running[index] = self._states.untried.pop(index)
-        return self._order[index]
+        index = self.sampler.ask()
+        return None if index is None else self._order[index]
 
     def tell(self, config: Config, time_us: float | None) -> None:
         """Take the time of a config, or None for a failure, whether `ask` returned the config or not."""
-        self._states.tell(self._index[config], time_us)
+        self.sampler.tell(self._index[config], time_us)
 
     def is_gain_small(self) -> bool:
         """Return whether the untried configs are expected to gain too little; computed after every fourth told config."""
-        times = self._states.times
+        times = self.sampler.times
         num_timed = sum(time_us is not None for time_us in times.values())
         if not self._least_gain or num_timed < _GAIN_AFTER or len(times) % _GAIN_EVERY:
             return False
         self._surrogate.fit(list(times), list(times.values()))
-        return self._surrogate.gain([*self._states.untried, *self._states.running]) < self._least_gain
+        return self._surrogate.gain([*self.sampler.untried, *self.sampler.running]) < self._least_gain
 
     @cached_property
     def _surrogate(self) -> "Surrogate":

@@ -1,7 +1,6 @@
 """Samplers of Optuna studies over a finite list of configs. Knows no operator and measures nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,32 +18,17 @@ _SCORED = 2048
 """Untried configs, in order, for which the model computes the expected improvement."""
 
 
-@dataclass(slots=True)
-class TrialStates:
-    """Hold the state of every config of a list, by index: untried, asked for and running, or told, as the trials of a study.
-
-    Attributes:
-        untried: configs that were neither asked for nor told, in the order of the list.
-        running: configs that were asked for and not told, in the order of asking.
-        times: time of each told config; None for a failure.
-    """
-
-    untried: dict[int, None]
-    running: dict[int, None]
-    times: dict[int, float | None]
-
-    def tell(self, index: int, time: float | None) -> None:
-        """Take the time of a config, or None for a failure, whether the config was asked for or not."""
-        self.untried.pop(index, None)
-        self.running.pop(index, None)
-        self.times[index] = time
-
-
 class ListSampler(BaseSampler):
     """Try every config of a finite list once, in the order of the list.
 
     The knobs are categorical; `space` holds their distributions. A study must suggest the same choices, most simply by
-    `study.ask(sampler.space)`. When all configs were tried, the last config is suggested again.
+    `study.ask(sampler.space)`. When all configs were tried, the last config is suggested again. Without a study, `ask` and `tell`
+    do the same with indices.
+
+    Attributes:
+        untried: indices of configs that were neither asked for nor told, in the order of the list.
+        running: indices of configs that were asked for and not told, in the order of asking.
+        times: time of each told config by index; None for a failure.
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]]) -> None:
@@ -60,9 +44,11 @@ class ListSampler(BaseSampler):
         values = {name: {config[name] for config in self.configs} for name in names}
         self.space = {name: CategoricalDistribution(sorted(offered, key=choice_order)) for name, offered in values.items()}
         self._index = {tuple(config.values()): i for i, config in enumerate(self.configs)}
+        self.untried: dict[int, None] = dict.fromkeys(range(len(self.configs)))
+        self.running: dict[int, None] = {}
+        self.times: dict[int, float | None] = {}
         self._study: optuna.Study | None = None
-        self._times: dict[int, float | None] = {}
-        self._num_finished = 0  # trials from the first on that are all finished, with their times in _times
+        self._num_finished = 0  # trials of the study from the first on that are all finished, with their times in `times`
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all knobs."""
@@ -72,8 +58,8 @@ class ListSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: Mapping[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Return the knobs of the next config."""
-        states = self._states_in(study)
-        return dict(self.configs[self.choose(states) if states.untried else -1])
+        self._read(study)
+        return dict(self.configs[self.choose() if self.untried else -1])
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -84,16 +70,30 @@ class ListSampler(BaseSampler):
     def prepare(self) -> None:
         """Import and set up the model of the first decision, ahead of the decision."""
 
-    def choose(self, states: TrialStates) -> int:
-        """Return the index of the next config, one of the untried."""
-        return next(iter(states.untried))
+    def ask(self) -> int | None:
+        """Return the index of the next config to try; None when all were tried."""
+        if not self.untried:
+            return None
+        index = self.choose()
+        self.running[index] = self.untried.pop(index)
+        return index
 
-    def _states_in(self, study: optuna.Study) -> TrialStates:
-        """Return the states of the configs in a study; if the study maximizes, the times are reciprocals."""
+    def tell(self, index: int, time: float | None) -> None:
+        """Take the time of a config, or None for a failure, whether `ask` returned the config or not."""
+        self.untried.pop(index, None)
+        self.running.pop(index, None)
+        self.times[index] = time
+
+    def choose(self) -> int:
+        """Return the index of the next config, one of the untried."""
+        return next(iter(self.untried))
+
+    def _read(self, study: optuna.Study) -> None:
+        """Take the states of the configs in a study; if the study maximizes, the times are reciprocals."""
         if self._study is not study:
-            self._study, self._times, self._num_finished = study, {}, 0
+            self._study, self.times, self._num_finished = study, {}, 0
         maximizes = study.direction is optuna.study.StudyDirection.MAXIMIZE
-        running: dict[int, None] = {}
+        self.running = {}
         are_finished = True
         for trial in study.get_trials(deepcopy=False)[self._num_finished :]:
             index = self._index.get(tuple(trial.params.get(name) for name in self.space))
@@ -102,14 +102,13 @@ class ListSampler(BaseSampler):
             if index is None:
                 continue
             if not trial.state.is_finished():
-                running[index] = None
+                self.running[index] = None
             elif trial.state is TrialState.COMPLETE and trial.value is not None:
                 reciprocal = 1.0 / trial.value if trial.value else float("inf")
-                self._times[index] = reciprocal if maximizes else trial.value
+                self.times[index] = reciprocal if maximizes else trial.value
             else:
-                self._times.setdefault(index, None)
-        untried = dict.fromkeys(i for i in range(len(self.configs)) if i not in self._times and i not in running)
-        return TrialStates(untried, running, self._times)
+                self.times.setdefault(index, None)
+        self.untried = dict.fromkeys(i for i in range(len(self.configs)) if i not in self.times and i not in self.running)
 
 
 class FiniteGPSampler(ListSampler):
@@ -155,9 +154,9 @@ class FiniteGPSampler(ListSampler):
 
         return Surrogate(self.configs, self._seed)
 
-    def choose(self, states: TrialStates) -> int:
+    def choose(self) -> int:
         """Return the index of the untried config with the largest expected improvement; at the start the next in order."""
-        untried, times = list(states.untried), states.times
+        untried, times = list(self.untried), self.times
         known = [time for time in times.values() if time is not None]
         if untried[0] < self._startup or not known:
             return untried[0]
@@ -168,4 +167,4 @@ class FiniteGPSampler(ListSampler):
             model.fit(list(times), list(times.values()))
             self._fitted = dict(times)
         scored = untried[:_SCORED]
-        return scored[int(model.improvement(scored, list(states.running)).argmax())]
+        return scored[int(model.improvement(scored, list(self.running)).argmax())]

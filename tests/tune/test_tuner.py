@@ -40,7 +40,6 @@ from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import SAMPLERS, loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
-from kerneltune.search.study import TrialStates
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
@@ -210,9 +209,9 @@ def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, 
     state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
     heard, choose = {}, state.sampler.choose
 
-    def heard_before(states: TrialStates) -> int:
-        heard.update({Small(**state.sampler.configs[index]): time for index, time in states.times.items()})
-        return choose(states)
+    def heard_before() -> int:
+        heard.update({Small(**state.sampler.configs[index]): time for index, time in state.sampler.times.items()})
+        return choose()
 
     monkeypatch.setattr(state.sampler, "choose", heard_before)
     times = {}
