@@ -202,15 +202,11 @@ def append(path: Path, records: Sequence[Record]) -> None:
 def merge(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool] = lambda _record: True) -> None:
     """Replace the rows of a file that `new` measured later, and keep the other rows that `is_kept` accepts.
 
-    A failure replaces a measured row, and so does a case that is no longer supported. Because a failed import says nothing
-    about a peer's speed, it replaces no measured row. The file changes as a whole or not at all. Processes that merge at the same
-    time wait for each other.
+    The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
     """
     with locked(path):
-        rows = [*(filter(is_kept, load(path)) if path.exists() else []), *new]
-        timed = {row_of(row) for row in rows if row.status == "passed"}
-        tried = [row for row in rows if not (row.reason.startswith(IMPORT_FAILED) and row_of(row) in timed)]
-        replace_bytes(path, _lines(newest(tried)))
+        rows = newest([*(filter(is_kept, load(path)) if path.exists() else []), *new])
+        replace_bytes(path, _lines(rows))
 
 
 def other_run(a: Record, b: Record) -> list[str]:
@@ -272,11 +268,17 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 
 def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
-    """Return row -> its newest record, in order of the rows' first records; `identity` returns the row of a record."""
-    return {
-        row: max(reversed(of_row), key=lambda record: datetime.fromisoformat(record.date)) if len(of_row) > 1 else of_row[0]
-        for row, of_row in grouped(records, identity).items()
-    }
+    """Return row -> its newest record, in order of the rows' first records; `identity` returns the row of a record.
+
+    A failure, and a case that is no longer supported, replace a time. Because a failed import says nothing about the peer, its
+    record replaces none.
+    """
+    return {row: _newest(of_row) if len(of_row) > 1 else of_row[0] for row, of_row in grouped(records, identity).items()}
+
+
+def _newest(of_row: Sequence[Record]) -> Record:
+    launched = [record for record in of_row if not record.reason.startswith(IMPORT_FAILED)]
+    return max(reversed(launched or of_row), key=lambda record: datetime.fromisoformat(record.date))
 
 
 def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":

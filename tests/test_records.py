@@ -196,6 +196,7 @@ def test_merge_of_a_row_without_a_time_replaces_a_time_unless_an_import_failed(
     records.merge(path, [timed])
     records.merge(path, [later])
     assert records.load(path) == [later if replaces else timed]
+    assert records.newest([timed, later]) == [later if replaces else timed]  # as a table of several files shows it
 
 
 def test_merge_of_a_time_replaces_a_failed_import(tmp_path: Path) -> None:
