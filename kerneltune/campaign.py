@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import replace_text
-from kerneltune.journals import CHECKS, Runs, journalled, known_rows
+from kerneltune.journals import CHECKS, Runs, journalled, with_finished_rows
 from kerneltune.measuring.check import LAUNCH_FAILURE, check_only
 from kerneltune.measuring.compare import ceiling_task, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
@@ -172,13 +172,13 @@ class _Campaign:
         Each own variant is checked with its default config and with those of covering pairs.
         """
         family, journal = self.plan.family, self.plan.journal(CHECKS)
-        known = known_rows(_runs_to_check(self.plan, entries, with_peers), journal)
-        lacking = [runs for runs, rows in known if rows is None]
+        work = with_finished_rows(_runs_to_check(self.plan, entries, with_peers), journal)
+        lacking = [runs for runs, rows in work if rows is None]
         if lacking:
             self._compile(lacking, "check")
-        self.progress.stage("check", len(known), len(known) - len(lacking), sum(map(len, lacking)))
+        self.progress.stage("check", len(work), len(work) - len(lacking), sum(map(len, lacking)))
         checked = []
-        for runs, rows in known:
+        for runs, rows in work:
             if rows is None:
                 outcomes = check_only(runs, self.worker.check)
                 rows = [checked_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
@@ -230,21 +230,21 @@ class _Campaign:
     ) -> list[Record]:
         """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again."""
         runs_of = [[run for run in self._runs(entry) if run.task.variant.name not in without] for entry in entries]
-        known = known_rows(list(filter(None, runs_of)), journal)
-        lacking = [runs for runs, rows in known if rows is None]
+        work = with_finished_rows(list(filter(None, runs_of)), journal)
+        lacking = [runs for runs, rows in work if rows is None]
         tasks = [ceiling_task(self.plan.ops, task.op, task.case, task.policy) for task in (runs[0].task for runs in lacking)]
         configs = self.plan.options.configs
         ceilings = [None if task is None else Run(task, task.config_of_call(configs)) for task in tasks]
         to_compile = [*lacking, *([run] for run in ceilings if run is not None)]
         if sum(config is not None for runs in to_compile for _, config in runs) >= _WORTH_A_POOL:
             self._compile(to_compile, "measure")
-        self.progress.stage(stage, len(known), len(known) - len(lacking))
-        measured, beside = [], iter(ceilings)
-        for runs, rows in known:
+        self.progress.stage(stage, len(work), len(work) - len(lacking))
+        measured, ceiling_of_next = [], iter(ceilings)
+        for runs, rows in work:
             if rows is None and time.monotonic() >= self.until:
                 break
             if rows is None:
-                rows = compare_in_worker(self.worker, self.plan.family, runs, next(beside))
+                rows = compare_in_worker(self.worker, self.plan.family, runs, next(ceiling_of_next))
                 if journal:
                     records.append(journal, rows)
                 timed = [row for row in rows if row.time_us is not None]

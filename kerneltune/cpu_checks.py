@@ -10,7 +10,7 @@ from functools import partial
 from kerneltune import records
 from kerneltune.forked import Fork, Tell
 from kerneltune.interpreter.facts import Fact
-from kerneltune.journals import CHECKS, known_rows
+from kerneltune.journals import CHECKS, with_finished_rows
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import checked_record
 from kerneltune.measuring.compiler import compile_job, refusals
@@ -75,7 +75,7 @@ class _Checks:
         of_cases = [job for job in jobs if job.runs]
         known = {
             job: rows
-            for job, (_, rows) in zip(of_cases, known_rows([job.runs for job in of_cases], journal), strict=True)
+            for job, (_, rows) in zip(of_cases, with_finished_rows([job.runs for job in of_cases], journal), strict=True)
             if rows is not None
         }
         lacking = [job for job in jobs if job not in known]

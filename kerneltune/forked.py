@@ -42,14 +42,14 @@ class Fork(Generic[T]):
 
     Attributes:
         pipe: can be read when the fork tells something, returns or ends.
-        told: the last object that the function passed to its argument `tell`; None before the first.
+        last_note: the last object that the function passed to its argument `tell`; None before the first.
     """
 
     def __init__(self, work: Callable[[Tell], T]) -> None:
         if "triton" in sys.modules:  # Triton's imports at the first launch of a process: 0.03 of the 0.04 s of a small launch
             with suppress(ImportError):
                 importlib.import_module("triton.experimental.gluon")
-        self.told: Any = None
+        self.last_note: Any = None
         self._answer: tuple[Any, BaseException | None, BaseException | None] | None = None
         with warnings.catch_warnings():  # Python warns of this process's threads, which the fork neither has nor needs
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -61,7 +61,7 @@ class Fork(Generic[T]):
             note, self._answer = self.pipe.recv()
         except EOFError:
             return True
-        self.told = note if self._answer is None else self.told
+        self.last_note = note if self._answer is None else self.last_note
         return self._answer is not None
 
     def result(self) -> T:

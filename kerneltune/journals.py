@@ -16,7 +16,7 @@ Runs = Sequence[Run]
 """The variants of a case, each with its config."""
 
 
-def known_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, list[Record] | None]]:
+def with_finished_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, list[Record] | None]]:
     """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
     of_key = records.grouped(journalled(journal) if journal else (), lambda record: record.key)
     return [(runs, finished_rows(of_key, runs)) for runs in work]

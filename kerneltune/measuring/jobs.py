@@ -140,7 +140,7 @@ def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
         return outcomes
     except ForkCrashedError as error:
         if not job.parts:
-            crashed = fork.told or Outcome("failed")
+            crashed = fork.last_note or Outcome("failed")
             return [replace(crashed, reason=f"{crashed.reason}{error}")]
     return [outcome for part in job.parts for outcome in _outcomes(Fork(partial(_work, part)), part)]
 

@@ -21,7 +21,8 @@ NEAR, FAR = 0.3, 0.7
 
 FAR keeps more of the spread than NEAR, and so more uncertainty about the gain that is left.
 """
-_DOUBTFUL = 1e-6
+_UNLIKELY = 1e-6
+"""Factor of the improvement of a config that probably gives no time."""
 _JOINT = 256
 _DRAWS = 128
 _REFIT_EVERY = 4
@@ -81,8 +82,8 @@ class Surrogate:
             self._fitted = len(timed)
 
     @_on_one_core
-    def improvement(self, wanted: Sequence[int], pending: Sequence[int] = ()) -> Array:
-        """Return the expected improvement (len(wanted),) of the log time, times the probability that a config gives a time.
+    def improvement(self, untried: Sequence[int], pending: Sequence[int] = ()) -> Array:
+        """Return the expected improvement (len(untried),) of the log time, times the probability that a config gives a time.
 
         A config that probably gives no time gets a tiny value and comes last: because no time around it becomes known, its
         improvement would look large for ever. Pending configs count with their predicted times.
@@ -92,19 +93,19 @@ class Surrogate:
             believed, _ = self._posterior(seen, values, np.asarray(pending, dtype=int))
             seen = np.concatenate([seen, np.asarray(pending, dtype=int)])
             values = np.concatenate([values, believed])
-        mean, variance = self._posterior(seen, values, np.asarray(wanted, dtype=int))
+        mean, variance = self._posterior(seen, values, np.asarray(untried, dtype=int))
         deviation = np.sqrt(variance)
         z = (self._best - mean) / deviation
         improvement: Array = deviation * (z * ndtr(z) + np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)) * self._scale
-        chance = self._chance(np.asarray(wanted, dtype=int))
-        return improvement * np.where(chance < 0.5, _DOUBTFUL * chance, chance)
+        probability = self._success_probability(np.asarray(untried, dtype=int))
+        return improvement * np.where(probability < 0.5, _UNLIKELY * probability, probability)
 
-    def _chance(self, wanted: NDArray[np.int_]) -> Array:
+    def _success_probability(self, indices: NDArray[np.int_]) -> Array:
         """Return the probability that configs give a time, from the same process over successes and failures."""
         mean = np.mean(self._worked)
         factor = cho_factor(self._covariance(self._tried) + 0.1 * np.eye(len(self._tried)))
-        chance = mean + self._kernel(self._tried, wanted).T @ cho_solve(factor, self._worked - mean)
-        bounded: Array = np.clip(chance, 0.02, 1.0)
+        probability = mean + self._kernel(self._tried, indices).T @ cho_solve(factor, self._worked - mean)
+        bounded: Array = np.clip(probability, 0.02, 1.0)
         return bounded
 
     @_on_one_core
@@ -125,9 +126,9 @@ class Surrogate:
         saved = np.maximum(0.0, self._best - draws.min(axis=1)) * self._scale
         return float(np.mean(-np.expm1(-saved)))
 
-    def _posterior(self, seen: NDArray[np.int_], values: Array, wanted: NDArray[np.int_]) -> tuple[Array, Array]:
+    def _posterior(self, seen: NDArray[np.int_], values: Array, indices: NDArray[np.int_]) -> tuple[Array, Array]:
         factor = cholesky(self._covariance(seen), lower=True)
-        cross = solve_triangular(factor, self._kernel(seen, wanted), lower=True)
+        cross = solve_triangular(factor, self._kernel(seen, indices), lower=True)
         mean = cross.T @ solve_triangular(factor, values, lower=True)
         variance = np.exp(self._theta[-2]) - np.sum(cross**2, axis=0)
         return mean, np.maximum(variance, 1e-9)
@@ -144,21 +145,22 @@ class Surrogate:
         points, knobs = self._points[self._seen], self._points.shape[1]
         bounds = [(np.log(0.05), np.log(20.0))] * knobs + [(np.log(0.05), np.log(20.0)), (np.log(1e-3), np.log(0.5))]
         middle = np.log([*[0.7] * knobs, 1.0, 0.03])
-        apart = np.square(points[:, None] - points).transpose(2, 0, 1)
+        squared_distances = np.square(points[:, None] - points).transpose(2, 0, 1)
 
         def cost(theta: Array) -> tuple[float, Array]:
             """Return the cost and its gradient with respect to theta."""
             shrink = np.exp(-2 * theta[:knobs])
-            distance = np.sqrt(5.0 * np.tensordot(shrink, apart, 1))
+            distance = np.sqrt(5.0 * np.tensordot(shrink, squared_distances, 1))
             kernel = _matern(distance, theta)
             factor = cholesky(kernel + _noise(theta) * np.eye(len(points)), lower=True)
             inverse = cho_solve((factor, True), np.eye(len(points)))
-            weights, off = inverse @ self._values, theta - middle
+            weights, from_middle = inverse @ self._values, theta - middle
             slopes = (inverse - np.outer(weights, weights)) / 2
             nearer = slopes * np.exp(theta[-2] - distance) * (1.0 + distance) * 5.0 / 3.0
             of_noise = 2 * np.exp(2 * theta[-1]) * np.trace(slopes)
-            slope = np.concatenate([shrink * np.tensordot(apart, nearer, 2), [np.sum(slopes * kernel), of_noise]])
-            return float(self._values @ weights / 2 + np.sum(np.log(np.diag(factor))) + off @ off / 2), slope + off
+            slope = np.concatenate([shrink * np.tensordot(squared_distances, nearer, 2), [np.sum(slopes * kernel), of_noise]])
+            loss = self._values @ weights / 2 + np.sum(np.log(np.diag(factor))) + from_middle @ from_middle / 2
+            return float(loss), slope + from_middle
 
         fitted = minimize(cost, self._theta, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 25})
         self._theta = np.asarray(fitted.x)

@@ -37,18 +37,17 @@ _AHEAD = 256
 
 
 class CompileQueue:
-    """Compile the configs that searches ask for, and in idle time the first configs of the next searches."""
+    """Compile the configs that searches ask for, and in idle time the first configs of the next searches.
+
+    Attributes:
+        compilers: number of configs that compile at the same time.
+    """
 
     def __init__(self, pool: CompilePool) -> None:
-        self._pool = pool
+        self._pool, self.compilers = pool, pool.workers
         self._begun: list[Future[CompileResult]] = []
         self._ahead: dict[tuple[TaskKey, Config], Future[CompileResult]] = {}
         self._later: Iterator[Run] = iter(())
-
-    @property
-    def compilers(self) -> int:
-        """Return the number of configs that compile at the same time."""
-        return self._pool.workers
 
     def begin(self, task: Task, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config, or return a compilation that began ahead."""
@@ -88,11 +87,13 @@ class Tuner:
     Attributes:
         options: limits of the search, and the folder of configs. With `force` or further knob values the whole space is searched,
             also if the other 16-bit type was searched before.
+        compilers: number of configs that compile at the same time.
         resources: registers of all threads of the largest program of every compiled config.
     """
 
     def __init__(self, task: Task, store: "TrialStore", worker: GpuWorker, queue: CompileQueue, options: Options) -> None:
         self.task, self.store, self.worker, self.queue, self.options = task, store, worker, queue, options
+        self.compilers = queue.compilers
         self.resources: dict[Config, int] = {}
         self.samples_per_config = SCREEN_SAMPLES
         self._best_us: float | None = None
@@ -191,11 +192,6 @@ class Tuner:
                 finals.append(self.run_final([incumbent, challenger], default))
         return incumbent, *max((*finals, alone), key=lambda final: final[1]["speedup"])
 
-    @property
-    def compilers(self) -> int:
-        """Return the number of configs that compile at the same time."""
-        return self.queue.compilers
-
     @cached_property
     def prune(self) -> bool:
         """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
@@ -261,9 +257,8 @@ class Tuner:
 
     def measure(self, config: Config) -> Evaluation:
         """Check and time a config on the GPU."""
-        return self.worker.measure(
-            self.task, config, self._best_us if self.samples_per_config == SCREEN_SAMPLES else None, self.samples_per_config
-        )
+        best_us = self._best_us if self.samples_per_config == SCREEN_SAMPLES else None
+        return self.worker.measure(self.task, config, best_us, self.samples_per_config)
 
     def request(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Let the thread of the worker's requests do some work after all earlier requests."""
