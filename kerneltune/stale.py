@@ -252,6 +252,8 @@ def refresh(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, Tu
     if renewals:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_batches(list(_batches(stale)), progress, until)
+    for text in dict.fromkeys(f"{row.variant} {row.reason}" for row in measured if row.reason.startswith(records.IMPORT_FAILED)):
+        progress.note(f"{text}: cases with an earlier time of it stay stale")
     return renewals, measured, find(stale.plans, stale.gpu)
 
 

@@ -201,6 +201,25 @@ def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, opt
     assert [entry.case.name for entry in family.stale] == ["other"]
 
 
+def test_refresh_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_once(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Notes(Progress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def unimported(_bench: Bench, family: str, runs: Sequence[Run], _ceiling: Run | None) -> list[Record]:
+        return [make_record(family, task, config, "skipped", f"{records.IMPORT_FAILED}ImportError: x") for task, config in runs]
+
+    notes: list[str] = []
+    before = recorded(options)
+    monkeypatch.setattr(campaign, "compare_in_worker", unimported)
+    _, new, remaining = stale.refresh(find(selection, options), Notes())
+    assert (len(new), recorded(options), remaining.cases) == (3, before, 3)
+    variant = OPS["stream"].variants[0].name
+    assert notes == [f"{variant} cannot be imported: ImportError: x: cases with an earlier time of it stay stale"]
+
+
 def refreshed(selection: Selection, options: Options) -> tuple[int, str]:
     """Return the exit code of `sweep --stale`, and its output without line breaks."""
     folders = ["--configs", str(options.configs), "--results", str(options.results)]
