@@ -1,0 +1,200 @@
+"""Find mistakes of addresses in the largest case, of which a check without a GPU computes no values."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from mistaken_ops import CASES, case_of, rows_of
+from row_sums import BENCH, summing, sums_of_rows
+
+from kerneltune.interpreter import bounds
+from kerneltune.measuring.check import address_errors
+from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.search.task import Run, Task
+from kerneltune.spec import Case, Inputs, Outputs, Variant
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
+
+
+@pytest.mark.parametrize("mistake", ["grid cut short", ""])
+def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) -> None:
+    op = summing(mistake)
+    jobs = [
+        address_job(Task(op, BENCH[1], op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    lines = [line for line in coverage_lines(jobs) if "last element" in line]
+    line = "summed: the largest case stores no last element of y_ptr in sums_of_rows, as all checks do: a grid cut short?"
+    assert lines == [line] * bool(mistake)
+
+
+@triton.jit
+def _sums_in_turns(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + row.to(tl.int64) * N + at, at < N, other=0.0), 0))
+
+
+def sums_in_turns(_mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y = x.new_empty(M)
+    _sums_in_turns[(min(M, 132),)](x, y, M, N, BLOCK=triton.next_power_of_2(N))
+    return {"y": y}
+
+
+def sums_in_halves(mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y, half = x.new_empty(M), M // 2 if M > 4096 else M
+    block = triton.next_power_of_2(N)
+    sums_of_rows[(half,)](x, y, N, BLOCK=block, IS_LONG=False, MISTAKE="")
+    if half < M:
+        bounds.LAUNCH_SECONDS = 0.0 if mistake == "slow" else 60.0  # in the fork that checks addresses
+        sums_of_rows[(M - half,)](x[half:], y[half:], N, BLOCK=block, IS_LONG=False, MISTAKE="")
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("run", "mistake"),
+    [(sums_in_turns, ""), (sums_in_halves, "slow"), (sums_in_halves, "")],
+    ids=["rows in turns", "no time for the last rows", "two launches"],
+)
+def test_grid_that_reaches_the_last_element_is_not_named_as_cut_short(run: Callable[..., Outputs], mistake: str) -> None:
+    op = summing("")
+    op = replace(op, variants=(replace(op.variants[0], run=partial(run, mistake)),))
+    jobs = [
+        address_job(Task(op, BENCH[1], op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    assert jobs[0].reached
+    assert [line for line in coverage_lines(jobs) if "last element" in line] == []
+
+
+@triton.jit
+def _whole_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr, ROW_AXIS: tl.constexpr):
+    row, at = tl.program_id(ROW_AXIS).to(tl.int64), tl.arange(0, BLOCK)
+    tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + row * N + at, at < N, other=0.0), 0))
+
+
+def whole_rows(axis: int, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
+    y = x.new_empty(x.shape[0])
+    _whole_rows[(1,) * axis + (x.shape[0],)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), ROW_AXIS=axis)
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("axis", "largest", "fault"),
+    [
+        (0, case_of("tall", 70_000, 64), ""),
+        (1, case_of("tall", 70_000, 64), "grid of _whole_rows: 70000 programs along axis 1: a GPU takes at most 65535"),
+        (0, case_of("wide", 2, 3_000_000), "_whole_rows: a block of this size does not compile: numel (4194304) exceeds"),
+    ],
+)
+def test_address_check_finds_a_largest_case_that_a_gpu_refuses(axis: int, largest: Case, fault: str) -> None:
+    variant = Variant("optimized", partial(whole_rows, axis))
+    lines = address_errors(replace(summing(""), variants=(variant,)), largest, variant, None)
+    assert [line[: len(fault)] for line in lines] == [fault] * bool(fault)
+
+
+@triton.jit
+def _gathered(x_ptr, index_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_WIDE: tl.constexpr):
+    at, index = tl.arange(0, BLOCK), tl.load(index_ptr + tl.program_id(0))
+    row = index.to(tl.int64) if IS_WIDE else index
+    x = tl.load(x_ptr + row * N + at, at < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0).to(tl.int64) * N + at, x, at < N)
+
+
+def gathered(is_wide: bool, inputs: Inputs, _config: None) -> Outputs:
+    x, index = inputs["x"], inputs["index"]
+    y = x.new_empty(index.shape[0], x.shape[1])
+    _gathered[(index.shape[0],)](x, index, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), IS_WIDE=is_wide)
+    return {"y": y}
+
+
+def rows_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    count, index = 7, torch.empty(7, dtype=torch.int32, device=device)
+    if device != "meta":
+        index = torch.arange(count, dtype=torch.int32) * (case["M"] - 1) // (count - 1)
+    return rows_of(case, device=device, seed=seed) | {"index": index}
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize("checks", [[*CASES, case_of("no inputs", -1, 1)], CASES[:1]])
+def test_address_check_finds_a_loaded_index_that_overflows(is_wide: bool, checks: list[Case]) -> None:
+    variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 200_000, 20_000)
+    op = replace(summing(""), inputs=rows_with_index, variants=(variant,))
+    errors = address_errors(op, large, variant, None, checks)
+    assert [line.startswith("int32 overflow detected") for line in errors] == [True] * (not is_wide and len(checks) > 1)
+    assert all(line.endswith(", with index_ptr up to 199999") for line in errors)
+
+
+@triton.jit
+def _long_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row, total = tl.program_id(0), 0.0
+    for begin in range(0, N, BLOCK):
+        total += tl.sum(tl.load(x_ptr + row * N + begin + tl.arange(0, BLOCK)))
+    tl.store(y_ptr + row, total)
+
+
+def long_rows(inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
+    y = x.new_empty(x.shape[0])
+    _long_rows[(x.shape[0],)](x, y, x.shape[1], BLOCK=16)
+    return {"y": y}
+
+
+@pytest.mark.usefixtures("short_launches")
+def test_address_check_judges_the_last_program_after_a_long_first_one() -> None:
+    variant = Variant("optimized", long_rows)
+    errors = address_errors(replace(summing(""), variants=(variant,)), case_of("large", 65_536, 1 << 20), variant, None)
+    assert [line.partition(",")[0] for line in errors] == ["int32 overflow detected for operation mul"]
+
+
+@triton.jit
+def _sums_of_columns(x_ptr, y_ptr, M, N, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), M, 4):
+        start = tl.cast(row, tl.int64) * N if WIDE else row * N
+        total += tl.load(x_ptr + start + at, at < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0) * N + at, total, at < N)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_address_check_finds_an_offset_that_overflows_late_in_a_loop(is_wide: bool) -> None:
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        y = inputs["x"].new_empty(4, inputs["x"].shape[1])
+        _sums_of_columns[(4,)](inputs["x"], y, *inputs["x"].shape, WIDE=is_wide, BLOCK=512)
+        return {"y": y}
+
+    op = replace(summing(""), variants=(Variant("optimized", run),))
+    lines = address_errors(op, case_of("tall", 8_000_000, 300), op.variants[0], None)
+    assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * (not is_wide)
+
+
+def pages_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Return a page for each two elements of a case, and all pages in reverse."""
+    pages = case["M"] * case["N"] // 2
+    index = torch.empty(pages, dtype=torch.int32, device=device)
+    x = torch.empty(pages, 64, device=device) if device == "meta" else torch.randn(pages, 64)
+    return {"x": x, "index": index if device == "meta" else torch.arange(pages, dtype=torch.int32).flip(0)}
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize(
+    "checks", [[case_of("few", 4, 9), case_of("more", 4, 10)], [case_of("few", 4, 9), case_of("same", 9, 4)]]
+)
+def test_address_check_takes_the_pages_of_an_input_for_the_limit_of_their_index(is_wide: bool, checks: list[Case]) -> None:
+    variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 20_000, 20_000)
+    op = replace(summing(""), inputs=pages_with_index, variants=(variant,))
+    errors = address_errors(op, large, variant, None, checks)
+    is_limited = checks[1]["N"] == 10  # in cases of equal sizes the number of pages may be a constant
+    assert [line.endswith(", with index_ptr up to 199999999") for line in errors] == [True] * (not is_wide and is_limited)
