@@ -93,11 +93,9 @@ class Candidates:
 
 
 class Evaluator(Protocol):
-    """Evaluate configs for a search."""
+    """Evaluate configs for a search, of which `compilers` compile at the same time."""
 
-    @property
-    def compilers(self) -> int:
-        """Return the number of configs that compile at the same time."""
+    compilers: int
 
     def begin(self, config: Config) -> "Future[Any]":
         """Begin to compile a config. The compilation can be cancelled until it runs."""

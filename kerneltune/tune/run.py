@@ -187,9 +187,9 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
             session.queue.fill()
             for compilation in compilations:
                 compilation.result()
-            own, *others = [tuner.request(tuner.measure, config).result() for config in configs]
+            own, *others = [tuner.requests.submit(tuner.measure, config).result() for config in configs]
             if own.status == "crashed":  # perhaps another process kept the GPU busy
-                own = tuner.request(tuner.measure, configs[0]).result()
+                own = tuner.requests.submit(tuner.measure, configs[0]).result()
             if own.time_us is None:
                 default_runs = any(evaluation.time_us is not None for evaluation in others)
                 is_own_fault = default_runs and own.status != "skipped"

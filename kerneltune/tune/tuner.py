@@ -7,7 +7,7 @@ faster. `search.loop` decides which configs are tried. A tuner refuses or measur
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -82,9 +82,8 @@ class NothingPassedError(Exception):
 class Tuner:
     """Search a task. As the `search.loop.Evaluator` of a GPU, evaluate each config at most once.
 
-    A thread sends the requests to the worker, so that the GPU does not wait for decisions of this process.
-
     Attributes:
+        requests: thread that sends requests to the worker in order; the GPU does not wait for decisions of this process.
         options: limits of the search, and the folder of configs. With `force` or further knob values the whole space is searched,
             also if the other 16-bit type was searched before.
         compilers: number of configs that compile at the same time.
@@ -97,7 +96,7 @@ class Tuner:
         self.resources: dict[Config, int] = {}
         self.samples_per_config = SCREEN_SAMPLES
         self._best_us: float | None = None
-        self._requests = ThreadPoolExecutor(1)
+        self.requests = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
 
     def tune(self) -> cache.CacheEntry:
@@ -209,7 +208,7 @@ class Tuner:
         compiled = compilation.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
-            return self.request(self.settle, config, compiled, None)
+            return self.requests.submit(self.settle, config, compiled, None)
         refused: Future[Evaluation] = Future()
         refused.set_result(self.settle(config, compiled, refusal))
         return refused
@@ -260,13 +259,9 @@ class Tuner:
         best_us = self._best_us if self.samples_per_config == SCREEN_SAMPLES else None
         return self.worker.measure(self.task, config, best_us, self.samples_per_config)
 
-    def request(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Let the thread of the worker's requests do some work after all earlier requests."""
-        return self._requests.submit(work, *arguments)
-
     def prepare(self) -> None:
         """Let the worker make inputs and the reference while the first configs compile."""
-        self._preparing = self.request(self._prepare)
+        self._preparing = self.requests.submit(self._prepare)
 
     def is_ready(self) -> bool:
         """Return whether inputs and the reference are made."""
@@ -284,7 +279,7 @@ class Tuner:
         memory for its inputs beside the inputs of the configs before it. If `default` is among the configs, the evidence has
         its time and the interval of its time over the best time, from the same rounds.
         """
-        request = self.request(self.worker.time_interleaved, self.task, configs)
+        request = self.requests.submit(self.worker.time_interleaved, self.task, configs)
         while not request.done():
             self.use_idle_time()
             time.sleep(_POLL_S)
@@ -320,8 +315,8 @@ class Tuner:
         """Wait for the present request, except after an interrupt, and let the worker free inputs and reference."""
         if kind is not None and not issubclass(kind, Exception):
             self.worker.stop()
-        self._requests.shutdown(cancel_futures=True)
-        self._requests = ThreadPoolExecutor(1)
+        self.requests.shutdown(cancel_futures=True)
+        self.requests = ThreadPoolExecutor(1)
         self.worker.close()
 
 
