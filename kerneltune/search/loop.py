@@ -93,7 +93,7 @@ class Candidates:
 
 
 class Evaluator(Protocol):
-    """Evaluate configs for a search, of which `compilers` compile at the same time."""
+    """Evaluate configs for a search; `compilers` is the number of configs that compile at the same time."""
 
     compilers: int
 
