@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -81,6 +82,10 @@ InPlace = dict[tuple[object, str, str], tuple[bool, Case]]
 
 class CaseError(ValueError):
     """Report that an operator has no inputs or no reference for a case."""
+
+
+class ImportFailedError(Exception):
+    """Report that a peer's import failed; the message is the line of the error."""
 
 
 class Checker:
@@ -174,8 +179,8 @@ class Checker:
         """Return the outcome of a variant under a config; see `errors`. A peer with a failed import is skipped."""
         try:
             errors = affordable(partial(self.errors, variant, config, runs))
-        except ImportError as error:  # of a peer: `run` makes every other error a line
-            return Outcome("skipped", f"{IMPORT_FAILED}{first_line(error)}")
+        except ImportFailedError as error:
+            return Outcome("skipped", f"{IMPORT_FAILED}{error}")
         if isinstance(errors, Outcome):
             return errors
         return Outcome("failed", "; ".join(errors)) if errors else Outcome("checked")
@@ -217,13 +222,15 @@ class Checker:
         return outputs
 
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
-        """Return the outputs of a run, empty if it failed, and its errors; raise ImportError if an import of a peer failed."""
+        """Return the outputs of a run, empty if it failed, and its errors; raise ImportFailedError for a peer's import."""
         try:
             with noting() as reached:
                 outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
-            if out_of_memory_reason(error) or (variant.is_peer and isinstance(error, ImportError)):
+            if out_of_memory_reason(error):
                 raise
+            if variant.is_peer and _is_of_import(error):
+                raise ImportFailedError(first_line(error)) from error
             fault = fault_of(error)
             return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
@@ -439,6 +446,15 @@ def broken_context() -> str:
     except RuntimeError as error:
         return first_line(error)
     return ""
+
+
+def _is_of_import(error: BaseException) -> bool:
+    """Return whether an import failed: a module is missing, or its own code raised, as cutlass does without its libraries.
+
+    Generated code, such as that of torch.compile, is executed without an import: its module has no `__spec__`.
+    """
+    modules = [frame for frame, _line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    return isinstance(error, ImportError) or any(frame.f_globals.get("__spec__") is not None for frame in modules)
 
 
 def affordable(work: Callable[[], T]) -> T | Outcome:

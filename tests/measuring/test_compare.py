@@ -1,6 +1,9 @@
 """Records of a measured case, with a GPU that is only pretended."""
 
+import importlib
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -114,29 +117,59 @@ def test_compared_records_of_a_variant_out_of_memory_are_skipped(gpu: None, monk
     assert statuses == [("passed", ""), ("skipped", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
 
 
+class Launches(Checker):
+    """Launches `quack` alone, without inputs."""
+
+    def __init__(self, *_: object, **_named: object) -> None: ...
+
+    def errors(self, variant: Variant, config: Any, runs: int = 1) -> list[str]:
+        return super().errors(variant, config, runs) if variant.name == "quack" else []
+
+    def outputs(self, variant: Variant, config: Any) -> Outputs:
+        return variant.run({}, config)
+
+
 @pytest.mark.parametrize(
     ("requires", "status", "begin"), [(("quack",), "skipped", "cannot be imported: "), ((), "failed", "the launch failed: ")]
 )
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("import no_such_cutlass", "ModuleNotFoundError: No module named 'no_such_cutlass'"),
+        ("raise RuntimeError('no cutlass libraries')", "RuntimeError: no cutlass libraries"),
+    ],
+)
 def test_compared_records_of_a_failed_import_are_skipped_for_a_peer_and_failed_for_an_own_variant(
-    gpu: None, monkeypatch: pytest.MonkeyPatch, requires: tuple[str, ...], status: str, begin: str
+    gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    requires: tuple[str, ...],
+    status: str,
+    begin: str,
+    module: str,
+    error: str,
 ) -> None:
     def imports(_inputs: Any, _config: object) -> Any:
-        import no_such_cutlass  # noqa: F401
+        importlib.import_module("peer_without_cutlass")
 
-    class Checks(Checker):
-        def __init__(self, *_: object, **_named: object) -> None: ...
-
-        def errors(self, variant: Variant, config: Any, runs: int = 1) -> list[str]:
-            return super().errors(variant, config, runs) if variant.name == "quack" else []
-
-        def outputs(self, variant: Variant, config: Any) -> Outputs:
-            return variant.run({}, config)
-
-    monkeypatch.setattr(compare, "Checker", Checks)
+    (tmp_path / "peer_without_cutlass.py").write_text(f"{module}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compare, "Checker", Launches)
     other = Run(Task(OP, CASE, Variant("quack", imports, requires=requires)), None)
     row, timed = compared([other, RUNS[2]])
-    assert (row.status, row.reason) == (status, f"{begin}ModuleNotFoundError: No module named 'no_such_cutlass'")
+    assert (row.status, row.reason) == (status, f"{begin}{error}")
     assert timed.time_us == 10.0
+
+
+def test_compared_records_of_generated_code_that_raises_are_failed(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of torch.compile compiles its kernels while its module is executed, which is no import."""
+
+    def compiles(_inputs: Any, _config: object) -> Any:
+        exec("raise RuntimeError('out of resources')", ModuleType("generated").__dict__)
+
+    monkeypatch.setattr(compare, "Checker", Launches)
+    (row,) = compared([Run(Task(OP, CASE, Variant("quack", compiles, requires=("torch",))), None)])
+    assert (row.status, row.reason) == ("failed", "the launch failed: RuntimeError: out of resources")
 
 
 def test_compared_records_of_a_failed_variant_stay_failed_when_memory_runs_out(
