@@ -281,10 +281,12 @@ def test_triton_export_has_knobs_and_key_in_the_spelling_of_the_kernel(tmp_path:
     assert names == {name for entry in ours("rmsnorm_bwd") for name in entry.config} - {"warps", "stages"}
     assert {config.num_warps for config in exported} == {entry.config["warps"] for entry in ours("rmsnorm_bwd")}
     first = ours("rmsnorm_bwd")[0]
-    ((_name, text),) = exchange.to_triton(OPS["rmsnorm_bwd"], "g", [first], {"block": "BLOCK_N"}).items()
+    ((_name, text),) = exchange.to_triton(OPS["rmsnorm_bwd"], "g", [first], {"cols": "BLOCK_N"}).items()
     scope: dict[str, Any] = {}
     exec(text, scope)
-    assert "BLOCK_N" in scope["configs"](first.policy)[0].kwargs or "block" not in first.config
+    (config,) = scope["configs"](first.policy)
+    assert config.kwargs["BLOCK_N"] == first.config["cols"]
+    assert "COLS" not in config.kwargs
 
 
 NASTY = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30) | st.sampled_from(
