@@ -34,7 +34,7 @@ def no_errors(*_args: Any) -> list[str]:
 
 
 def space(_case: Case) -> Space:
-    """Sixty well-behaved configs."""
+    """Return the space of sixty well-behaved configs."""
     return {"does": ("run",), "n": tuple(range(60))}
 
 
@@ -50,7 +50,7 @@ class FakeBench:
     tried = 0
 
     def prepare(self, task: Task) -> None:
-        """Everything is found by name in the worker."""
+        """Check that the worker finds the task by name."""
         assert task.key == ("fake", "optimized", CASE, "cold")
 
     def measure(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
@@ -68,7 +68,7 @@ class FakeBench:
         return [np.full(15, 10.0 + config.n) for config in configs]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class FakeCheck(FakeBench):

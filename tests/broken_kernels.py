@@ -51,12 +51,12 @@ def reference(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(_case: Case, _inputs: Any, outputs: Any, expected: Any) -> list[str]:
-    """Bit by bit."""
+    """Compare bit by bit."""
     return [] if torch.equal(outputs["y"], expected["y"]) else ["y: not x"]
 
 
 def space(_case: Case) -> Space:
-    """Everything."""
+    """Return a config for each thing that a kernel may do."""
     return {"does": ("fine", "fault", "hang", "memory")}
 
 

@@ -26,7 +26,7 @@ def refused(*arguments: str | Path) -> str:
 
 
 def record(us: float = 100.0, **changes: Any) -> Record:
-    """With a share of the ceiling and a floor, of a family."""
+    """Return a record of a family, with a share of the ceiling and a noise floor."""
     more = {
         "gbps": 100_000 / us,
         "pct_ceiling": 50.0,

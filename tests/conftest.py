@@ -136,7 +136,7 @@ def masks_of_booleans() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def mended_interpreter() -> Iterator[None]:
-    """Wherever a test launches, as where a variant is checked."""
+    """Correct the interpreter wherever a test launches, as a check of a variant does."""
     from kerneltune.interpreter.modes import corrected
 
     with corrected():

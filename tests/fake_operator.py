@@ -37,7 +37,7 @@ def no_errors(*_args: Any) -> list[str]:
 
 
 def run(_inputs: object, config: Config) -> Mapping[str, Any]:
-    """Remembers its configs; one of them cannot be launched."""
+    """Remember the config; fail for the config that cannot be launched."""
     if config == Knobs(3, 4):
         raise RuntimeError("Triton Error [CUDA]: invalid argument")
     launched.append(config)
@@ -45,12 +45,12 @@ def run(_inputs: object, config: Config) -> Mapping[str, Any]:
 
 
 def space(_case: Case) -> Space:
-    """Twenty configs."""
+    """Return the space of twenty configs."""
     return {"block": tuple(range(5)), "warps": (1, 2, 4, 8)}
 
 
 def time_us(config: Config) -> float:
-    """Best at block 3, warps 8."""
+    """Return a time that is least at block 3, warps 8."""
     return 10.0 + abs(config.block - 3) + abs(config.warps - 8) / 8
 
 
@@ -89,7 +89,7 @@ class Bench:
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def begin(self) -> None:
-        """Nothing to start."""
+        """Do nothing: there is nothing to start."""
 
     def __enter__(self) -> "Bench":
         return self
@@ -97,7 +97,7 @@ class Bench:
     def __exit__(self, *_: object) -> None: ...
 
     def prepare(self, task: Task) -> None:
-        """Nothing to make."""
+        """Do nothing: there is nothing to make."""
 
     def measure(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         """Return the time by the formula."""
@@ -108,4 +108,4 @@ class Bench:
         return [time_us(config) * np.linspace(0.999, 1.001, 15) for config in configs]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""

@@ -64,7 +64,7 @@ LARGE = Variant("optimized", nothing, Large, large_space, default=lambda _: Larg
 
 
 def small_time(config: Small) -> float:
-    """Best at block 512, warps 8; every config has a time of its own."""
+    """Return a time that is least at block 512, warps 8; every config has a time of its own."""
     return 10.0 + abs(BLOCKS.index(config.block) - 3) + 0.1 * abs(WARPS.index(config.warps) - 3) + config.block / 1e4
 
 

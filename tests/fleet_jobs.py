@@ -67,7 +67,7 @@ def odd(options: Options, cores: frozenset[int] | None) -> TuningSession:
 
 
 def main(folder: Path) -> None:
-    """All works on two GPUs; results and configs are below `folder`, and a file `began`."""
+    """Tune all works on two GPUs; results, configs and a file `began` are below `folder`."""
     setattr(device, "current", lambda: H200)  # noqa: B010
     options = Options(results=folder / "results", configs=folder / "configs", search=Search())
     (folder / "began").touch()

@@ -26,7 +26,7 @@ def whole_numbers(rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exact(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> torch.Tensor:
-    """In fp64, rounded once."""
+    """Return the product in fp64, rounded once."""
     depth = codes.codes.shape[1]
     z = codes.zeros.double() if codes.zeros is not None else torch.full_like(codes.scales, 8).double()
     group = depth // codes.scales.shape[1]

@@ -37,7 +37,7 @@ def work_for_ever(_pipe: Connection) -> None:
 
 
 def hang() -> None:
-    """Says so first."""
+    """Note the process, then hang."""
     with open(os.environ[LOG], "a") as file:
         file.write("hangs\n")
     time.sleep(3600)
@@ -58,7 +58,7 @@ def search() -> None:
 
 
 def main() -> None:
-    """`kerneltune search`."""
+    """Run `kerneltune search`."""
     cli.app.command("search")(search)
     sys.argv = ["kerneltune", "search"]
     cli.main()

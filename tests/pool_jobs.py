@@ -36,12 +36,12 @@ def fine(inputs: Mapping[str, Any], _config: object) -> None:
 
 
 def boom(_inputs: Mapping[str, Any], config: str) -> None:
-    """Fails as a compiler may."""
+    """Fail as a compiler may."""
     raise RuntimeError(f"no such layout: {config}\nand a second line")
 
 
 def hang(_inputs: Mapping[str, Any], seconds: float) -> None:
-    """Never returns in time."""
+    """Return too late."""
     time.sleep(seconds)
 
 
@@ -62,7 +62,7 @@ def disk_is_full(_inputs: Mapping[str, Any], _config: object) -> None:
 
 
 def killed_once(_inputs: Mapping[str, Any], marker: str) -> None:
-    """Is killed the first time, as by the kernel where memory is short."""
+    """Be killed the first time, as by the operating system where memory is short."""
     if not os.path.exists(marker):
         open(marker, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -75,7 +75,7 @@ def note_process(_inputs: Mapping[str, Any], file: str) -> None:
 
 
 def killed(pool: CompilePool, folder: str) -> list[CompileResult]:
-    """Jobs whose workers are killed: while they compile, always, and between two jobs."""
+    """Return the results of jobs whose workers are killed: while they compile, always, and between two jobs."""
     results = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9), job(disk_is_full)]))
     results += list(pool.compile([job(note_process, f"{folder}/pids")]))
     with open(f"{folder}/pids") as pids:
@@ -91,7 +91,7 @@ def job(run: Any, config: object = None) -> CompileJob:
 
 
 def broken(pool: CompilePool, timeout_s: float) -> list[CompileResult]:
-    """Good jobs between bad ones of every kind; as many hang as there are workers, so that what follows needs new ones."""
+    """Run good jobs between bad jobs of every kind; as many hang as there are workers, so that later jobs need new workers."""
     hung = [job(hang, 3600.0)] * pool.workers
     bad = [job(fine), job(boom, "odd"), job(fine), *hung, job(fine), job(die, 3), job(fine), job(lambda *_: None), job(fine)]
     return list(pool.compile(bad, timeout_s))

@@ -19,7 +19,7 @@ def _twice(x_ptr, q_ptr, qt_ptr, M, N, BLOCK: tl.constexpr):
 
 
 def tile(*, device: str) -> Mapping[str, Any]:
-    """Rows of an odd width, which are stored byte by byte; columns of a height that is a multiple of 16."""
+    """Return rows of an odd width, which are stored byte by byte; the height of columns is a multiple of 16."""
     return {"x": torch.empty(64, 20, device=device)}
 
 

@@ -28,7 +28,7 @@ def commit_all(folder: Path) -> None:
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
-    """Until it has, a minute at most."""
+    """Wait until it has happened, a minute at most."""
     deadline = time.monotonic() + 60.0
     while not happened():
         assert time.monotonic() < deadline

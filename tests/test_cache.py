@@ -197,7 +197,7 @@ def near(
 
 
 def test_candidates_are_exact_then_of_other_free_options_then_of_other_sizes(tmp_path: Path) -> None:
-    """Never both: that is left to the default."""
+    """An entry that differs in both is no candidate: that is left to the default."""
     stored = [(4096, 128, False), (8192, 32, False), (8192, 64, False), (8192, 64, True), (4096, 64, False)]
     for warps, (rows, group, zeros) in enumerate(stored):
         cache.store(GPU, entry(rows, warps=warps, options=(("group", group), ("zeros", zeros))), tmp_path)

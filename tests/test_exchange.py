@@ -78,7 +78,7 @@ def test_python_export_returns_the_cold_config_for_another_policy(tmp_path: Path
     ],
 )
 def test_python_export_refuses_names_that_its_table_lacks(misspelt: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """It returned None, as for a case that no entry serves, so that a misspelt name never got a config."""
+    """None says that no entry serves a case; with None for a misspelt name a program would never get a config."""
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
     best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]
     case = {"axes": {"M": 8192, "N": 4096}, "dtype": "bfloat16", "options": {"zero_centered": False}}

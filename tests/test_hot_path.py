@@ -18,7 +18,7 @@ from kerneltune.search.task import changed
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:
-    """Of this thread, whatever else runs; the median over five batches."""
+    """Return the seconds of this thread, whatever else runs: the median over five batches."""
     run()
     batches = []
     for _ in range(5):

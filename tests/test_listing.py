@@ -27,7 +27,7 @@ def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((data_root("results") / "nvidia_h200").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_shipped_records_have_the_roles_that_their_operators_give(path: Path) -> None:
-    """Variants that only call torch are peers. Records of removed operators are of peers alone."""
+    """Variants that only call torch are peers; records of removed operators are of peers alone."""
     facts = ops.facts() | workloads.facts()
     roles = {(op.name, variant.name): variant.role for op in facts.values() for variant in op.variants}
     assert roles["fp8_grouped_gemm", "baseline"] == "peer"

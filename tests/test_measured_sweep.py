@@ -170,7 +170,7 @@ def test_sweep_of_a_single_variant_measures_it_twice(tmp_path: Path, options: Op
 def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No check and no search; the second time all variants are measured together, and replace the kept rows."""
+    """The sweep neither checks nor searches; the second time it measures all variants together, which replace the kept rows."""
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\nheadline: {op: rmsnorm_bwd}\n")
     happened: list[tuple[str, ...]] = []
@@ -235,7 +235,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
 
 
 def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
-    """Rows as the journal gives them back."""
+    """Return the finished rows, as the journal gives them back."""
     loaded = [from_json(json.dumps(json.loads(to_json(r)))) for r in rows]
     done = {r.key: [r] for r in loaded}
     return finished_rows(done, [Run(replace(task, policy=policy), config) for task, config in RUNS])

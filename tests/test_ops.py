@@ -43,7 +43,7 @@ def elements(case: Case) -> int:
 
 
 def small(entry: sweep.SweepCase) -> bool:
-    """Few enough elements for Triton's interpreter, several configs of each variant."""
+    """Return whether a case has few enough elements for several configs of each variant in Triton's interpreter."""
     return elements(entry.case) <= (200_000 if entry.op.startswith("rmsnorm") else 50_000)
 
 
@@ -105,7 +105,7 @@ def test_variant_with_random_valid_configs_agrees_with_the_reference(name: str, 
 
 @pytest.fixture
 def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter kernels are left out: outputs have their sizes without them."""
+    """Leave kernels out in the interpreter: outputs have their sizes without them."""
     if not ON_GPU:
         monkeypatch.setattr(InterpretedFunction, "run", lambda *_arguments, **_options: None)
 

@@ -192,7 +192,7 @@ def test_sweep_stale_lists_stale_cases_and_then_measures_them(selection: Selecti
 
 
 def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, options: Options) -> None:
-    """It ended the list of all families with an error, because the config of a call is looked up."""
+    """Such a case must not end the list of all families with an error, though the config of a call is looked up."""
     stale.refresh(find(selection, options), Progress())
     (variant,) = OPS["stream"].variants
     refusing = replace(variant, valid=lambda case, _config: "too short" if case["read"] == 524288 else None)

@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensors(result: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a result, also nested tensors."""
+    """Return all tensors of a result, also nested tensors."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, list | tuple):
@@ -70,7 +70,7 @@ def wrong_calls(calls: list[Call], each: int, *, own_streams: bool = False) -> i
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Values whose largest differs from seed to seed by powers of two, so that another's scale gives other bytes."""
+    """Return values whose largest differs from seed to seed by powers of two, so that another seed's scale gives other bytes."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return (torch.randn(*shape, generator=generator, device=DEVICE) * 8.0**seed).to(dtype)
 
@@ -119,7 +119,7 @@ def int4_split(seed: int) -> Call:
 
 
 def step(seed: int) -> Call:
-    """Forward and backward of a grouped product, the backward in autograd's thread."""
+    """Run a grouped product forward and backward, the backward pass in autograd's thread."""
     a, w, dy = normal(seed, 256, 256), normal(0, 4, 256, 256), normal(seed, 256, 256)
     offs = ends(256, 4)
 

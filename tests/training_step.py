@@ -25,7 +25,7 @@ def offsets(ends: list[int]) -> torch.Tensor:
 
 
 def expected(a: torch.Tensor, w: torch.Tensor, ends: list[int], dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Y, dA and dW in fp64, by autograd."""
+    """Return Y, dA and dW in fp64, by autograd."""
     a64, w64 = (t.detach().double().requires_grad_() for t in (a, w))
     y = torch.cat([a64[start:end] @ w64[e].t() for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))])
     return y.detach(), *torch.autograd.grad(y, (a64, w64), dy.double())
@@ -37,7 +37,7 @@ def products(a: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, dy: torch.Ten
 
 
 def step(recipe: str, M: int = 4096) -> tuple[torch.Tensor, ...]:
-    """Leaves, offs and dY of a layer large enough for the GPU."""
+    """Return leaves, offs and dY of a layer large enough for the GPU."""
     a, w = leaves(M, 512, 256, 8)
     ends = torch.linspace(0, M, 9, device=DEVICE)[1:].round().int()
     return a, w, ends - ends % 16 * (ends != M), torch.randn(M, 256, device=DEVICE).bfloat16()

@@ -96,7 +96,7 @@ HELD = {
     "BY_COUNT[1]": "BY_COUNT = {}\nfor n in (2, 1):\n    BY_COUNT[n] = triton.autotune(CONFIGS[:n], key=['N'])(added)\n",
     "PAIR[1]": "PAIR = (None, triton.autotune(CONFIGS, key=['N'])(added))\n",
 }
-"""How a module names an autotuner, and the module's statements for it."""
+"""The ways in which a module names an autotuner, each with the module's statements for it."""
 
 
 @pytest.mark.parametrize("holder", HELD)

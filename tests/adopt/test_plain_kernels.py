@@ -232,7 +232,7 @@ class PlainBench(SizedBench):
         return Outcome("failed", "y_ptr: differs")
 
     def time_us(self, task: Task, config: Any) -> float:
-        """Longer by a microsecond for each further warp, by half of one for each further stage."""
+        """Return a time longer by 1 µs for each further warp, and by 0.5 µs for each further stage."""
         return 10.0 + abs(config.num_warps - 2) + 0.5 * (config.num_stages - 1)
 
 
@@ -261,7 +261,7 @@ class CheckedBench(PlainBench):
     """Times blocks of 64 as the fastest, and checks in the interpreter."""
 
     def time_us(self, task: Task, config: Any) -> float:
-        """Longer by a microsecond for each doubling away from 64."""
+        """Return a time longer by 1 µs for each doubling away from 64."""
         return 10.0 + abs(math.log2(config.BLOCK / 64)) + 0.1 * config.num_warps
 
     def check(self, task: Task, config: Any) -> Outcome:

@@ -64,7 +64,7 @@ def test_cache_check_lists_configs_slower_than_their_default(stored: Path) -> No
 
 
 def test_cache_check_of_an_empty_or_missing_folder_fails(configs_dir: Path) -> None:
-    """Nor in a folder that is not there, which a gate of somebody's CI may name by mistake."""
+    """Neither may pass: a gate of somebody's CI may name a missing folder by mistake."""
     assert run("cache", "list").stdout == f"no entries in {configs_dir}\n"
     commands: list[list[str]] = [["check"], ["show", "rmsnorm_fwd"]]
     for command in commands:

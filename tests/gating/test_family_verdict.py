@@ -76,7 +76,7 @@ def test_gate_of_processes_that_differ_as_a_whole_passes() -> None:
 
 
 def test_gate_of_20_variants_against_themselves_fails_in_at_most_1_of_100_runs() -> None:
-    """Gaussian noise of 2 % in 20 variants of 10 rows, and of 0.2 % in all rows of a side together, in 100 runs."""
+    """20 variants of 10 rows have Gaussian noise of 2 %, and all rows of a side together 0.2 %, in 100 runs."""
     rng = np.random.default_rng(36)
     failed = 0
     for _ in range(100):
@@ -94,7 +94,7 @@ def test_gate_of_20_variants_against_themselves_fails_in_at_most_1_of_100_runs()
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_gate_of_a_family_against_itself_fails_in_at_most_1_of_100_runs(processes: int) -> None:
-    """Gaussian noise of 2 % per row and process, in 400 runs of one process a side, and in 100 runs of three."""
+    """Rows have Gaussian noise of 2 % per process, in 400 runs of one process a side, and in 100 runs of three."""
     rng = np.random.default_rng(35)
     runs = 400 if processes == 1 else 100
     failed = 0

@@ -41,7 +41,7 @@ def refused(*arguments: str | Path) -> str:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Run], list[str]]]:
-    """Stands in for the compile pool: every config has KERNEL, with a register for each of its warps more."""
+    """Stand in for the compile pool: every config has KERNEL, with a register more for each of its warps."""
     asked: list[tuple[list[Run], list[str]]] = []
 
     def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
@@ -279,7 +279,7 @@ def test_unpacked_of_an_unknown_revision_raises() -> None:
 
 
 def test_inspected_compiles_a_revision_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout whose package at HEAD says another thing than its files do now."""
+    """The package of a checkout at HEAD says another thing than its files do now."""
     package = tmp_path / "kerneltune" / "cli"
     package.mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()

@@ -29,7 +29,7 @@ def _cast(x_ptr, q_ptr, fp8: tl.constexpr, N: tl.constexpr):
 
 @pytest.mark.parametrize("fp8_format", FP8_DTYPES)
 def test_cast_to_fp8_of_every_16_bit_value_rounds_to_the_nearest(fp8_format: str) -> None:
-    """Ties, carries, subnormals, NaN: of both 16-bit types, all that do not overflow."""
+    """All values of both 16-bit types that do not overflow are cast: ties, carries, subnormals, NaN."""
     dtype = FP8_DTYPES[fp8_format]
     bits = torch.arange(1 << 16).to(torch.int16)
     x = torch.cat([bits.view(torch.bfloat16).float(), bits.view(torch.float16).float()])

@@ -13,7 +13,7 @@ from kerneltune.kernel_lib import launch
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Two GPUs, of which the first is the current one; the devices that were made current."""
+    """Show two GPUs, of which the first is the current one; return the devices that are made current."""
     seen: list[torch.device] = []
 
     @contextmanager
@@ -33,7 +33,7 @@ def on(where: str) -> Any:
 
 @launch.on_its_device
 def named(x: Any, scale: float = 1.0) -> float:
-    """Doubles."""
+    """Return twice x."""
     return 2 * scale
 
 

@@ -61,7 +61,7 @@ def test_workspace_on_meta_has_no_memory() -> None:
 def test_workspace_renumbers_launches_before_their_numbers_overflow(
     op: str, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a workspace that is two launches short of 2^32; of a new one, which is cleared as often."""
+    """One workspace is two launches short of 2^32; a new workspace is cleared as often."""
     where = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     memory = torch.zeros(SMALLEST, dtype=torch.int64, device=where)
     pool = Pool(lambda: memory, period=3)
@@ -135,7 +135,7 @@ def pool_of_words() -> Pool:
 
 @pytest.mark.parametrize("order", sorted(set(itertools.permutations("AABBCC"))), ids="".join)
 def test_pool_lends_memory_to_one_caller_at_a_time(order: tuple[str, ...]) -> None:
-    """Every order in which three callers begin (their first step) and end (their second)."""
+    """Try every order in which three callers begin (their first step) and end (their second)."""
     pool = pool_of_words()
     stacks: dict[str, ExitStack] = {}
     lent: dict[str, int] = {}
@@ -174,7 +174,7 @@ def test_pool_lends_memory_of_a_failed_operation_to_nobody() -> None:
 
 
 def test_pool_lends_threads_different_memory() -> None:
-    """Four threads that the interpreter switches between at any instruction."""
+    """Python's interpreter switches between four threads at any instruction."""
     pool, failures = pool_of_words(), []
 
     def borrow(name: int) -> None:

@@ -75,7 +75,7 @@ def test_check_with_a_reference_without_outputs_fails_with_its_name() -> None:
 
 @pytest.mark.parametrize("field", ["inputs", "reference"])
 def test_check_whose_second_inputs_raise_fails(field: str) -> None:
-    """The error passed through the check, and ended the whole sweep."""
+    """An error of inputs or reference fails the check; it must not end the whole sweep."""
     op = op_with("")
 
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

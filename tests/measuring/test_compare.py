@@ -82,7 +82,7 @@ def test_compared_records_of_an_error_without_text_are_failed_with_its_type(gpu:
 
 
 def test_comparison_ends_at_a_variant_that_breaks_the_gpu_context(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs its row and no other where the rest is measured by a process that knows of it."""
+    """The variant costs its own row alone, where a process that knows of it measures the rest."""
     monkeypatch.setattr(compare, "broken_context", lambda: "AcceleratorError: an illegal memory access was encountered")
     launched: list[str] = []
     with pytest.raises(RuntimeError, match=r"^y differs$"):

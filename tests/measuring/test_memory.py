@@ -130,7 +130,7 @@ def pretend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Record]]:
-    """Rows of a sweep of two cases, the large one first, by case; the ceiling of the small one is not the large one's."""
+    """Return the rows of a sweep of two cases, the large case first, by case; each case has a ceiling of its own."""
     pretend(gpu, monkeypatch)
     monkeypatch.setattr(gpu_worker, "open_driver", lambda: None)
 

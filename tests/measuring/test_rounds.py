@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GP
 
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Two GPUs, of which CUDA_VISIBLE_DEVICES=1 shows torch the second as its first; the reasons of each, by its id."""
+    """Show two GPUs, the second as torch's first, as CUDA_VISIBLE_DEVICES=1 does; return the throttle reasons by the GPU's id."""
     reasons = {"GPU-one": 0, "GPU-two": 0}
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="two"))
@@ -58,7 +58,7 @@ COLD = POLICIES["cold"]
     [(1_547_737, 164), (2_144_384, 119), (67_117_056, 5), (251_658_239, 3), (251_658_240, 2), (1 << 34, 2), (100_000, 2518)],
 )
 def test_rotation_of_input_sets_exceeds_four_times_the_l2(set_bytes: int, sets: int) -> None:
-    """The first six as records of the H200 were measured with."""
+    """Records of the H200 were measured with the first six."""
     assert rotation(COLD, set_bytes, L2, FREE) == sets
     assert sets * set_bytes > 4 * L2
     assert rotation(POLICIES["eager"], set_bytes, L2, FREE) == sets

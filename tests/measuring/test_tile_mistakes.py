@@ -213,7 +213,7 @@ def _decode(
     BLOCK: tl.constexpr,
     MISTAKE: tl.constexpr,
 ):
-    """y[b, h] = sum of the scores of the tokens of a sequence."""
+    """Store in y[b, h] the sum of the scores of the tokens of a sequence."""
     b, h, H = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     length = tl.load(length_ptr + (0 if MISTAKE == "length of the first sequence" else b))
     kv = h % GROUP if MISTAKE == "head modulo the group" else h // GROUP

@@ -21,7 +21,7 @@ def layer(recipe: str | DelayedScaling = "delayed") -> GroupedLinear:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, offs and dY."""
+    """Return x, offs and dY."""
     x = torch.randn(M, K, device=DEVICE).bfloat16().requires_grad_()
     return x, torch.tensor([16, M], dtype=torch.int32, device=DEVICE), torch.randn(M, N, device=DEVICE).bfloat16()
 
@@ -61,7 +61,7 @@ def test_delayed_products_of_uneven_groups_have_26_db(ends: list[int]) -> None:
 
 @pytest.mark.parametrize("zeros", ["x", "dy", "weight", "one expert"])
 def test_delayed_products_of_an_operand_that_was_0_are_right_after_updates(zeros: str) -> None:
-    """Behind an output projection that starts from zeros, gradients are zeros."""
+    """Gradients behind an output projection that starts from zeros are zeros."""
     module, (x, offs, dy) = layer(), batch()
     weight = module.weight.detach()
     filled = {"x": x.detach(), "dy": dy, "weight": weight, "one expert": weight[1]}[zeros]
@@ -250,7 +250,7 @@ def test_delayed_weights_of_either_memory_order_give_the_same(updates: int) -> N
 
 
 def test_delayed_layer_without_rows_has_zero_gradients() -> None:
-    """A gradient that was a number, as that of a sum is: `contiguous` keeps its strides of 0."""
+    """`contiguous` keeps the strides of 0 of a gradient that was a number, as that of a sum is."""
     module = layer()
     x = torch.empty(0, K, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):

@@ -46,7 +46,7 @@ def test_grouped_mm_ignores_rows_behind_the_last_group(recipe: str) -> None:
 
 
 def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
-    """Results of 26 dB and more, and zeros for empty groups."""
+    """Assert that results have 26 dB or more, and that empty groups give zeros."""
     a, w = leaves(ends[-1], 64, 48, 3)
     dy = torch.randn(ends[-1], 48, device=DEVICE).bfloat16()
     results = products(a, w, offsets(ends), dy, recipe=recipe)
@@ -169,7 +169,7 @@ def test_aligned_groups_begin_at_multiples_of_16(ends: list[int]) -> None:
 
 
 def saved_bytes(recipe: str | Recipe, **options) -> int:
-    """Bytes that wait for the backward beside the parameter."""
+    """Return how many bytes are kept for the backward pass beside the parameter."""
     a, w = leaves(64, 128, 16, 2)
     seen: dict[int, int] = {}
 
@@ -209,7 +209,7 @@ def test_grouped_mm_accepts_gradients_of_any_layout(recipe: str, layout: str) ->
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("strides", [(16, 1), (0, 0)])
 def test_grouped_mm_without_rows_has_zero_gradients(recipe: str, strides: tuple[int, int]) -> None:
-    """Of a gradient that was a number, as that of a sum is, `contiguous` keeps the strides of 0."""
+    """`contiguous` keeps the strides of 0 of a gradient that was a number, as that of a sum is."""
     a, w = leaves(0, 32, 16, 2)
     dy = torch.zeros(1, 16, device=DEVICE).bfloat16().as_strided((0, 16), strides)
     y, da, dw = products(a, w, offsets([0, 0]), dy, recipe=recipe)

@@ -26,7 +26,7 @@ def formula(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bo
 def expected(
     x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, eps: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, dx and dweight in fp64, by autograd."""
+    """Return y, dx and dweight in fp64, by autograd."""
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
     y = formula(x64, w64, eps, zero_centered)
     return y.detach(), *torch.autograd.grad(y, (x64, w64), dy.double())
@@ -216,7 +216,7 @@ def test_rms_norm_of_meta_tensors_gives_shapes() -> None:
 def expected_sum(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dtotal: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """y, total, dx and dweight in fp64 by autograd, of the sum rounded as the operator rounds it."""
+    """Return y, total, dx and dweight in fp64 by autograd, of the sum rounded as the operator rounds it."""
     total = (x.detach() + residual.detach()).double().requires_grad_()
     w64 = torch.ones(x.shape[-1], device=DEVICE).double() if weight is None else weight.detach().double().requires_grad_()
     y = formula(total, w64, 1e-6, False)

@@ -14,7 +14,7 @@ def ids_of(T: int, K: int, E: int, dropped: bool) -> torch.Tensor:
 
 
 def by_torch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, factors: torch.Tensor) -> torch.Tensor:
-    """Each token times the factor of each of its experts, weighted and summed."""
+    """Return each token times the factor of each of its experts, weighted and summed."""
     out = torch.zeros_like(x)
     for choice in range(ids.shape[1]):
         of = ids[:, choice]

@@ -56,7 +56,7 @@ def get(store: TrialStore, config: Knobs) -> Evaluation | None:
 
 
 def filled(path: Path, count: int) -> list[Knobs]:
-    """Trials of `count` configs in `path`; config i takes i + 0.5 µs."""
+    """Store trials of `count` configs in `path`, and return the configs; config i takes i + 0.5 µs."""
     store, configs = open_store(path), [Knobs(i, i % 2 == 0) for i in range(count)]
     for i, config in enumerate(configs):
         put(store, config, Evaluation("passed", i + 0.5))

@@ -57,7 +57,7 @@ def fleet_of(gpus: list[str], options: Options, progress: Progress | None = None
 
 
 def evaluations(log: Path) -> list[tuple[str, str, str]]:
-    """(case, config, process) of every evaluation that ended."""
+    """Return (case, config, process) of every evaluation that ended."""
     rows = [line.split() for line in log.read_text().splitlines()]
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
 
@@ -96,7 +96,7 @@ def test_fleet_process_that_dies_loses_one_evaluation(options: Options, log: Pat
 
 @pytest.mark.parametrize("when", ["starting", "measuring"])
 def test_fleet_after_an_interrupt_leaves_no_process_and_continues(when: str, options: Options, log: Path, tmp_path: Path) -> None:
-    """Ctrl-C as a terminal sends it, to all processes at once, while the first process is started or after some evaluations."""
+    """Send Ctrl-C as a terminal does, to all processes at once, while the first process starts or after some evaluations."""
     log.touch()
     with (tmp_path / "said").open("w") as errors:
         command = [sys.executable, str(TESTS / "fleet_jobs.py"), str(tmp_path)]

@@ -55,7 +55,7 @@ class EnoughError(Exception):
 
 
 def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
-    """Configs that a search begins before anything is measured."""
+    """Return the configs that a search begins before anything is measured."""
 
     class One(OnItsWay):
         compiled = staticmethod(done)

@@ -127,7 +127,7 @@ def test_run_tune_forced_tries_crashed_configs_again(
 def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
     asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else, where the other 16-bit type was searched, its sixteen best and the default."""
+    """Without these, a search tries the sixteen best of the other 16-bit type, where that was searched, and the default."""
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", fake_operator.Bench)
     variant = replace(fake_operator.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     operators = {"fake": replace(fake_operator.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}

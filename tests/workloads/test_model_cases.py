@@ -137,7 +137,7 @@ def test_sizes_of_gpt2_and_dbrx_are_read_from_their_own_fields(tmp_path: Path) -
 
 
 def test_layers_of_model_families_are_those_of_their_code(tmp_path: Path) -> None:
-    """Names and sizes of the models' own files; the parts of a layer are as in transformers 5."""
+    """Names and sizes are of the models' own files; the parts of a layer are as in transformers 5."""
 
     def model(kind: str, **fields: Any) -> Model:
         base = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}

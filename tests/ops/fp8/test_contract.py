@@ -193,7 +193,7 @@ def test_casts_to_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> N
 @pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
 @pytest.mark.parametrize("later", [False, True])
 def test_tensorwise_cast_casts_tiles_again_only_after_a_larger_binade(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first launch alone, then both: the second casts again what was cast early, here all tiles but the last, or none."""
+    """Run the first launch alone, then both: the second casts again what was cast early, here all tiles but the last, or none."""
     x = torch.ones(64, 64, dtype=torch.bfloat16, device=WHERE)
     x[-1 if later else 0, -1 if later else 0] = 900.0
     with monkeypatch.context() as only_first:
@@ -363,7 +363,7 @@ def test_fakes_of_casts_have_shapes_and_strides_of_results(name: str, arguments:
 
 
 def test_documented_import_registers_every_operator() -> None:
-    """In a process of its own, where no test has imported anything else."""
+    """Import in a process of its own, where no test has imported anything else."""
     names = [*(name for name, _ in OPERATORS), "multi_cast_transpose", "multi_cast_transpose_out"]
     code = "import sys, torch, kerneltune.nn\nfor name in sys.argv[1:]: getattr(torch.ops.kerneltune, name).default"
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)

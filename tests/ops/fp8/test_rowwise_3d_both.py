@@ -39,7 +39,7 @@ def _roles(out_ptr, first, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr, COUNT
 
 
 def roles(blocks: int, tiles: int, lag: int, first: int, count: int) -> list[tuple[int, int, int]]:
-    """(expert, block, tile) of programs; the block counts where the tile is -1."""
+    """Return (expert, block, tile) of programs; the block counts where the tile is -1."""
     out = torch.empty(3, next_power_of_2(count), dtype=torch.int32, device=WHERE)
     _roles[(1,)](out, first, lag, BLOCKS=blocks, TILES=tiles, COUNT=out.shape[1])
     return list(zip(*out[:, :count].tolist(), strict=True))
@@ -65,7 +65,7 @@ def test_programs_of_both_layouts_cover_all_blocks_once_and_await_earlier_ones_o
 
 
 def test_program_ids_of_experts_with_more_than_2_to_the_31_rows_times_blocks_are_right() -> None:
-    """Whose row blocks times programs of an expert are more than 2^31."""
+    """Row blocks times programs of an expert are more than 2^31."""
     blocks, tiles = 8192, 262144
     programs = roles(blocks, tiles, blocks, 2 * blocks + tiles - 4096, 4096)
     assert [tile for _, _, tile in programs if tile >= 0][-1] == tiles - 1
@@ -79,7 +79,7 @@ def test_program_ids_of_experts_with_more_than_2_to_the_31_rows_times_blocks_are
 def test_rowwise_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
     K: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two where programs may not wait for each other; there the launches follow each other in any case."""
+    """The cast takes two launches where programs may not wait for each other; there the launches always follow each other."""
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
     monkeypatch.setattr(both, "counters", lambda *_: nullcontext(counted))
     if not together:
@@ -98,7 +98,7 @@ def test_rowwise_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
 @pytest.mark.parametrize("lag", [2, 8])
 @pytest.mark.parametrize(("E", "K", "N"), [(64, 2048, 1408), (3, 7168, 4096), (128, 64, 96), (5, 67, 131)])
 def test_rowwise_cast_in_both_layouts_is_exact_every_time(E: int, K: int, N: int, lag: int) -> None:
-    """Each time the weights differ, and programs wait on words of a workspace that earlier weights have set."""
+    """The weights differ each time, and programs wait on words of a workspace that earlier weights have set."""
     axes = (("E", E), ("K", K), ("N", N))
     config = replace(rowwise_3d_both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
     for seed in range(10):
@@ -147,7 +147,7 @@ def test_group_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
 @pytest.mark.parametrize("groups", ["balanced", "zipf", "ragged"])
 @pytest.mark.parametrize(("M", "K", "G"), [(32768, 2048, 8), (16384, 7168, 32), (4096, 1408, 128), (3001, 2880, 12)])
 def test_group_cast_in_both_layouts_is_exact_every_time(M: int, K: int, G: int, groups: str) -> None:
-    """Each time tokens and groups differ, and programs wait on words of a workspace that earlier tokens have set."""
+    """Tokens and groups differ each time, and programs wait on words of a workspace that earlier tokens have set."""
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False, "special": False, "groups": groups}
     case = Case("each", (("M", M), ("K", K), ("G", G)), "bfloat16", "fp8", tuple(options.items()))
     for seed in range(6):

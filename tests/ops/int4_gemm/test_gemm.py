@@ -58,7 +58,7 @@ CACHED = sorted({tuple(entry.config.items()) for entry in cache.load("int4_gemm"
     "knobs", [pytest.param(knobs, marks=() if i % 10 == 0 else pytest.mark.gpu) for i, knobs in enumerate(CACHED)]
 )
 def test_int4_gemm_with_every_cached_config_is_exact(knobs: tuple[tuple[str, int], ...]) -> None:
-    """Whole tiles, and such as end in the middle; the interpreter takes some."""
+    """Tiles are whole or end in the middle; the interpreter runs some configs alone."""
     config = gemm.Int4Config(**dict(knobs))
     depth = 128 * config.along * config.splits * (3 if config.tokens == 16 or config.warpgroup else 1)  # the last apart
     odd = (config.tokens - 1, depth - 32, 0, True) if config.warpgroup else (config.tokens - 1, depth + 96, 32, True)
@@ -138,7 +138,7 @@ def test_int4_gemm_with_several_blocks_of_rows_is_exact(
 
 @pytest.mark.parametrize(("apart", "first"), [(2, 0), (8, 2), (8, 3), (3, 0), (5, 1)])
 def test_int4_gemm_with_warpgroups_accepts_unaligned_rows(apart: int, first: int) -> None:
-    """Some at odd addresses, some at odd distances."""
+    """Some rows begin at odd addresses, some are at odd distances."""
     codes = some_codes(130, 288, 288, True)
     wide = torch.full((33, 288 + apart), torch.nan, device=DEVICE, dtype=torch.float16)
     x = wide[:, first : first + 288]
@@ -151,7 +151,7 @@ def test_int4_gemm_with_warpgroups_accepts_unaligned_rows(apart: int, first: int
 @pytest.mark.gpu
 @pytest.mark.parametrize(("zeros", "group"), [(False, 64), (True, 32), (False, 128), (True, 4096)])
 def test_int4_gemm_with_several_blocks_is_exact_and_deterministic(zeros: bool, group: int) -> None:
-    """Rows long enough for prefetches into L2, and a last split with fewer steps."""
+    """Rows are long enough for prefetches into L2, and the last split has fewer steps."""
     codes = some_codes(1090, 4096, group, zeros)
     weight, x = pack(*codes), whole_numbers(32, 4096, torch.float16)
     want, noise = exact(x, codes, None), torch.randn(32, 4096, device=DEVICE).half()
@@ -231,7 +231,7 @@ def test_int4_gemm_of_large_whole_numbers_is_exact() -> None:
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 def test_cached_int4_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
-    """Nor tokens that other programs suit, nor groups whose scales take more registers than there are."""
+    """It serves no tokens that other programs suit, and no groups whose scales take more registers than there are."""
     stored, options = gemm.Int4Config(16, 32, 4, 2, prefetch=False), case_of(16, 3584, 8192).options
     case = dataclasses.replace(case_of(16, 3584, 8192), name="seed")
     entry = cache.CacheEntry(op="int4_gemm", variant="optimized", case=case, policy="cold", config=dataclasses.asdict(stored))
@@ -277,7 +277,7 @@ def test_int4_gemm_reads_weights_after_the_preceding_kernel_wrote_them(config: g
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [warpgroups(16, 4), gemm.Int4Config(16, 32, 4, 4, True), gemm.Int4Config(16, 64, 4, 4, True)])
 def test_int4_gemm_reads_the_result_of_the_preceding_int4_gemm(config: gemm.Int4Config) -> None:
-    """Two launches that may overlap: the second's x is the first's y."""
+    """Two launches may overlap: the second's x is the first's y."""
     square, x = some_codes(4096, 4096, 64, False), whole_numbers(16, 4096, torch.float16)
     square.scales.fill_(2.0**-10)
     weight = pack(*square)

@@ -56,7 +56,7 @@ def test_from_and_to_gptq_and_awq_give_the_same_codes(
 
 
 def test_to_gptq_and_to_awq_have_the_words_of_their_packers() -> None:
-    """Built bit by bit as their packers do."""
+    """The expected words are built bit by bit, as their packers do."""
     codes = some_codes(8, 32, 32)
     qweight, qzeros, _ = ops.to_gptq(codes)
     assert qzeros is not None

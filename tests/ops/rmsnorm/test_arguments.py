@@ -83,7 +83,7 @@ def test_rmsnorm_bwd_with_wrong_arguments_raises_with_their_names(args: tuple[An
 
 
 def test_rmsnorm_of_cpu_tensors_without_the_interpreter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by Triton, which has no driver then."""
+    """The error is ours, not Triton's, which has no driver then."""
     monkeypatch.setattr(arguments, "INTERPRETED", False)
     x, weight = X.cpu(), W.cpu()
     message = "^x must be on a GPU, or kernels interpreted .*, got x on cpu$"
