@@ -61,22 +61,22 @@ class TrialBlock:
 
     @property
     def case(self) -> Case:
-        """The first case, which is the only case of a whole space."""
+        """Return the first case, which is the only case of a whole space."""
         return self.rows[0][0]
 
     @property
     def trials(self) -> dict[Knobs, Evaluation]:
-        """The trials by config, for a whole space."""
+        """Return the trials by config, for a whole space."""
         return {knobs: evaluation for _, knobs, evaluation in self.rows}
 
     @property
     def feasible(self) -> dict[Knobs, float]:
-        """The time of every config that has a time, in microseconds."""
+        """Return the time of every config that has a time, in microseconds."""
         return {knobs: trial.time_us for knobs, trial in self.trials.items() if trial.time_us is not None}
 
     @property
     def name(self) -> str:
-        """The name of a whole space, unique on a GPU."""
+        """Return the name of a whole space, unique on a GPU."""
         return device.slug(f"{self.op} {self.variant} {self.case.name} {self.case.dtype} {self.case.quant} {self.policy}")
 
 

@@ -60,12 +60,12 @@ class Decisions:
 
     @property
     def rows(self) -> int:
-        """The number of decisions."""
+        """Return the number of decisions."""
         return sum(self.counts.values())
 
     @property
     def caught(self) -> float:
-        """The part of the rows that are not short that is called a regression."""
+        """Return the share of regressions among the rows that are not short."""
         return self.counts["regression"] / max(1, self.rows - self.short)
 
 
