@@ -13,7 +13,7 @@ from types import FrameType
 _IMPORT = ("<frozen importlib._bootstrap>", "_find_and_load")
 _AGAIN_S = 0.02
 heard = False
-"""Whether a signal came."""
+"""True from the first signal on."""
 _has_ended = False
 _waits_for_import = False
 

@@ -110,7 +110,7 @@ class TuningSession:
             for store in self._stores.values():
                 store.refresh()
             return self.perform(task, following)
-        except Exception as error:
+        except Exception as error:  # an operator or the GPU may fail in any way: other cases go on
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return TuningResult("failed", reason=f"not tuned: {task.op.name} {task.case.name}: {text}")
 

@@ -43,7 +43,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Expert by expert in fp32."""
+    """Compute expert by expert in fp32."""
     a, w, dy = inputs["a"], inputs["w"], inputs["dy"]
     (M, K), (E, N, _) = a.shape, w.shape
     y, da, dw = (a.new_empty(shape, dtype=torch.float32) for shape in ((M, N), (M, K), (E, N, K)))
@@ -86,7 +86,7 @@ def flops(case: Case) -> int:
 
 
 def _step(product: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> Outputs:
-    """Forward and backward of a product of a, the transposed view of w, and offs."""
+    """Run the forward and backward pass of a product of a, the transposed view of w, and offs."""
     a, w = inputs["a"].detach().requires_grad_(), inputs["w"].detach().requires_grad_()
     y = product(a, w.transpose(1, 2), inputs["offs"])
     da, dw = torch.autograd.grad(y, (a, w), inputs["dy"])
