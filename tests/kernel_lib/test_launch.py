@@ -48,7 +48,7 @@ def test_call_with_a_tensor_on_another_gpu_makes_that_gpu_current(entered: list[
 def test_call_with_tensors_of_the_current_gpu_changes_no_device(entered: list[torch.device], first: Any) -> None:
     assert named(first) == 2.0
     assert entered == []
-    assert named.__doc__ == "Doubles."
+    assert named.__doc__ == "Return twice x."
 
 
 @pytest.mark.gpu
