@@ -83,9 +83,16 @@ def test_replace_of_an_unwritable_path_raises_one_line(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_replace_of_a_pipe_writes_into_it() -> None:
-    replace_text(Path("/dev/null"), "x")
-    assert not Path("/dev/null").is_file()
+def test_replace_of_a_pipe_writes_into_it(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        replace_text(path, "x")
+        assert path.is_fifo()
+        assert os.read(reader, 10) == b"x"
+    finally:
+        os.close(reader)
 
 
 def test_replace_of_a_linked_file_keeps_the_link(tmp_path: Path) -> None:
@@ -148,3 +155,11 @@ def test_decode_of_a_wrong_value_before_a_deeply_nested_tail_raises_one_line() -
     assert str(error.value).startswith(("a: ", "JSON: "))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
+
+
+def test_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    replace_text(path, "1")
+    path.chmod(0o664)
+    replace_text(path, "2")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("2", 0o664)
