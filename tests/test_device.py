@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,3 +102,31 @@ def test_sm_count_of_a_meta_tensor_is_132() -> None:
 @pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (0x4, False), (0x8, True), (0x20, True), (0x24, True)])
 def test_slowed_down_counts_heat_and_power_brake_but_not_the_power_cap(reasons: int, slowed: bool) -> None:
     assert device.slowed_down(reasons) is slowed
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("names", "model"), [
+    (["NVIDIA H200"] * 2, "NVIDIA H200"), (["NVIDIA H200", "NVIDIA A100"], "asked torch"), ([], "asked torch"),
+])  # fmt: skip
+@pytest.mark.parametrize("visible", ["", "1"])
+def test_model_is_that_of_nvml_if_all_gpus_are_visible_and_alike(
+    names: list[str], model: str, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = sys.modules["pynvml"]
+    monkeypatch.setattr(nvml, "nvmlDeviceGetCount", lambda: len(names), raising=False)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", lambda index: index, raising=False)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetName", lambda index: names[index], raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: properties(name="asked torch"))
+    monkeypatch.setattr(device.os.path, "exists", lambda _path: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device.model.__wrapped__() == ("asked torch" if visible else model)
+
+
+@pytest.mark.parametrize(("here", "refused"), [(NO_GPU, True), (Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580.1"), False)])
+def test_command_that_needs_a_gpu_is_refused_without_a_gpu_alone(
+    here: Device, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "current", lambda: here)
+    message = r"^tune needs a GPU: in the interpreter nothing can be timed$"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        device.require_gpu("tune")

@@ -2,13 +2,14 @@
 
 import re
 import time
+from functools import lru_cache, partial
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from kerneltune.errors import first_line, meant, unknown, without_places
+from kerneltune.errors import first_line, meant, place_of, unknown, without_places
 
 
 @triton.jit
@@ -74,3 +75,16 @@ def test_error_in_the_interpreter_names_the_line_of_the_kernel() -> None:
         _asks_what_is_not_there[(1,)](tensor, 4)
     line = first_line(caught.value)
     assert re.fullmatch(r"Triton's interpreter: test_errors\.py:\d+: AttributeError: .*no attribute 'not_there'.*", line), line
+
+
+def test_place_of_a_function_is_its_line_or_the_line_of_its_statement_that_raised() -> None:
+    def fails(text: str) -> None:
+        raise ValueError(text)
+
+    first = fails.__code__.co_firstlineno
+    assert place_of(partial(fails, "a")) == f"test_errors.py:{first}: "
+    assert place_of(lru_cache(fails)) == f"test_errors.py:{first}: "
+    with pytest.raises(ValueError, match="a") as caught:
+        fails("a")
+    assert place_of(fails, caught.value) == f"test_errors.py:{first + 1}: "
+    assert place_of(len) == place_of(object()) == ""

@@ -1,5 +1,6 @@
 """Intervals: coverage, noise that cancels, differences that are detected."""
 
+from itertools import product
 from statistics import geometric_mean
 
 import numpy as np
@@ -197,3 +198,12 @@ def test_shift_of_no_process_is_none_and_of_no_rounds_raises() -> None:
         shift(processes(0), [np.array([])])
     with pytest.raises(ValueError, match="no samples"):
         centre_interval([])
+
+
+def test_shift_error_of_three_rounds_is_the_spread_of_the_medians_of_all_resamples() -> None:
+    logs = (0.0, 0.1, 0.2)
+    medians = [sorted(drawn)[1] for drawn in product(logs, repeat=3)]
+    rounds = np.exp(logs).tolist()
+    (shift,) = shifts([([rounds] * 2, [rounds] * 2)])
+    assert shift is not None
+    assert shift.error == pytest.approx(np.std(medians))

@@ -276,7 +276,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (f"{HEAD}defaults: {{M: -2}}\n", ":3: M: -2: expected an integer of 0 or more"),
         (check("{name: a, M: 1, N: 1}\ngate: 3"), ":5: gate: '3': expected fields with values"),
         (check("{name: a, M: 1, N: 1}\ngate: {margn: 3}"), ":5: gate.margn: '3': expected one of margin; did you mean margin?"),
-        (check("{name: a, M: 1, N: 1}\ngate: {margin: 3}"), ":5: gate.margin: 3: expected a fraction from 0 to below 1"),
+        (check("{name: a, M: 1, N: 1}\ngate: {margin: 1}"), ":5: gate.margin: 1: expected a fraction from 0 to below 1"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: yes}"), ":5: gate.margin: True: expected a fraction from 0 to below 1"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: .nan}"), ":5: gate.margin: nan: expected a fraction from 0 to below 1"),
     ],

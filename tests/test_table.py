@@ -3,7 +3,7 @@
 import pytest
 
 from kerneltune.cli import console
-from kerneltune.table import Column, Row, Table
+from kerneltune.table import Column, Row, Table, join_tables
 
 WORDS = Table(
     (Column("op"), Column("says", wraps=True), Column("count", digits=0)),
@@ -112,3 +112,10 @@ def test_table_markdown_escapes_pipes_and_backslashes() -> None:
     """GitHub takes two backslashes before a pipe for a backslash and the end of the cell, so each is escaped."""
     table = Table((Column("x|y"), Column("b")), (Row(("a|b", "c\\|d <e> \\f")),))
     assert table.markdown() == "| x\\|y | b |\n| --- | --- |\n| a\\|b | c\\\\\\|d \\<e> \\f |\n"
+
+
+def test_joined_tables_repeat_a_heading_in_markdown_and_where_columns_differ() -> None:
+    one, other, third = (Table.of_texts(head, [["x", "1"]]) for head in (("a", "b"), ("a", "b"), ("a", "c")))
+    assert join_tables([one, other], "csv", 0) == "a,b,note\nx,1,\nx,1,\n"
+    assert join_tables([one, third], "csv", 0) == "a,b,note\nx,1,\n\na,c,note\nx,1,\n"
+    assert join_tables([one, other], "markdown", 0) == f"{one.markdown()}\n{other.markdown()}"
