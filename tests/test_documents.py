@@ -391,8 +391,9 @@ def test_links_of_a_page_have_targets(page: Path) -> None:
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """`--quiet` would hide warnings from `--strict` as well."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "commands" / "index.html").read_text(encoding="utf-8")
