@@ -6,7 +6,7 @@ from literal_records import literal
 
 from kerneltune.records import Record
 from kerneltune.reporting import tables
-from kerneltune.reporting.naming import case_names
+from kerneltune.reporting.naming import case_names, look
 from kerneltune.reporting.page import Sources, payload
 
 
@@ -51,3 +51,10 @@ def test_case_names_are_the_same_in_tables_and_page() -> None:
     rows = tables.ab_rows(records, records)
     assert "| 2d | bfloat16 | fp8 | both | 8192 | 4096 |" in tables.ab_table(rows).markdown()
     assert "| both |" in tables.sweep_table(records).markdown()
+
+
+def test_look_of_a_known_variant_differs_from_that_of_every_other() -> None:
+    own, peers = ("baseline", "optimized"), ("pr593", "eager", "compile", "max-autotune", "liger", "quack", "torchao", "humming")
+    assert [look(variant) for variant in own] == [(0, 0), (2, 2)]
+    assert len({look(variant) for variant in (*own, *peers)}) == 10
+    assert {look(variant)[0] for variant in (*peers, "a variant of a plug-in")}.isdisjoint({0, 2})
