@@ -87,7 +87,7 @@ class Preparation(Thread):
     """Prepare this process once, as soon as a table to serve is found."""
 
     def __init__(self, root: Path, is_cache_new: bool) -> None:
-        """root: path of the tuned folder; is_cache_new: whether Triton's disk cache lacked kernels of the folder."""
+        """Prepare for the tuned folder `root`; `is_cache_new` says whether Triton's disk cache lacked kernels of the folder."""
         super().__init__(name="kerneltune-ahead", daemon=True)
         self._root, self._is_cache_new = root, is_cache_new
 

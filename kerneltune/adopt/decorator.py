@@ -1,4 +1,4 @@
-"""`kerneltune.autotune`: triton.autotune for authors, with a reference and a space that tuning uses.
+"""Provide `kerneltune.autotune`: triton.autotune for authors, with a reference and a space that tuning uses.
 
 Imports triton when a kernel is decorated.
 """

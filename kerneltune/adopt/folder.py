@@ -366,10 +366,10 @@ SUFFIX = ".counts"
 
 
 class Counters:
-    """Counts of this process. A forked process counts from zero into a file of its own."""
+    """Count launches of this process by name. A forked process counts from zero into a file of its own."""
 
     def __init__(self, folder: Path | None) -> None:
-        """folder: of the file that is created at the first count; None to count in memory alone."""
+        """Count into a file of `folder`, which the first count makes; with None count in memory alone."""
         self._folder = folder
         self._slots: dict[str, int] = {}
         self._counts: Any = None

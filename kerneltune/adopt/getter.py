@@ -43,7 +43,7 @@ _ACCUMULATORS, _SHARED_BYTES = 128, 232_448
 
 
 class CallCase(msgspec.Struct, frozen=True):
-    """A call of the program at some sizes.
+    """Hold a call of the program at some sizes.
 
     Attributes:
         own: knobs of the program's own config.
@@ -60,7 +60,7 @@ class CallCase(msgspec.Struct, frozen=True):
 
 
 class GetterFacts(msgspec.Struct, frozen=True):
-    """A getter and the calls that ask it.
+    """Hold a getter and the calls that ask it.
 
     Attributes:
         getter, call: MODULE:FUNCTION or FILE.py:FUNCTION.
@@ -95,7 +95,7 @@ def read_facts(root: Path) -> GetterFacts:
 
 @dataclass(slots=True)
 class Getter:
-    """A function that gives configs, replaced wherever the program holds it.
+    """Replace a function that gives configs, wherever the program holds it.
 
     Attributes:
         knobs: values that replace the values of its result; None for the program's own config.
@@ -173,7 +173,7 @@ def named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callab
 
 @dataclass(slots=True)
 class ProgramCall:
-    """A call of the program that asks a getter.
+    """Hold a call of the program that asks a getter.
 
     Attributes:
         own: the program's own config.

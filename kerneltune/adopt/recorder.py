@@ -275,7 +275,7 @@ class Recorder:
                 recorded.is_warm = False
 
     def _timed(self, recorded: RecordedClass, work: Callable[[], Any]) -> Any:
-        """Launch, between two events while few launches of the class are timed."""
+        """Launch, and let two events time the launch while few launches of the class are timed."""
         torch: Any = sys.modules.get("torch")
         is_warm, recorded.is_warm = recorded.is_warm, True
         is_timed = recorded.digest and is_warm and recorded.timed < _TIMED_LAUNCHES

@@ -40,7 +40,7 @@ class ServingRow:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rows for a value of the author's key and a list of the tensors' element types.
+    """Hold the rows for a value of the author's key and a list of the tensors' element types.
 
     `split` has the names of the sizes that the author's key leaves out and that decide between the rows; empty for a single row.
     """
@@ -55,7 +55,7 @@ class RowFinder(Generic[V]):
     """Find the value of the nearest row of a group in microseconds, as launches of new sizes need it."""
 
     def __init__(self, names: Iterable[str], rows: Iterable[tuple[Mapping[str, int], V]]) -> None:
-        """names: the sizes that decide between the rows; rows: sizes and value of each row."""
+        """Find rows, given as sizes and value, by the sizes of `names`, which decide between them."""
         self.names = tuple(names)
         self._rows = sorted([(self._deciding(sizes), value) for sizes, value in rows], key=lambda row: row[0][:1])
         self._first = [sizes[0] for sizes, _ in self._rows] if self.names else []
@@ -74,7 +74,7 @@ class RowFinder(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class TableKernel:
-    """Configs of a kernel in a table.
+    """Hold the configs of a kernel in a table.
 
     Attributes:
         source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list.
@@ -112,14 +112,14 @@ class TableKernel:
 
 
 class _Manifest(msgspec.Struct):
-    """The SHA-256 of every table by name."""
+    """Hold the SHA-256 of every table by name."""
 
     tables: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class ServingTable:
-    """The kernels of one GPU model."""
+    """Hold the kernels of one GPU model."""
 
     device: str
     versions: dict[str, str]

@@ -385,7 +385,7 @@ def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
 
 @dataclass(frozen=True, slots=True)
 class TunedCall:
-    """A call with the config that it should run with.
+    """Hold a call and the config that the call should run with.
 
     Attributes:
         config: the program's own config where nothing was gained.
