@@ -1,4 +1,7 @@
-"""An autotuner and benchmarking tool for GPU kernels. Importing it imports nothing else."""
+"""Tune and benchmark GPU kernels. Importing this package imports nothing else.
+
+PYTEST_DONT_REWRITE: captured and served processes import this package before pytest starts, of which pytest would warn.
+"""
 
 from typing import Any
 

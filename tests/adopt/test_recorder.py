@@ -414,6 +414,16 @@ def test_capture_counts_launches_of_workers_however_they_end(tmp_path: Path) -> 
     assert counts == {64: 3, 128: 3, 160: 3}
 
 
+def test_capture_of_a_pytest_run_adds_no_warning_to_its_output(tmp_path: Path) -> None:
+    (tmp_path / "test_of_user.py").write_text("import two_kernels\ndef test_step():\n    two_kernels.step(4, 96)\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
+    code = "from kerneltune.cli import main; main()"
+    done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed in" in done.stdout
+    assert len(read_capture(tmp_path / "cap").classes) == 2
+
+
 KILLED = """
 import os, signal
 from pathlib import Path
