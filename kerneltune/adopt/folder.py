@@ -132,6 +132,11 @@ class LaunchClass:
         return next((one for one in self.candidates if stored_key(one.config) == wanted), None)
 
     @property
+    def lacks_values(self) -> bool:
+        """Return whether values were not kept: the class was seen in a graph capture only, or the values are over --max-bytes."""
+        return any(about.get("kept") == "missing" for about in self.storages)
+
+    @property
     def label(self) -> str:
         """Return the kernel's name, the names of functions among its arguments, and a few sizes of the class."""
         values = [(a.name, a.function or (a.sizes.get(a.name, 0) > 1 and a.value)) for a in self.arguments]
@@ -171,14 +176,16 @@ class ProcessNotes(msgspec.Struct):
 
 
 def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | None) -> None:
-    """Write a class, whole or not at all; a class that the folder has already stays.
+    """Write a class, whole or not at all; a class that the folder has already stays, unless the new class has more.
 
     values: tensors by name, for safetensors; None for no values.
     """
     parent = root / CLASSES
     parent.mkdir(parents=True, exist_ok=True)
     if (parent / launch.digest / META).exists():
-        return
+        if not _has_more(launch, parent / launch.digest):
+            return
+        shutil.rmtree(parent / launch.digest, ignore_errors=True)  # another process may remove it, too
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=parent))
     try:
         if values:
@@ -193,6 +200,16 @@ def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | Non
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _has_more(launch: LaunchClass, folder: Path) -> bool:
+    """Return whether a class has values or an author's choice that a folder lacks; true where the folder's class is damaged."""
+    try:
+        present = read_class(folder)
+    except ValueError:
+        return True
+    has_values = not (present.lacks_values or missing_values(present, folder))
+    return not (has_values or launch.lacks_values) or (launch.choice is not None and present.choice is None)
 
 
 def _builtin(value: Any) -> Any:

@@ -256,7 +256,7 @@ def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
         return launch.candidates[0].problem if launch.candidates else "no config"
     if any(grid is not None and 0 in grid for grid in grids):
         return "its grid is empty: nothing is launched"
-    if any(about.get("kept") == "missing" for about in launch.storages):
+    if launch.lacks_values:
         return "values were not kept (seen in a graph capture, or over --max-bytes)"
     try:
         live_kernel(launch)

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.arguments import collect, describe
-from kerneltune.adopt.folder import CLASSES, VALUES, process_files, read_notes
+from kerneltune.adopt.folder import CLASSES, META, VALUES, process_files, read_notes
 from kerneltune.adopt.operators import case_of, operators_of
 from kerneltune.adopt.overview import read_capture, seed_hint
 from kerneltune.adopt.replay import make_replay
@@ -161,6 +162,39 @@ def test_capture_over_max_bytes_names_values_not_kept(tmp_path: Path, caplog: py
     assert [about["kept"] for about in launch.storages] == ["statistics", "missing"]
     assert "16 bytes of index values are over --max-bytes: not kept" in caplog.text
     assert not (tmp_path / CLASSES / launch.digest / VALUES).exists()
+
+
+def _remove_values(class_folder: Path) -> None:
+    (class_folder / VALUES).unlink()
+
+
+def _damage_class(class_folder: Path) -> None:
+    (class_folder / META).write_bytes((class_folder / META).read_bytes()[:200])
+
+
+@pytest.mark.parametrize("damage", [_remove_values, _damage_class])
+def test_capture_again_mends_a_class_that_is_damaged(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
+    damage(tmp_path / CLASSES / launch.digest)
+    assert read_capture(tmp_path).problems or any(one.problem for one in read_capture(tmp_path).classes)
+    mended = captured(tmp_path)
+    assert mended.problems == []
+    assert [one.problem for one in of_kernel(mended, "scale_chosen")] == [""]
+    assert len(mended.classes) == 2
+
+
+@pytest.mark.parametrize(("first", "kept"), [(8, "missing"), (1 << 20, "values")])
+def test_capture_again_with_another_max_bytes_keeps_the_values_of_either(first: int, kept: str, tmp_path: Path) -> None:
+    assert of_kernel(captured(tmp_path, max_bytes=first), "scale_chosen")[0].storages[1]["kept"] == kept
+    again = captured(tmp_path, max_bytes=8 + (1 << 20) - first)
+    assert of_kernel(again, "scale_chosen")[0].storages[1]["kept"] == "values"
+
+
+def test_capture_again_with_autotune_adds_the_authors_choice_and_without_it_keeps_the_choice(tmp_path: Path) -> None:
+    assert of_kernel(captured(tmp_path), "row_sum")[0].choice is None
+    for autotune in (True, False):
+        launch = of_kernel(captured(tmp_path, autotune=autotune), "row_sum")[0]
+        assert launch.choice in author_configs(launch)
 
 
 def test_capture_runs_the_first_config_of_the_pruned_list(tmp_path: Path) -> None:
