@@ -91,9 +91,26 @@ def package_versions(module: str) -> dict[str, str]:
     return {"python": python_version(), **packages}
 
 
+def _current_folder() -> str:
+    """Return the folder of this process; the root folder where the program has removed its folder."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep
+
+
+_FIRST_FOLDER = _current_folder()
+"""Folder of this process when this module was imported: the program may leave the folder that its relative paths start from."""
+
+
 def import_folders() -> tuple[str, ...]:
-    """Return the folders that the program imports from, without the folder of our start-up hook."""
-    return tuple(dict.fromkeys(folder for folder in map(os.path.abspath, sys.path) if folder != _HOOK))
+    """Return the folders that the program imports from, without the folder of our start-up hook.
+
+    A relative path is given as a folder below the first and below the present folder of the process.
+    """
+    starts = dict.fromkeys((_FIRST_FOLDER, _current_folder()))
+    folders = (os.path.normpath(os.path.join(start, entry)) for entry in sys.path for start in starts)
+    return tuple(dict.fromkeys(folder for folder in folders if folder != _HOOK))
 
 
 def python_version() -> str:

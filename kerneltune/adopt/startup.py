@@ -90,6 +90,9 @@ def start_from_environment() -> None:
         return
     _installed["started"] = True
     try:
+        for name in (CAPTURE, ADOPT):  # a subprocess may start in another folder
+            if os.environ.get(name):
+                os.environ[name] = os.path.abspath(os.environ[name])
         if os.environ.get(CAPTURE):
             capture(Path(os.environ[CAPTURE]), **_options(CAPTURE_OPTIONS))
         elif os.environ.get(ADOPT):
@@ -117,6 +120,7 @@ def _say_not_started(error: Exception) -> None:
 
 def capture(root: Path, **options: Any) -> None:
     """Record the launches of this process from now on; `options` are the arguments of `Recorder`."""
+    root = root.absolute()  # the program may change its folder
 
     def begin(autotuning: ModuleType) -> None:
         from kerneltune.adopt.recorder import Recorder
@@ -150,7 +154,8 @@ def install(
     Raises:
         ValueError: the folder holds no table, or the policy is unknown.
     """
-    root = Path(folder)
+    root = Path(folder).absolute()  # the program may change its folder
+    missed, counted = (Path(path).absolute() if path else None for path in (misses, counts))
     if not (root / "served").is_dir():
         raise ValueError(f"{root}: no tuned configs: expected a folder that `kerneltune tune` wrote")
     if miss not in POLICIES:
@@ -163,8 +168,8 @@ def install(
 
         missing = None
         if misses is not None:
-            missing = Recorder(Path(misses) if misses else root / "misses", max_bytes=_MISS_BYTES, most_classes=_MOST_MISSES)
-        counters = Counters(Path(counts) if counts else None)
+            missing = Recorder(missed or root / "misses", max_bytes=_MISS_BYTES, most_classes=_MOST_MISSES)
+        counters = Counters(counted)
         prepared = _prepared(root, autotuning)
         server = Server(root, autotuning.Config, miss, manifest, missing, prepared, counters)
         _installed["server"] = server

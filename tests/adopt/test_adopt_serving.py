@@ -428,6 +428,36 @@ def test_serving_by_environment_variable_records_misses(tmp_path: Path) -> None:
     assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
 
 
+CHANGED_FOLDER = """
+import os, subprocess, sys
+{start}
+os.mkdir("elsewhere"); os.chdir("elsewhere")
+import torch, two_kernels as t
+for columns in (96, 64):
+    t.row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
+    print(t.row_sum.best_config.kwargs["BLOCK"], flush=True)
+if os.environ.pop("KERNELTUNE_TEST_CHILD", ""):
+    sys.exit(subprocess.call([sys.executable, "-c", sys.argv[1]]))
+"""
+START = "import kerneltune.adopt; kerneltune.adopt.start()"
+
+
+@pytest.mark.parametrize("start", [START, "from kerneltune.adopt import install; install('tuned', miss='default')"])
+def test_serving_a_program_that_changes_folder_finds_a_table_given_by_a_relative_path(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_folder(tmp_path / "tuned", chosen=5)
+    monkeypatch.chdir(tmp_path)
+    options = {"KERNELTUNE_ADOPT": "tuned", "KERNELTUNE_ADOPT_OPTIONS": '{"miss": "default"}', "KERNELTUNE_TEST_CHILD": "1"}
+    environment = options if start == START else {}
+    code = CHANGED_FOLDER.format(start=start)
+    done = run_python(code, code, TRITON_INTERPRET="1", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["256", "64"] * (1 + len(environment) // 3)
+    assert [one.sizes["N"] for one in read_capture(tmp_path / "tuned" / "misses").classes] == [64]
+    assert [path.name for path in (tmp_path / "elsewhere").rglob("*")] == ["elsewhere"] * (len(environment) // 3)
+
+
 @pytest.mark.parametrize("variable", ["KERNELTUNE_ADOPT", "KERNELTUNE_CAPTURE"])
 def test_serving_in_a_program_without_msgspec_warns_in_one_line_and_serves_nothing(variable: str, tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()

@@ -197,6 +197,36 @@ def test_capture_again_with_autotune_adds_the_authors_choice_and_without_it_keep
         assert launch.choice in author_configs(launch)
 
 
+LEAVING = """
+import os, sys, tempfile
+from pathlib import Path
+from kerneltune.adopt import startup
+startup.capture(Path("cap"))
+sys.path.insert(0, "lib")
+import torch, kernel_of_lib
+folder = tempfile.mkdtemp()
+for leave in (lambda: None, lambda: os.chdir(folder), lambda: os.rmdir(folder)):
+    leave()
+    x = torch.ones(2, len(sys.path))
+    kernel_of_lib.row_sum[(2,)](x, torch.empty(2), 2, x.shape[1])
+    sys.path.append(f"other{len(sys.path)}")
+print("ended")
+"""
+
+
+def test_capture_of_a_program_that_leaves_and_removes_its_folder_keeps_each_class_and_where_its_imports_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "kernel_of_lib.py").write_text("from two_kernels import *\n")
+    monkeypatch.chdir(tmp_path)
+    done = run_python(LEAVING, TRITON_INTERPRET="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+    classes = read_capture(tmp_path / "cap").classes
+    assert len(classes) == 3
+    assert every(str(tmp_path / "lib") in one.path for one in classes)
+
+
 def test_capture_runs_the_first_config_of_the_pruned_list(tmp_path: Path) -> None:
     module = example()
     before = module.step(4, 96)
