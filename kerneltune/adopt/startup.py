@@ -89,6 +89,8 @@ def start_from_environment() -> None:
     if _installed.get("started"):
         return
     _installed["started"] = True
+    if os.environ.get(CAPTURE) or os.environ.get(ADOPT):
+        _say_on_standard_error()
     try:
         for name in (CAPTURE, ADOPT):  # a subprocess may start in another folder
             if os.environ.get(name):
@@ -108,6 +110,17 @@ def _options(variable: str) -> dict[str, Any]:
         return dict(json.loads(text))
     except (ValueError, TypeError):
         raise ValueError(f"{variable}: {text!r}: expected options as a JSON object") from None
+
+
+def _say_on_standard_error() -> None:
+    """Write warnings to the process's own standard error, past the handlers and the `sys.stderr` that the program sets up.
+
+    A program that logs to standard output would print them there.
+    """
+    log, handler = logging.getLogger("kerneltune.adopt"), logging.StreamHandler(sys.__stderr__)
+    handler.setLevel(logging.WARNING)
+    log.addHandler(handler)
+    log.propagate = False
 
 
 def _say_not_started(error: Exception) -> None:

@@ -458,6 +458,27 @@ def test_serving_a_program_that_changes_folder_finds_a_table_given_by_a_relative
     assert [path.name for path in (tmp_path / "elsewhere").rglob("*")] == ["elsewhere"] * (len(environment) // 3)
 
 
+LOGS_TO_OUTPUT = """
+import contextlib, io, logging, sys
+import kerneltune.adopt; kerneltune.adopt.start()
+logging.basicConfig(stream=sys.stdout, level=logging.DEBUG)
+logging.getLogger("torch").setLevel(logging.WARNING)
+import torch, two_kernels as t
+with contextlib.redirect_stderr(io.StringIO()) as written:
+    t.row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
+assert not written.getvalue()
+logging.info("own line")
+"""
+
+
+def test_serving_a_program_that_logs_to_its_output_warns_on_standard_error_alone(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    done = run_python(LOGS_TO_OUTPUT, KERNELTUNE_ADOPT=str(tmp_path), TRITON_INTERPRET="1")
+    assert (done.returncode, done.stdout) == (0, "INFO:root:own line\n"), done.stderr
+    line = "kerneltune: two_kernels.row_sum: a launch that was not tuned: the author's autotuner chooses"
+    assert done.stderr.splitlines() == [line]
+
+
 @pytest.mark.parametrize("variable", ["KERNELTUNE_ADOPT", "KERNELTUNE_CAPTURE"])
 def test_serving_in_a_program_without_msgspec_warns_in_one_line_and_serves_nothing(variable: str, tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
