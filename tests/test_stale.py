@@ -273,17 +273,22 @@ def test_config_that_crashes_once_is_timed_again(selection: Selection, options: 
     assert "2 as good as their default, 1 slower, which the default replaces, 0 that no longer run" in text
 
 
-def test_gpu_without_configs_and_records_has_nothing_stale(selection: Selection, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--check-only",)])
+def test_sweep_stale_without_records_and_stale_configs_exits_with_2(
+    selection: Selection, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A folder that is named by mistake, or another current folder, must not pass as up to date."""
     folders = ["--configs", str(tmp_path / "none"), "--results", str(tmp_path / "empty")]
-    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders])
-    assert (result.exit_code, measured) == (0, [])
-    assert result.stdout.endswith("records made\nnothing is stale for nvidia_h200\n")
+    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *more, *folders])
+    assert (result.exit_code, result.stdout, measured) == (2, "", [])
+    assert result.stderr == f"error: results: {tmp_path}/empty: no records of {GPU} that could be stale\n"
 
 
-def test_sweep_stale_without_stale_cases_prints_one_line(selection: Selection, tmp_path: Path) -> None:
-    folders = ["--configs", str(tmp_path / "none"), "--results", str(tmp_path / "empty")]
+def test_sweep_stale_of_fresh_records_prints_one_line(selection: Selection, options: Options) -> None:
+    stale.refresh(find(selection, options), Progress())
+    folders = ["--configs", str(options.configs), "--results", str(options.results)]
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", "--check-only", *folders])
-    assert (result.exit_code, "".join(result.stdout.split())) == (0, f"nothingisstalefor{GPU}in{tmp_path}/empty")
+    assert (result.exit_code, "".join(result.stdout.split())) == (0, f"nothingisstalefor{GPU}in{options.results}")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def command(
     case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a
     tolerance may allow.
 
-    Exit code 1 if one of our own variants fails, or a stale config no longer runs.
+    Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if --stale finds no records.
     """
     folder = o.capture_of(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
@@ -118,8 +118,10 @@ def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> N
     by_gpu = [stale.find(plans, gpu) for gpu in gpus]
     if (table := _stale_table(by_gpu)).rows:
         show(table.text(width()))
+    elif not any(path for gpu in gpus for path in (options.results / gpu).glob("*.jsonl")):
+        raise ValueError(f"results: {options.results}: no records of {', '.join(gpus) or 'any GPU'} that could be stale")
     elif not works:
-        show_wrapped(f"nothing is stale for {', '.join(gpus) or 'any GPU'} in {options.results}")
+        show_wrapped(f"nothing is stale for {', '.join(gpus)} in {options.results}")
     for family in (family for one in by_gpu for family in one.families if family.orphans):
         note(f"{family.plan.family}: {counted(family.orphans, 'record')} of no case of {family.plan.sweep.path}")
     if not works:
