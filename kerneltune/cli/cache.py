@@ -108,22 +108,31 @@ def explain(
         "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
         "default": f"the default: {folder} has no entry for this case or near it{reach}",
     }
+    if not cache.path_of(op, folder, configs).exists():
+        sources["default"] = f"the default: {folder} has no config of {op}, and no other GPU's serves this case"
     lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": sources[choice.source]}
     for word, line in lines.items():
         show_wrapped(f"{word:<10}{line}", " " * 10)
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:
-    """Return the folder of a GPU: the given GPU, this machine's, or the only folder."""
-    here = device.current()
-    folders = sorted({path.parent.name for path in o.config_files(configs)})
+    """Return the folder of a GPU: the given GPU, which may have no configs, this machine's, or the only folder."""
     if gpu is not None:
-        return o.choice("gpu", gpu, [*folders, here.slug])
+        return _folder_name(gpu)
+    here = device.current()
     if here.is_gpu:
         return here.slug
+    folders = sorted({path.parent.name for path in o.config_files(configs)})
     if len(folders) != 1:
-        raise ValueError(f"gpu: not given: expected one of {', '.join(folders) or '(none found)'}")
+        raise ValueError(f"gpu: not given: expected one of {', '.join(folders or device.ARCHITECTURES)}")
     return folders[0]
+
+
+def _folder_name(gpu: str) -> str:
+    """Return the name of a GPU's folder if it can be one."""
+    if gpu != device.slug(gpu):
+        raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
+    return gpu
 
 
 @app.command("from-misses")
@@ -155,6 +164,8 @@ def export_(
 
     ops = o.load_ops()
     operator = ops[o.choice("op", op, ops)]
+    if all(offered.config is None for offered in operator.variants):
+        raise ValueError(f"op: {op!r}: expected an operator with configs: no variant of {op} has knobs")
     files = _chosen(op, gpu, configs)
     if len(files) > 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
@@ -215,8 +226,7 @@ def import_(
 
     ops = o.load_ops()
     operator = ops[o.choice("op", op, ops)]
-    if gpu != device.slug(gpu):
-        raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
+    _folder_name(gpu)
     root = o.configs_root(configs)
     o.require_writable(root)
     path = cache.path_of(op, gpu, root)
@@ -237,13 +247,15 @@ def import_(
 
 @app.command()
 def check(configs: o.ReadConfigs = None) -> None:
-    """Read every file strictly; exit code 2 and the reason at the first broken entry.
+    """Read every file strictly; exit code 2 and the reason at the first broken entry, or where there is no entry.
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
     files = _chosen(None, None, configs)
     entries = [entry for path in files for entry in fitting_entries(path)]
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
+    if not entries:
+        raise ValueError(f"no cached configs in {counted(len(files), 'file')} of {folders}")
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
     beside = [(entry, over) for entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
     slower = [
@@ -292,8 +304,11 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     files = o.config_files(configs)
     if not files:
         raise ValueError(f"no cached configs in {o.configs_root(configs)}")
-    if op is not None:
-        o.choice("op with cached configs", op, sorted({path.stem for path in files}))
+    if op is not None and op not in (names := sorted({path.stem for path in files})):
+        if op not in o.load_facts():
+            raise unknown("op with cached configs", op, names)
+        command = f"kerneltune tune {o.family_of(op) or 'FAMILY'} --op {op}"
+        raise ValueError(f"op: {op!r}: no cached configs in {o.configs_root(configs)}: `{command}` finds them")
     if gpu is not None:
         o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]

@@ -206,7 +206,7 @@ def config_of(variant: Variant, field: str, text: str) -> Any:
     return variant.config_from(values)
 
 
-def _family_of(op: str) -> str:
+def family_of(op: str) -> str:
     """Return the family whose sweep file has cases of an operator; empty if the name is no operator, or has no sweep file."""
     if op not in load_facts():
         return ""
@@ -383,7 +383,7 @@ def make_options(family: str = "", results: Path | None = None, **fields: Any) -
         if family:
             sweep.find(family)
     except ValueError:
-        if whole := _family_of(family):
+        if whole := family_of(family):
             hint = f"an operator of family {whole}: expected {whole} --op {family}"
             raise ValueError(f"family: {family!r}: {hint}") from None
         raise

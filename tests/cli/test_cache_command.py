@@ -72,6 +72,26 @@ def test_cache_check_of_an_empty_or_missing_folder_fails(configs_dir: Path) -> N
         assert refused("cache", *command, "--configs", configs_dir / "no").endswith("/no': no such folder")
 
 
+def test_cache_check_of_files_without_entries_fails(stored: Path) -> None:
+    stored.write_text(json.dumps({**json.loads(stored.read_text()), "entries": []}))
+    assert refused("cache", "check") == f"error: no cached configs in 1 file of {stored.parents[1]}"
+
+
+@pytest.mark.parametrize("command", [("show", "rmsnorm_fwd"), ("export", "rmsnorm_fwd", "files")])
+def test_cache_of_an_operator_without_configs_names_the_command_that_tunes_it(
+    command: tuple[str, ...], stored: Path, configs_dir: Path
+) -> None:
+    assert stored.is_file()
+    advice = "`kerneltune tune rmsnorm --op rmsnorm_fwd` finds them"
+    message = f"error: op: 'rmsnorm_fwd': no cached configs in {configs_dir}: {advice}"
+    assert refused("cache", *command, "--configs", configs_dir) == message
+
+
+def test_cache_export_of_an_operator_without_knobs_says_that_it_has_no_configs() -> None:
+    message = "error: op: 'moe_sort': expected an operator with configs: no variant of moe_sort has knobs"
+    assert refused("cache", "export", "moe_sort", "files") == message
+
+
 def test_cache_show_of_unknown_names_fails_with_known_names(stored: Path) -> None:
     assert stored.is_file()
     assert refused("cache", "show", "softmax") == "error: op with cached configs: 'softmax': expected one of rmsnorm_bwd"

@@ -79,7 +79,26 @@ def test_explain_of_an_unknown_case_names_the_nearest() -> None:
     error = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
     assert "case: 'llama4-16384x512'" in error
     assert "did you mean llama4-16384x5120?" in error
-    assert "gpu: 'nowhere'" in refused("cache", "explain", "fp8_transpose_2d", "M=1,N=1", "--gpu", "nowhere")
+    error = refused("cache", "explain", "fp8_transpose_2d", "M=1,N=1", "--gpu", "NVIDIA H200")
+    assert error == "error: gpu: 'NVIDIA H200': expected the name of a folder, like nvidia_h200"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "source"),
+    [
+        ("nvidia_b200", "nearest entry, that of M=16384 N=5120 uint8 on nvidia_h200, log2 distance 0.0"),
+        ("nvidia_l4", "the default: nvidia_l4 has no config of fp8_transpose_2d, and no other GPU's serves this case"),
+    ],
+)
+def test_explain_for_a_gpu_without_configs_names_what_a_call_would_get(gpu: str, source: str) -> None:
+    asked = ("cache", "explain", "fp8_transpose_2d", "llama4-16384x5120", "--gpu", gpu)
+    if gpu == "nvidia_b200":
+        with pytest.warns(UserWarning, match="those of nvidia_h200, the nearest known architecture, serve"):
+            result = run(*asked)
+    else:
+        result = run(*asked)
+    assert result.exit_code == 0
+    assert source in " ".join(result.stdout.split())
 
 
 def test_cases_writes_a_sweep_file_that_loads(tmp_path: Path) -> None:
