@@ -118,14 +118,16 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
         rows = tuple(row for row in saved.rows if row.target in targets and (not wanted.ops or row.op in wanted.ops))
         for name in {row.op for row in rows}:
             o.choice(f"{baseline}: op", name, o.load_facts())
-        runs = _runs(wanted, [], saved.gpu or _GPU, configs)
+        if not rows:
+            raise ValueError(f"{baseline}: no row of {' '.join(wanted.ops) or 'any operator'} for {' '.join(targets)}")
+        runs = _runs_of_rows(baseline, rows, wanted, saved.gpu or _GPU, configs)
         return static_gate(replace(saved, rows=rows), _compiled(runs, targets, workers))
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
             "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static --op OP`"
         )
-    runs = _runs(wanted, [], _GPU, configs)
+    runs = _runs(wanted, None, _GPU, configs)
     selecting = {"case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants, "target": targets, "gpu": (_GPU,)}
     arguments = [f"--{name}={value}" for name, values in selecting.items() for value in values]
     arguments += [f"--workers={workers}"] if workers else []
@@ -143,8 +145,35 @@ def _targets(given: list[str] | None) -> list[str]:
     return [name for name in LIMITS if not given or _ALL in given or name in given]
 
 
-def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -> list[Run]:
-    """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs."""
+def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: str, configs: Path | None) -> list[Run]:
+    """Return the selected cached configs, and the default configs of the rows' cases whose operator has no cached config."""
+    from kerneltune.inspection.survey import cached_runs, default_runs
+
+    known = o.load_ops()
+    names = {row.op for row in rows}
+    uncached = {name for name in names if not cached_runs([known[name]], configs, gpu)}
+    runs = [] if uncached == names else _runs(wanted, None, gpu, configs)
+    selection = o.make_selection(known, "gate", wanted)
+    for op, variant, text in dict.fromkeys((row.op, row.variant, row.case) for row in rows if row.op in uncached):
+        name, *words = text.split()
+        try:
+            dtype, quant = (word for word in words if "=" not in word)
+            case = o.case_of_sizes(known[op], [word for word in words if "=" in word], dtype, quant, whole=True)
+            of_variant = replace(selection, variants=(known[op].variant(variant).name,))
+        except ValueError as error:
+            raise ValueError(f"{file}: case: {text!r}: {error}") from error
+        of_case = default_runs(known[op], [replace(case, name=name)], of_variant)
+        runs += _selected(of_case, selection)
+    if not runs:
+        raise ValueError(f"{file}: no row of this selection")
+    return runs
+
+
+def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | None) -> list[Run]:
+    """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs.
+
+    sizes: None for the gate, which cannot take sizes.
+    """
     from kerneltune.inspection.survey import cached_runs, default_runs
 
     for case in (name for name in wanted.cases if "=" in name):
@@ -173,9 +202,8 @@ def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -
     for field in ("variant", "dtype", "quant", "case") if runs else ():
         o.require_match(selection, field, (run.task.key.fields[field] for run in runs))
     of = f" of {', '.join(selection.ops)}" if selection.ops else ""
-    raise ValueError(
-        f"nothing to compile: {folder} has no config{of}{' of this selection' if runs else ''}: name sizes, like M=4096"
-    )
+    advice = "" if sizes is None else ": name sizes, like M=4096"
+    raise ValueError(f"nothing to compile: {folder} has no config{of}{' of this selection' if runs else ''}{advice}")
 
 
 def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:

@@ -206,6 +206,32 @@ def test_gate_compares_a_file_with_the_configs_of_its_gpu(compiled: list[Any], t
     assert refused("gate", path, "--static") == f"error: {path}: gpu: '../b200': expected the name of a folder"
 
 
+def test_gate_compares_a_file_of_sizes_of_an_operator_without_configs(compiled: list[Any], tmp_path: Path) -> None:
+    """The gate looked for cached configs, found none, and asked for sizes, which it does not take."""
+    path, options = tmp_path / "baseline.json", ("--target", "sm_90", "--configs", tmp_path)
+    sizes = ("M=512", "N=1000", "zero_centered=True")
+    saved = run("inspect", "rmsnorm_fwd", *sizes, "--dtype", "float16", "--variant", "optimized", "--save", path, *options)
+    assert saved.exit_code == 0
+    judged = run("gate", path, "--static", "--op", "rmsnorm_fwd", *options)
+    assert judged.exit_code == 0
+    assert " ".join(judged.stdout.split()).endswith("; 1 compared, 0 new, 0 gone, 0 broken in both")
+    assert run("gate", path, "--static", *options).stdout == judged.stdout
+    assert compiled[2] == compiled[1] == compiled[0]
+    path.write_text(path.read_text().replace('"bits": 32', '"bits": 64'))
+    assert run("gate", path, "--static", "--op", "rmsnorm_fwd", *options).exit_code == 1
+    path.write_text(path.read_text().replace("N=1000", "L=1000"))
+    error = refused("gate", path, "--static", "--op", "rmsnorm_fwd", *options)
+    assert error.startswith(f"error: {path}: case: '512x1000 M=512 L=1000 float16 none zero_centered=True ")
+
+
+def test_static_gate_of_an_operator_without_rows_fails_and_compiles_nothing(compiled: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    save(path, Survey("3.7.1", ()))
+    message = f"error: {path}: no row of rmsnorm_fwd for sm_90"
+    assert refused("gate", path, "--static", "--op", "rmsnorm_fwd", "--target", "sm_90") == message
+    assert compiled == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
