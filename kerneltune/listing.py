@@ -87,9 +87,9 @@ def write_index(modules: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None
     """
     lines = [
         f"  {msgspec.json.encode(module).decode()}: [\n    "
-        + ",\n    ".join(msgspec.json.encode(facts_of(op)).decode() for op in found)
+        + ",\n    ".join(msgspec.json.encode(facts_of(op)).decode() for op in of_module)
         + "\n  ]"
-        for module, found in sorted(modules.items())
+        for module, of_module in sorted(modules.items())
     ]
     replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 

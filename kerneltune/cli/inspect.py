@@ -78,11 +78,12 @@ def command(
     if every and wanted.ops:
         o.refuse("not with --all", config=config, save=save)
         tasks = {(task.variant.name, task.case): task for task, _ in runs}.values()
-        _show_space(_compiled([Run(task, one) for task in tasks for one in task.variant.configs(task.case)], targets, workers))
+        space = [Run(task, one) for task in tasks for one in task.variant.configs(task.case)]
+        _show_space(_compiled(space, targets, workers).rows)
         return
     survey = _compiled(_with_config(runs, config), targets, workers)
     if save is None:
-        _show(survey)
+        _show(survey.rows)
     else:
         static.save(save, replace(survey, gpu=gpu))
         note(f"wrote {save}")
@@ -90,20 +91,20 @@ def command(
         raise typer.Exit(1)
 
 
-def _show_space(found: Survey) -> None:
+def _show_space(rows: Sequence[StaticRow]) -> None:
     """List the configs that do not compile, exceed a limit or spill, the worst first; end with 1 where none compiles."""
-    spills = {id(row): max((kernel.spill_bytes for kernel in row.kernels), default=0) for row in found.rows}
-    noted = sorted((row for row in found.rows if row.error or spills[id(row)]), key=lambda row: (not row.error, -spills[id(row)]))
+    spills = {id(row): max((kernel.spill_bytes for kernel in row.kernels), default=0) for row in rows}
+    noted = sorted((row for row in rows if row.error or spills[id(row)]), key=lambda row: (not row.error, -spills[id(row)]))
     for row in noted[:_SHOWN]:
         reason = row.error or f"spills {spills[id(row)]} bytes a thread"
         show_wrapped(f"{row.label}: {pairs(row.config)}: {reason}")
     if len(noted) > _SHOWN:
         show_wrapped(f"and {len(noted) - _SHOWN} more")
-    for target in dict.fromkeys(row.target for row in found.rows):
-        rows = [row for row in found.rows if row.target == target]
-        failed, spilled = sum(bool(row.error) for row in rows), sum(spills[id(row)] > 0 for row in rows)
-        show_wrapped(f"{target}: {counted(len(rows), 'config')}, {failed} fail or exceed a limit, {spilled} spill")
-    if all(row.error for row in found.rows):
+    for target in dict.fromkeys(row.target for row in rows):
+        of_target = [row for row in rows if row.target == target]
+        failed, spilled = sum(bool(row.error) for row in of_target), sum(spills[id(row)] > 0 for row in of_target)
+        show_wrapped(f"{target}: {counted(len(of_target), 'config')}, {failed} fail or exceed a limit, {spilled} spill")
+    if all(row.error for row in rows):
         raise typer.Exit(1)
 
 
@@ -138,11 +139,11 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
     return static_gate(earlier, _compiled(changed, targets, workers), unchanged * len(targets))
 
 
-def _targets(given: list[str] | None) -> list[str]:
+def _targets(names: list[str] | None) -> list[str]:
     """Return the given targets, in the order of `LIMITS`; all targets if none is given."""
-    for name in given or ():
+    for name in names or ():
         o.choice("target", name, (*LIMITS, _ALL))
-    return [name for name in LIMITS if not given or _ALL in given or name in given]
+    return [name for name in LIMITS if not names or _ALL in names or name in names]
 
 
 def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: str, configs: Path | None) -> list[Run]:
@@ -213,8 +214,8 @@ def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:
     if selection.cases:
         raise ValueError(f"case: {selection.cases[0]!r}: expected sizes or --case, one of them")
     case = o.case_of_sizes(op, sizes, (selection.dtypes or op.dtypes)[0], (selection.quants or op.quants)[0], whole=True)
-    if found := _selected(default_runs(op, [case], selection), selection):
-        return found
+    if runs := _selected(default_runs(op, [case], selection), selection):
+        return runs
     raise ValueError(f"nothing to compile: {op.name} has no such variant with knobs for {case.label}")
 
 
@@ -233,27 +234,27 @@ def _with_config(runs: list[Run], text: str | None) -> list[Run]:
     return [run._replace(config=config) for run in runs]
 
 
-def _show(found: Survey) -> None:
+def _show(rows: Sequence[StaticRow]) -> None:
     """Print a table per config and kernel, a line per target."""
-    for same in grouped(found.rows, lambda row: row.key[:-1]).values():
-        first = same[0]
+    for of_config in grouped(rows, lambda row: row.key[:-1]).values():
+        first = of_config[0]
         show_wrapped(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")
         show_wrapped("  " + pairs(first.config))
-        for kernel, lines in _tables(same).items():
+        for kernel, lines in _tables(of_config).items():
             show(f"  {kernel}")
             show_table(tuple(lines[0]), [tuple(line.values()) for line in lines])
-        for row in same:
+        for row in of_config:
             if row.error:
                 show(f"  {row.target}: {row.error}")
         show("")
-    if any(row.kernels for row in found.rows):
+    if any(row.kernels for row in rows):
         show_wrapped(_LEGEND, "")
 
 
-def _tables(same: list[StaticRow]) -> dict[str, list[dict[str, str]]]:
+def _tables(of_config: list[StaticRow]) -> dict[str, list[dict[str, str]]]:
     """Return kernel -> its lines; a second launch of a kernel with other resources is a kernel of its own."""
     tables: dict[str, list[dict[str, str]]] = {}
-    for row in same:
+    for row in of_config:
         for (name, nth), kernel in static.numbered(row.kernels).items():
             tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append(static.facts(kernel, row.target))
     return tables

@@ -127,11 +127,11 @@ def gate_annotations(verdict: Verdict) -> str:
         if row.verdict != "faster":
             title = f"{row.verdict}: {row.record.case} {row.record.variant}"
             lines[level].append(_command(level, title, f"{row.record.label}: {_message(row)}"))
-    for level, found in lines.items():
-        if len(found) > _ANNOTATIONS:
-            hidden = len(found) - _ANNOTATIONS + 1
-            found[_ANNOTATIONS - 1 :] = [_command(level, "kerneltune gate", f"and {hidden} more rows: see the log")]
-    return "".join(f"{line}\n" for found in lines.values() for line in found)
+    for level, of_level in lines.items():
+        if len(of_level) > _ANNOTATIONS:
+            hidden = len(of_level) - _ANNOTATIONS + 1
+            of_level[_ANNOTATIONS - 1 :] = [_command(level, "kerneltune gate", f"and {hidden} more rows: see the log")]
+    return "".join(f"{line}\n" for of_level in lines.values() for line in of_level)
 
 
 def _counting(verdict: Verdict) -> list[GateRow]:

@@ -112,11 +112,11 @@ def device_policy(record: Record) -> tuple[str, str]:
     return record.device, record.policy
 
 
-def slower_groups(found: Sequence[Change]) -> tuple[list[str], list[str]]:
+def slower_groups(changes: Sequence[Change]) -> tuple[list[str], list[str]]:
     """Return a line for each group of rows that is surely slower: first groups that fail, then groups measured on two GPUs."""
     slower: list[str] = []
     doubtful: list[str] = []
-    groups = _groups(found)
+    groups = _groups(changes)
     for (name, device, policy), rows in groups.items():
         shift = _group_shift(rows)
         least = shift.least(_FALSE_ALARM / len(groups))
@@ -131,9 +131,9 @@ def slower_groups(found: Sequence[Change]) -> tuple[list[str], list[str]]:
     return slower, doubtful
 
 
-def _groups(found: Sequence[Change]) -> dict[tuple[str, str, str], list[Change]]:
+def _groups(changes: Sequence[Change]) -> dict[tuple[str, str, str], list[Change]]:
     """Return the rows of each variant of an operator; variants with few rows are a group of their family."""
-    variants = grouped(found, lambda change: (f"{change.new.op} {change.new.variant}", *device_policy(change.new)))
+    variants = grouped(changes, lambda change: (f"{change.new.op} {change.new.variant}", *device_policy(change.new)))
     few = [change for rows in variants.values() if len(rows) < _GROUP_ROWS for change in rows]
     families = grouped(few, lambda change: (change.new.family or change.new.op, *device_policy(change.new)))
     return {name: rows for name, rows in (variants | families).items() if len(rows) >= _GROUP_ROWS}

@@ -158,8 +158,8 @@ def gate(
         _added([fresh for key, fresh in of_new.items() if key not in of_old and device_policy(fresh) in old_places]),
     ]
     groups, doubtful = slower_groups(judged)
-    found = Verdict(tuple(rows), PASS, "", tuple(filter(None, [*notes, *doubtful])), tuple(stale), tuple(groups))
-    return _with_answer(found, is_judged=bool(judged))
+    unanswered = Verdict(tuple(rows), PASS, "", tuple(filter(None, [*notes, *doubtful])), tuple(stale), tuple(groups))
+    return _with_answer(unanswered, is_judged=bool(judged))
 
 
 def confirm(

@@ -65,8 +65,8 @@ def changes_since(
                 rows = inspected(revision, tree, [op, f"--variant={variant}", *arguments]).rows
                 earlier += [row for row in rows if row.key[:4] in changed or row.key[:4] not in keys]
             progress.advance(f"{op} {variant}")
-    found = Survey(device.versions()["triton"], tuple(earlier))
-    return found, list(changed.values())
+    survey = Survey(device.versions()["triton"], tuple(earlier))
+    return survey, list(changed.values())
 
 
 def _key(key: TaskKey) -> _ConfigKey:
