@@ -11,6 +11,7 @@ folder. `facts.noting` collects what launches note in every mode, and patches no
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ def corrected() -> Iterator[None]:
         RuntimeError: the interpreter of this Triton lacks a function that is replaced.
     """
     mend()
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN|invalid value encountered in cast", RuntimeWarning)
         yield
 
 

@@ -50,6 +50,21 @@ def test_cast_to_fp8_from_16_bits_equals_that_from_fp32(fp8_format: str, source:
     assert same_bits("q", q, x.float().to(dtype)) == []
 
 
+@triton.jit
+def _largest_of_all(x_ptr, y_ptr, i_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    tl.store(y_ptr, tl.max(x, axis=0))
+    tl.store(i_ptr + tl.arange(0, N), x.to(tl.int32))
+
+
+@pytest.mark.filterwarnings("error")
+def test_maximum_and_cast_of_nan_alone_print_no_warning() -> None:
+    y, index = torch.zeros(1), torch.zeros(16, dtype=torch.int32)
+    with corrected():
+        _largest_of_all[(1,)](torch.full((16,), float("nan")), y, index, 16)
+    assert y.isnan().all()
+
+
 @pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang", "_LangPatchScope"])
 def test_corrected_with_an_unknown_interpreter_raises_with_its_version(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(interpreter, name)
