@@ -29,8 +29,8 @@ _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
-_FEW_PROGRAMS = 4096
-"""Programs that a derived case may have in any case: they take the interpreter four seconds."""
+_FEW_PROGRAMS = 512
+"""Programs that a derived case may have in any case: they take the interpreter half a second."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
 _LAUNCHES_S = 10.0
