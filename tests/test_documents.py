@@ -43,10 +43,12 @@ from doc_blocks import (
 from typer.testing import CliRunner
 
 from kerneltune import ops, records, workloads
+from kerneltune.cache import CacheEntry, store
 from kerneltune.cli import app, console, settings
 from kerneltune.cli.files import selected
 from kerneltune.plan import Selection
 from kerneltune.reporting.tables import ab_rows, best_peers
+from kerneltune.spec import Case
 from kerneltune.sweep import families
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "your_own_kernel.md"
@@ -264,6 +266,49 @@ def call_problem(function: Callable[..., Any] | None, call: ast.Call) -> str:
     return ""
 
 
+def gate_of_action(inputs: dict[str, str]) -> list[str]:
+    """Return the arguments of kerneltune that `action.yml` runs with these inputs.
+
+    `--plugin` comes first, as kerneltune itself moves it.
+    """
+    run = ["--run", inputs["run"]] if "run" in inputs else []
+    words = ["gate", inputs["baseline"], *filter(None, [inputs.get("new")]), *run, *inputs.get("arguments", "").split()]
+    return sorted(words, key=lambda word: not word.startswith("--plugin="))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles on a machine without a GPU")
+def test_steps_of_the_static_gate_fail_for_narrower_accesses_only(folder: Path) -> None:
+    """Follow the job: inspect the checkout of the base, then run the gate in the checkout of the pull request."""
+    (text,) = (block.text for block in blocks(ROOT / "docs" / "gate.md") if block.kind == "yaml" and "--static" in block.text)
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    base, head = folder / job["steps"][1]["with"]["path"], folder
+    base.mkdir()
+    (inspects,) = (step for step in job["steps"] if step.get("run", "").startswith("kerneltune inspect"))
+    (action,) = (step for step in job["steps"] if "arguments" in step.get("with", {}))
+    source = (head / "swiglu.py").read_text()
+    (base / "swiglu.py").write_text(source)
+    case = Case("ffn-4096", (("M", 4096), ("N", 14336)), "bfloat16", "none")
+    entry = CacheEntry(op="swiglu", variant="optimized", case=case, policy="cold", config={"block": 1024, "warps": 4})
+    for side in (base, head):
+        store("nvidia_h200", entry, side / "configs")
+
+    def kerneltune(where: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kerneltune", *words]
+        return subprocess.run(command, cwd=where, env={**os.environ, **job["env"]}, capture_output=True, text=True, timeout=250)
+
+    assert inspects["working-directory"] == base.name
+    done = kerneltune(base, inspects["run"].split()[1:])
+    assert done.returncode == 0, done.stderr
+    gate = gate_of_action(action["with"])
+    done = kerneltune(head, gate)
+    assert (done.returncode, "; 1 compared, 0 new, 0 gone" in " ".join(done.stdout.split())) == (0, True), done
+    narrowed = source.replace("_ptr + offsets, mask=mask, other", "_ptr + offsets * tl.num_programs(1), mask=mask, other")
+    assert narrowed != source
+    (head / "swiglu.py").write_text(narrowed)
+    done = kerneltune(head, gate)
+    assert (done.returncode, "bits wide, were" in " ".join(done.stdout.split())) == (1, True), done
+
+
 def yaml_problems(block: Block) -> list[str]:
     """Load a sweep, a workflow or its steps, or hooks of pre-commit; a sweep is also read by the commands of its page."""
     content = yaml.safe_load(block.text)
@@ -272,6 +317,7 @@ def yaml_problems(block: Block) -> list[str]:
         return [] if used else ["a sweep that no command of the page reads"]
     wrong: list[str] = []
     inputs = yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]
+    Path("configs").mkdir(exist_ok=True)  # which the repository of a workflow holds
     steps = [step for job in content["jobs"].values() for step in job["steps"]] if isinstance(content, dict) else content
     for step in steps:
         if "repo" in step:
@@ -281,12 +327,13 @@ def yaml_problems(block: Block) -> list[str]:
         elif step.get("uses") == "./" or step.get("uses", "").startswith("kerneltune/"):
             wrong += sorted(step["with"].keys() - inputs.keys())
             wrong += sorted(name for name, about in inputs.items() if about.get("required") and name not in step["with"])
-        else:
-            wrong += (
-                []
-                if "run" in step or step["uses"].startswith(("actions/checkout@", "actions/upload-artifact@"))
-                else [step["uses"]]
-            )
+            parsed(gate_of_action(step["with"]))
+        elif "run" in step:
+            for line in step["run"].splitlines():
+                if line.startswith("kerneltune "):
+                    parsed(line.split()[1:])
+        elif not step["uses"].startswith(("actions/checkout@", "actions/upload-artifact@")):
+            wrong.append(step["uses"])
     return wrong
 
 
