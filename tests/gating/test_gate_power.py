@@ -31,7 +31,7 @@ def verdicts(
 
 
 def test_gate_without_a_change_fails_at_most_1_row_in_1000() -> None:
-    """In 2 of 100 cases a whole process of a row is 4 % slower."""
+    """Make a whole process of a row 4 % slower in 2 of 100 cases."""
     rows, _none = verdicts(5, 0.0, odd_process=0.02)
     assert rows.total() == 5 * ROWS
     assert rows["regression"] <= 5 * ROWS // 1000
