@@ -15,12 +15,14 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, Required, TypedDict, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
 from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, heuristics_of, jit_of
+from kerneltune.wording import pairs
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Options of a launch that tuning may change without a change of the program around the kernel."""
@@ -35,16 +37,60 @@ _MOST_DOUBLINGS = 2
 """Doublings and halvings by which the blocks of a config differ from the program's, all blocks together."""
 
 
-class StoredConfig(TypedDict, total=False):
-    """Hold a config as JSON, under Triton's names; `pre_hook` is true for a config with a pre_hook."""
+@dataclass(frozen=True, eq=False)
+class StoredConfig:
+    """Hold a config as JSON, under Triton's names. Configs are equal for equal values, in any order and with any pre_hook.
 
-    kwargs: Required[dict[str, Any]]
-    num_warps: int | None
-    num_stages: int | None
-    num_ctas: int | None
-    maxnreg: int | None
-    ir_override: str | None
-    pre_hook: bool
+    Attributes:
+        kwargs: constexprs by name.
+        pre_hook: whether the config has a pre_hook.
+    """
+
+    kwargs: dict[str, Any]
+    num_warps: int | None = None
+    num_stages: int | None = None
+    num_ctas: int | None = None
+    maxnreg: int | None = None
+    ir_override: str | None = None
+    pre_hook: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> "StoredConfig":
+        """Return a triton.Config as JSON."""
+        kwargs = {name: encode_value(value) for name, value in config.kwargs.items()}
+        options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
+        return cls(kwargs, **options, pre_hook=getattr(config, "pre_hook", None) is not None)
+
+    def live(self, make: Any, pre_hook: Any = None) -> Any:
+        """Return the config with a pre_hook; `make` is the class triton.Config."""
+        kwargs = {name: decode_value(value) for name, value in self.kwargs.items()}
+        return make(kwargs, **{name: value for name, value in self.options.items() if value is not None}, pre_hook=pre_hook)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options of the launch, None for an option that the config does not give."""
+        return {name: getattr(self, name) for name in CONFIG_OPTIONS}
+
+    @property
+    def label(self) -> str:
+        """Return the config in few words: `BK=64 num_warps=4`."""
+        named = {name: value for name, value in self.options.items() if value not in (None, DEFAULTS.get(name, 0), 1)}
+        return pairs(self.kwargs | named) or "defaults"
+
+    def changed(self, values: Mapping[str, Any]) -> set[str]:
+        """Return the names of the constexprs whose values differ from these values."""
+        return {name for name, value in self.kwargs.items() if values.get(name) != value}
+
+    @cached_property
+    def _identity(self) -> str:
+        options = [DEFAULTS.get(name) if value is None else value for name, value in self.options.items()]
+        return json.dumps([sorted(self.kwargs.items()), options])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredConfig) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
 
 
 def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
@@ -85,49 +131,18 @@ def config_key(config: Any) -> tuple[Any, ...]:
     return tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options
 
 
-def encode_config(config: Any) -> StoredConfig:
-    """Return a config as JSON; its pre_hook as true or false."""
-    options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
-    kwargs = {name: encode_value(value) for name, value in config.kwargs.items()}
-    return cast(StoredConfig, {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None})
-
-
-def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) -> Any:
-    """Return the config of its JSON; `make` is the class triton.Config."""
-    options = {name: stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS if stored.get(name) is not None}
-    return make({name: decode_value(value) for name, value in stored["kwargs"].items()}, **options, pre_hook=pre_hook)
-
-
-def config_label(stored: Mapping[str, Any]) -> str:
-    """Return an encoded config in few words: `BK=64 num_warps=4`."""
-    parts = [f"{name}={value}" for name, value in stored["kwargs"].items()]
-    parts += [f"{name}={stored[name]}" for name in CONFIG_OPTIONS if stored.get(name) not in (None, DEFAULTS.get(name, 0), 1)]
-    return " ".join(parts) or "defaults"
-
-
-def label_of(config: Any) -> str:
-    """Return a config in few words: `BK=64 num_warps=4`."""
-    return config_label(encode_config(config))
-
-
-def stored_key(stored: Mapping[str, Any]) -> str:
-    """Return the identity of an encoded config, equal for any order of its fields and for any pre_hook."""
-    options = [stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS]
-    return json.dumps([sorted(stored["kwargs"].items()), options])
-
-
-def config_index(configs: Sequence[Any]) -> dict[str, Any]:
-    """Return the configs of a list by their `stored_key`, for `live_config`."""
-    index: dict[str, Any] = {}
+def config_index(configs: Sequence[Any]) -> dict[Any, Any]:
+    """Return the configs of a list by their `StoredConfig`, for `live_config`; by their place if they are not recordable."""
+    index: dict[Any, Any] = {}
     for place, config in enumerate(configs):
         try:
-            index.setdefault(stored_key(encode_config(config)), config)
+            index.setdefault(StoredConfig.of(config), config)
         except NotRecordableError:
-            index[f"configs[{place}]"] = config
+            index[place] = config
     return index
 
 
-def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) -> Any | None:
+def live_config(index: Mapping[Any, Any], stored: StoredConfig, make: Any) -> Any | None:
     """Return the autotuner's own config object of these values, so that its pre_hook survives.
 
     A config that is not in the list is made, with the pre_hook that all configs of the list share; None if their pre_hooks
@@ -138,10 +153,10 @@ def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) 
         stored: the config as JSON.
         make: the class triton.Config.
     """
-    if (listed := index.get(stored_key(stored))) is not None:
+    if (listed := index.get(stored)) is not None:
         return listed
     hooks = {getattr(config, "pre_hook", None) for config in index.values()}
-    return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
+    return stored.live(make, hooks.pop()) if len(hooks) == 1 else None
 
 
 def launch_defaults() -> dict[str, int]:
@@ -249,11 +264,6 @@ def _changes_grid_alone(call: KernelCall, name: str, size: int) -> bool:
     except Exception:  # the program's own code
         return False
     return changed
-
-
-def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Collection[str]:
-    """Return the names of the blocks in which a config differs from the program's; both as JSON."""
-    return {name for name, size in config["kwargs"].items() if program["kwargs"].get(name) != size}
 
 
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from kerneltune.adopt.arguments import is_descriptor, torch_dtype, with_tuples
+from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.replay import Replay, ReplayError, live_arguments, live_kernel
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
 from kerneltune.kernel_lib.check_values import vary_rows
 
 
-def learn(replay: Replay, stored: Mapping[str, Any]) -> list[str]:
+def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     """Launch the author's first config several times; note its results and how much they vary, and return the written arguments.
 
     An argument is written if a launch changes the captured values, or filled values in their place. An argument whose old values
@@ -47,7 +48,7 @@ def learn(replay: Replay, stored: Mapping[str, Any]) -> list[str]:
     return written
 
 
-def _run(replay: Replay, stored: Mapping[str, Any]) -> None:
+def _run(replay: Replay, stored: StoredConfig) -> None:
     """Restore the storages, launch a config and wait for it."""
     replay.restore()
     replay.run(stored)
@@ -72,7 +73,7 @@ _LEAST_FILL, _FILLS = 0x31, 16
 """First of the bytes that make small positive values in every floating-point type, and the number of these bytes."""
 
 
-def _hidden_writes(replay: Replay, stored: Mapping[str, Any], changed: set[str]) -> set[str]:
+def _hidden_writes(replay: Replay, stored: StoredConfig, changed: set[str]) -> set[str]:
     """Return the arguments that a launch writes with the bytes that they held already, such as zeros over zeros.
 
     To find them, each storage of floating-point values that did not change is filled with another value before a launch. Whole
@@ -143,7 +144,7 @@ def _expected_values(returned: object, like: Mapping[str, torch.Tensor]) -> dict
     return {name: value.to(like[name]) for name, value in returned.items()}
 
 
-def _poison(replay: Replay, stored: Mapping[str, Any], written: Sequence[str]) -> None:
+def _poison(replay: Replay, stored: StoredConfig, written: Sequence[str]) -> None:
     """Poison each written storage whose content before the launch does not matter."""
     captured, contents = replay.launch, replay.before or []
     written_storages = {a.tensor.storage for a in captured.arguments if a.tensor is not None and a.name in written}

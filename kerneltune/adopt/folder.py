@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from kerneltune.adopt.arguments import Argument, views
-from kerneltune.adopt.configs import StoredConfig, changed_blocks, stored_key
+from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.kernels import KernelName
 from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
@@ -126,10 +126,9 @@ class LaunchClass:
         """Return the author's key and the element types, by which an autotuner tells launches apart; True is not 1."""
         return repr((self.key, self.dtypes))
 
-    def candidate(self, config: Mapping[str, Any]) -> Candidate | None:
-        """Return the candidate of a config, given as JSON; None if the class has none of this config."""
-        wanted = stored_key(config)
-        return next((one for one in self.candidates if stored_key(one.config) == wanted), None)
+    def candidate(self, config: StoredConfig) -> Candidate | None:
+        """Return the candidate of a config; None if the class has none of this config."""
+        return next((one for one in self.candidates if one.config == config), None)
 
     @property
     def lacks_values(self) -> bool:
@@ -297,7 +296,7 @@ def judged(launch: LaunchClass, blocks: Mapping[str, str], untried: str) -> Laun
     program = launch.candidates[0].config
 
     def judge(one: Candidate) -> Candidate:
-        reasons = [blocks.get(name, untried) for name in changed_blocks(program, one.config)]
+        reasons = [blocks.get(name, untried) for name in one.config.changed(program.kwargs)]
         problem = next(filter(None, reasons), "")
         return replace(one, grid=None, problem=problem) if problem else one
 

@@ -5,12 +5,12 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.configs import DEFAULTS, StoredConfig, stored_key
+from kerneltune.adopt.configs import DEFAULTS, StoredConfig
 from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
@@ -151,13 +151,12 @@ def offered(launch: LaunchClass) -> list[Candidate]:
 def _knobs(launches: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
     """Return the names and types of the knobs of a kernel's configs."""
     configs = [one.config for launch in launches for one in launch.candidates]
-    names = list(configs[0]["kwargs"]) if configs else []
-    types = {knob: type(configs[0]["kwargs"][knob]) for knob in names}
+    types = {knob: type(value) for knob, value in configs[0].kwargs.items()}
     uniform = all(
-        list(config["kwargs"]) == names
-        and all(type(value) is types[knob] and types[knob] in _KNOB_TYPES for knob, value in config["kwargs"].items())
-        and not config.get("ir_override")
-        and not set(names) & set(_OPTIONS)
+        list(config.kwargs) == list(types)
+        and all(type(value) is types[knob] and types[knob] in _KNOB_TYPES for knob, value in config.kwargs.items())
+        and not config.ir_override
+        and not types.keys() & _OPTIONS.keys()
         for config in configs
     )
     return (*types.items(), *((option, int) for option in _OPTIONS)) if uniform else _NUMBERED
@@ -183,7 +182,7 @@ def _config(kind: type[Any], place: int, stored: StoredConfig) -> Config:
     """Return the config of a candidate at a place of its class as an instance of the kernel's `knob_class`."""
     if list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]:
         return kind(place)
-    return kind(**stored["kwargs"], **{name: stored.get(name) or default for name, default in _OPTIONS.items()})
+    return kind(**stored.kwargs, **{name: getattr(stored, name) or default for name, default in _OPTIONS.items()})
 
 
 @lru_cache(maxsize=256)
@@ -195,11 +194,9 @@ def _candidates(launch: LaunchClass, kind: Any) -> dict[Config, Candidate]:
     return candidates
 
 
-def config_of(stored: Mapping[str, Any], launch: LaunchClass, kind: type[Any]) -> Config:
-    """Return the config of a class's candidate, given as JSON, as an instance of the kernel's `knob_class`."""
-    wanted = stored_key(stored)
-    placed = ((place, one.config) for place, one in enumerate(launch.candidates) if stored_key(one.config) == wanted)
-    return _config(kind, *next(placed))
+def config_of(stored: StoredConfig, launch: LaunchClass, kind: Any) -> Config:
+    """Return the config of a class's candidate as an instance of the kernel's `knob_class`."""
+    return next(config for config, one in _candidates(launch, kind).items() if one.config == stored)
 
 
 def candidate_of(config: Config, launch: LaunchClass) -> Candidate:
@@ -212,12 +209,12 @@ def candidate_of(config: Config, launch: LaunchClass) -> Candidate:
 
 
 def author_choice(launch: LaunchClass) -> StoredConfig:
-    """Return the author's choice if the program tuned the kernel, else the author's first config; as JSON."""
+    """Return the author's choice if the program tuned the kernel, else the author's first config."""
     return launch.choice or first_config(launch)
 
 
 def first_config(launch: LaunchClass) -> StoredConfig:
-    """Return the author's first config that can be launched, as JSON."""
+    """Return the author's first config that can be launched."""
     if not (candidates := offered(launch)):
         reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")
         raise ValueError(f"{launch.label}: no config can be launched: {reason}")
@@ -243,7 +240,7 @@ def run_author(inputs: Inputs, config: Config) -> Outputs:
     return _run(inputs, author_choice(inputs[_LAUNCH].launch))
 
 
-def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
+def _run(inputs: Inputs, stored: StoredConfig) -> Outputs:
     replay = inputs[_LAUNCH]
     if replay.before is None:
         replay.run(stored)

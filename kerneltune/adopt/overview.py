@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kerneltune.adopt.arguments import signature
-from kerneltune.adopt.configs import config_label, stored_key
+from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, grouped, load
@@ -112,7 +112,7 @@ def omitted(launch: LaunchClass) -> list[str]:
     """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
     shapes = [argument.tensor.shape for argument in launch.arguments if argument.tensor is not None]
     dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
-    named = {*launch.keys, *(name for candidate in launch.candidates for name in candidate.config["kwargs"])}
+    named = {*launch.keys, *(name for candidate in launch.candidates for name in candidate.config.kwargs)}
     values = {a.name: a.value for a in launch.arguments if type(a.value) is int and a.name not in named}
     sizes = [name for name, value in values.items() if value in dimensions and launch.list_size > 1]
     return [name for name in sizes if _is_size(name) and not name.startswith("BLOCK")]
@@ -148,7 +148,7 @@ def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
             yield f"{name}: {most} lists of configs for one key: {effect}"
 
 
-def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong: dict[str, list[str]]) -> Iterator[str]:
+def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]], wrong: dict[str, list[str]]) -> Iterator[str]:
     first = launches[0]
     present = {argument.name.partition("[")[0] for argument in first.arguments}
     if first.problem:
@@ -161,24 +161,24 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
     if sizes := [name for name in omitted(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
-    chosen = {key for launch in launches for key in wins.get(launch.digest, ())}
-    never = [one.config for one in first.candidates if one.is_author and stored_key(one.config) not in chosen]
+    chosen = {config for launch in launches for config in wins.get(launch.digest, ())}
+    never = [one.config for one in first.candidates if one.is_author and one.config not in chosen]
     if chosen and never and not first.is_plain:  # the other configs of a plain kernel are no author's
-        labels = "; ".join(map(config_label, never[:_LABELS])) + ("…" if len(never) > _LABELS else "")
+        labels = "; ".join(one.label for one in never[:_LABELS]) + ("…" if len(never) > _LABELS else "")
         yield f"{len(never)} of {first.list_size} configs never win in {counted(len(launches), 'class', 'classes')}: {labels}"
     if results := [text for launch in launches for text in wrong.get(launch.digest, ())]:
         yield f"results change with the config: {len(results)} configs disagree with the author's first: {results[0]}"
 
 
-def _chosen_configs(root: Path) -> dict[str, set[str]]:
+def _chosen_configs(root: Path) -> dict[str, set[StoredConfig]]:
     """Return the configs that tuning has chosen, by class."""
-    by_class: dict[str, set[str]] = {}
+    by_class: dict[str, set[StoredConfig]] = {}
     for path in sorted((root / "served").glob("*.json")):
         with suppress(ValueError):
             table = read_table(root, path.stem)
             groups = [group for kernel in (table.kernels if table is not None else ()) for group in kernel.groups]
             for row in (row for group in groups for row in group.rows):
-                by_class.setdefault(str(row.evidence.get("class")), set()).add(stored_key(row.configs[0]))
+                by_class.setdefault(str(row.evidence.get("class")), set()).add(row.configs[0])
     return by_class
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import NotRecordableError, Values
+from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchMap, is_plain, kernel_name, of_list
 from kerneltune.adopt.program import main_name
@@ -252,7 +253,7 @@ class Recorder:
             if recorded.unwritten is not None:
                 (launch, values), recorded.unwritten = recorded.unwritten, None
                 try:
-                    choice = configs.encode_config(autotuner.best_config)
+                    choice = StoredConfig.of(autotuner.best_config)
                     launch = replace(launch, choice=choice)
                     if launch.candidate(choice) is None:  # chosen for a launch of this key with other arguments, pruned for these
                         added = _candidate(KernelCall(autotuner, args, kwargs), autotuner.best_config)
@@ -392,13 +393,13 @@ def _candidates(call: KernelCall, allowed: Sequence[Any]) -> list[Candidate]:
 
 
 def _candidate(call: KernelCall, config: Any) -> Candidate:
-    encoded = configs.encode_config(config)
+    stored = StoredConfig.of(config)
     try:
-        return Candidate(encoded, True, call.grid(config))
+        return Candidate(stored, True, call.grid(config))
     except NotRecordableError:
         raise
     except Exception as error:  # the author's own code: this candidate is out
-        return Candidate(encoded, True, None, problem=first_line(error))
+        return Candidate(stored, True, None, problem=first_line(error))
 
 
 def _problem(function: Any, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from kerneltune.adopt import arguments, kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
-from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, live_config, plain_tuner
+from kerneltune.adopt.configs import StoredConfig, config_index, configs_digest, live_config, plain_tuner
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, bytecode_digest
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
@@ -44,7 +44,7 @@ def live_kernel(captured: LaunchClass) -> Any:
     holder = attribute(held, home.name)
     tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
     if captured.is_plain:
-        options = {name: captured.candidates[0].config.get(name) for name in OPTIONS}
+        options = captured.candidates[0].config.options
         tuners = [plain_tuner(kernel, options, captured.keys) for kernel in tuners]
     tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == captured.kernel.name]
     same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == captured.bytecode]
@@ -282,32 +282,32 @@ class Replay:
     behind: list[torch.Tensor] = field(default_factory=list)
     has_reference: bool = False
     tolerance: tuple[float, float] | None = None
-    _prepared: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    _prepared: dict[StoredConfig, Callable[[], Any]] = field(default_factory=dict)
 
     def restore(self) -> None:
         """Restore the contents that launches have changed."""
         for storage, before in zip(self.storages, self.before or (), strict=True):
             storage.copy_(before)
 
-    def run(self, stored: Mapping[str, Any]) -> None:
-        """Call the pre_hook of a config, given as JSON, and launch with the config; in the interpreter in a fork.
+    def run(self, stored: StoredConfig) -> None:
+        """Call the pre_hook of a config and launch with the config; in the interpreter in a fork.
 
         Raises:
             ForkCrashedError: the launch ended the fork.
         """
-        call = self._prepared.get(id(stored))
+        call = self._prepared.get(stored)
         if call is None:
             call = partial(self._prepare(stored), False)
             if is_interpreted() and not any(storage.is_cuda for storage in self.storages):
                 call = partial(run_forked, call)
-            self._prepared[id(stored)] = call
+            self._prepared[stored] = call
         call()
 
-    def compile(self, stored: Mapping[str, Any]) -> Any:
+    def compile(self, stored: StoredConfig) -> Any:
         """Compile a config without launching it, and return Triton's compiled kernel."""
         return self._prepare(stored)(True)
 
-    def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
+    def _prepare(self, stored: StoredConfig) -> Callable[[bool], Any]:
         """Return a function that launches a config, or only compiles it."""
         import triton
 
@@ -316,7 +316,7 @@ class Replay:
         candidate = captured.candidate(stored)
         config = live_config(config_index(autotuner.configs), stored, triton.Config)
         if config is None or candidate is None or candidate.grid is None:
-            raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {dict(stored)}")
+            raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {stored.label}")
         grid = candidate.grid
         args = list(with_tuples({a.name: self.named[a.name] for a in captured.arguments if a.is_positional}).values())
         kwargs = with_tuples({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})

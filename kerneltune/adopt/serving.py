@@ -18,11 +18,8 @@ from kerneltune.adopt import arguments, kernels, program
 from kerneltune.adopt.configs import (
     OPTIONS,
     StoredConfig,
-    changed_blocks,
     config_index,
     configs_digest,
-    decode_config,
-    label_of,
     launch_defaults,
     live_config,
     plain_tuner,
@@ -67,8 +64,8 @@ class ServedConfig:
             failed, to = pairs(self.options), "the program's own arguments"
             self.options = {}
         else:
-            failed, self.config = label_of(self.config), self.fallbacks.pop(0)
-            self.options, to = self.config.all_kwargs(), label_of(self.config)
+            failed, self.config = StoredConfig.of(self.config).label, self.fallbacks.pop(0)
+            self.options, to = self.config.all_kwargs(), StoredConfig.of(self.config).label
         warn_once(f"{kernel_name(kernel).text}: config {failed} fails here ({first_line(error)}): falling back to {to}")
 
 
@@ -162,7 +159,7 @@ class ServedPlainKernel:
             launch = KernelCall(tuner, call.args, others)
             row = kernel.row(launch.author_key(), launch.dtypes(), launch.sizes())
             if row is not None and self._fits(launch, row):
-                chosen = decode_config(row.configs[0], type(tuner.configs[0])).all_kwargs()
+                chosen = row.configs[0].live(type(tuner.configs[0])).all_kwargs()
                 present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
                 return {name: value for name, value in chosen.items() if present.get(name) != value}
         return None
@@ -173,11 +170,11 @@ class ServedPlainKernel:
         Another place of the program may launch this kernel with a grid that does not read the blocks.
         """
         config, grid = row.configs[0], call.kwargs.get("grid")
-        changed = changed_blocks({"kwargs": call.named}, config)
-        if not changed or not callable(grid) or not set(changed) <= call.kwargs.keys():
+        changed = config.changed(call.named)
+        if not changed or not callable(grid) or not changed <= call.kwargs.keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
-            return list(call.grid(decode_config(config, type(call.autotuner.configs[0]))) or ()) == row.evidence.get("grid")
+            return list(call.grid(config.live(type(call.autotuner.configs[0]))) or ()) == row.evidence.get("grid")
         return False
 
 
@@ -423,7 +420,7 @@ class Server:
         nearest = kernel.nearest(call.sizes(), call.dtypes()) if kernel is not None else None
         (configs,) = _live(listed, [nearest.configs if nearest is not None else ()], self._make_config)
         near = _allowed(call, listed, _served(configs, listed.counts[1])) if configs else None
-        label = "" if near is None else label_of(near.config)
+        label = "" if near is None else StoredConfig.of(near.config).label
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
         warn_once(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(listed.configs)]

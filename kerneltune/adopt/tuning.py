@@ -15,7 +15,7 @@ from typing import Any
 
 from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead, getter
-from kerneltune.adopt.configs import StoredConfig, stored_key
+from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
 from kerneltune.adopt.getter import CallCase
 from kerneltune.adopt.operators import (
@@ -58,7 +58,7 @@ LEAST_GAIN = 1.03
 
 @dataclass(frozen=True, slots=True)
 class TunedClass:
-    """Hold a class with the results of its tuning, configs by their `stored_key`, which is equal in all classes of a kernel.
+    """Hold a class with the results of its tuning. Stored configs are equal in all classes of a kernel.
 
     Attributes:
         best: the config that won the final.
@@ -70,16 +70,12 @@ class TunedClass:
 
     launch: LaunchClass
     task: Task
-    best: str
-    author: str
-    times: dict[str, float]
-    configs: dict[str, Config]
+    best: StoredConfig
+    author: StoredConfig
+    times: dict[StoredConfig, float]
+    configs: dict[StoredConfig, Config]
     evidence: dict[str, Any]
     cost_us: float
-
-    def stored(self, key: str) -> StoredConfig:
-        """Return a config as JSON."""
-        return candidate_of(self.configs[key], self.launch).config
 
 
 @dataclass(slots=True)
@@ -201,7 +197,7 @@ def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:
     with GpuWorker() as worker:
         for launch in (launch for launch in launches if launch.is_plain):
             task, known = _task(by_name, launch), blocks.setdefault(launch.digest, {})
-            for name in [name for name in launch.candidates[0].config["kwargs"] if name not in known]:
+            for name in [name for name in launch.candidates[0].config.kwargs if name not in known]:
                 known[name], is_new = _coupling(worker, task, launch, name), True
     if is_new:
         write_blocks(capture.root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
@@ -212,8 +208,8 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
     """Return why a block may not change; empty if launches with other values leave the same results."""
     program, kind, passed = launch.candidates[0].config, task.variant.config, False
     assert kind is not None
-    for size in (program["kwargs"][name] * 2, program["kwargs"][name] // 2):
-        candidate = launch.candidate({**program, "kwargs": {**program["kwargs"], name: size}})
+    for size in (program.kwargs[name] * 2, program.kwargs[name] // 2):
+        candidate = launch.candidate(replace(program, kwargs={**program.kwargs, name: size}))
         if candidate is None:
             continue
         outcome = worker.check(task, config_of(candidate.config, launch, kind))
@@ -277,9 +273,9 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) ->
             continue
         entry, best = stored
         timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        keys = {config: stored_key(candidate_of(config, launch).config) for config in (*timed, best, task.default)}
-        results = keys[best], keys[task.default], {keys[config]: time_us for config, time_us in timed.items()}
-        configs = {key: config for config, key in keys.items()}
+        stored_of = {config: candidate_of(config, launch).config for config in (*timed, best, task.default)}
+        results = stored_of[best], stored_of[task.default], {stored_of[config]: time_us for config, time_us in timed.items()}
+        configs = {stored: config for config, stored in stored_of.items()}
         tuned.append(TunedClass(launch, task, *results, configs, dict(entry.evidence), capture.cost_us(launch)))
     return tuned
 
@@ -292,7 +288,7 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
             of, groups = classes[0].launch, tuple(table_groups(classes, worker))
             digests = (of.source, of.bytecode, of.configs, of.versions.get("package", ""))
             costliest = max(classes, key=lambda one: one.cost_us)  # its config, where none runs in all classes
-            portfolio = () if of.is_plain else (costliest.stored(shared_config(classes) or costliest.best),)
+            portfolio = () if of.is_plain else (shared_config(classes) or costliest.best,)
             kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, of.keys, groups, portfolio, of.is_plain))
     here = device.current()
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
@@ -334,13 +330,13 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
         yield Group(launch.key, launch.dtypes, split, tuple(rows))
 
 
-def shared_config(members: Sequence[TunedClass]) -> str | None:
+def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
     """Return the fastest config over all classes, weighted by their GPU time; None if no config runs in all."""
     candidates = [config for config in members[0].times if all(config in one.times for one in members)]
     return min(candidates, key=lambda config: sum(one.cost_us * math.log(one.times[config]) for one in members), default=None)
 
 
-def own_gain(one: TunedClass, shared: str, worker: GpuWorker) -> float | None:
+def own_gain(one: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float | None:
     """Return the speedup of a class's own config over the shared config; None if the shared config serves the class.
 
     The shared config does not serve if the gain is 3 % or more, or if it is surely slower than the author's choice.
@@ -349,7 +345,7 @@ def own_gain(one: TunedClass, shared: str, worker: GpuWorker) -> float | None:
         return None
     screened = one.times[shared] / one.times.get(one.best, one.times[shared])
     try:
-        samples = worker.time_interleaved(one.task, [one.configs[key] for key in (shared, one.best, one.author)])
+        samples = worker.time_interleaved(one.task, [one.configs[config] for config in (shared, one.best, one.author)])
     except WorkerCrashedError:
         samples = [None] * 3
     if samples[0] is None or samples[1] is None:
@@ -371,7 +367,7 @@ def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
     return tuple(sorted(name for sizes, name in by_sizes.items() if len(set(sizes)) > 1))
 
 
-def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
+def _row(one: TunedClass, chosen: StoredConfig, gain: float | None = None) -> ServingRow:
     """Return a row: the chosen config, the author's config, then the fastest of the rest to fall back to."""
     ranked = sorted(one.times, key=lambda config: one.times[config])
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:_MOST_CONFIGS]
@@ -380,7 +376,7 @@ def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
         evidence["grid"] = candidate_of(one.configs[chosen], one.launch).grid
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
-    return ServingRow(one.launch.sizes, tuple(map(one.stored, configs)), evidence)
+    return ServingRow(one.launch.sizes, tuple(configs), evidence)
 
 
 @dataclass(frozen=True, slots=True)

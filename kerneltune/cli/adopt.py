@@ -260,14 +260,12 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
 
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
     """
-    from kerneltune.adopt.configs import config_label
-
     chosen = sum(one.launch.choice is not None for one in tuned)
     author = "author's choice µs" if tuned and chosen == len(tuned) else "author µs" if chosen else "author's first µs"
     head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
     rows: list[tuple[str, ...]] = []
     for one in sorted(tuned, key=lambda each: -each.cost_us):
-        rows.append((one.launch.label, *_times(one.evidence), config_label(one.stored(one.best))))
+        rows.append((one.launch.label, *_times(one.evidence), one.best.label))
     return head, rows
 
 

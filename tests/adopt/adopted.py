@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.adopt import program, startup, table
+from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel
@@ -54,12 +55,12 @@ def of_kernel(capture: Capture, name: str) -> list[LaunchClass]:
     return [launch for launch in capture.classes if launch.kernel.name == name]
 
 
-def author_configs(launch: LaunchClass) -> list[dict[str, Any]]:
-    """Return the author's configs, as JSON."""
+def author_configs(launch: LaunchClass) -> list[StoredConfig]:
+    """Return the author's configs."""
     return [one.config for one in launch.candidates]
 
 
-def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[dict[str, Any]], **changes: Any) -> TableKernel:
+def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[StoredConfig], **changes: Any) -> TableKernel:
     """Return the part of a table that serves each class with these configs, the first chosen; a group for each class."""
     first = launches[0]
     groups = tuple(
@@ -85,7 +86,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
     )
 
 
-def tuned_folder(root: Path, chosen: int = 3, **changes: Any) -> list[dict[str, Any]]:
+def tuned_folder(root: Path, chosen: int = 3, **changes: Any) -> list[StoredConfig]:
     """Capture the example at 96 columns and write a table that serves its row_sum with one of its configs."""
     launches = of_kernel(captured(root), "row_sum")
     configs = author_configs(launches[0])

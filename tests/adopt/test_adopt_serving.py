@@ -88,7 +88,7 @@ def test_serving_with_policy_nearest_takes_the_nearest_tuned_launch(tmp_path: Pa
     module = example()
     for columns, expected in ((128, 1), (700, 4)):
         module.row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
-        assert module.row_sum.best_config == triton.Config(configs[expected]["kwargs"], num_warps=configs[expected]["num_warps"])
+        assert module.row_sum.best_config == triton.Config(configs[expected].kwargs, num_warps=configs[expected].num_warps)
     assert "nearest captured launch" in caplog.text
 
 
@@ -177,7 +177,7 @@ def test_serving_sizes_that_the_key_omits_takes_the_nearest_row_of_the_group(tmp
     module = example()
     for rows_given, expected in ((3, 2), (50, 5)):
         module.row_sum[(rows_given,)](torch.ones(rows_given, 96), torch.empty(rows_given), rows_given, 96)
-        assert module.row_sum.best_config.kwargs["BLOCK"] == configs[expected]["kwargs"]["BLOCK"]
+        assert module.row_sum.best_config.kwargs["BLOCK"] == configs[expected].kwargs["BLOCK"]
     assert server.counts.misses == 0
 
 
@@ -283,7 +283,7 @@ def test_serving_a_config_that_cannot_launch_falls_back_to_the_next_with_a_warni
     monkeypatch.setattr(startup.server(), "miss", "default")
     for _ in range(2):
         module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
-    expected = [(one["kwargs"]["BLOCK"], one["num_warps"]) for one in order[:3]]
+    expected = [(one.kwargs["BLOCK"], one.num_warps) for one in order[:3]]
     assert launched == [*expected, expected[2]]
     assert caplog.text.count("fails here (OutOfResources: shared memory): falling back to") == 2
     assert startup.server().counters.by_name()["served two_kernels.row_sum"] == 2  # failed tries are no launches
@@ -296,7 +296,7 @@ def test_serving_obeys_early_config_prune_but_no_performance_model(
 ) -> None:
     chosen = tuned_folder(tmp_path)[0]
     kernel = example().row_sum
-    block = chosen["kwargs"]["BLOCK"]
+    block = chosen.kwargs["BLOCK"]
 
     def prune(configs: list[Any], _named: Any, **_given: Any) -> list[Any]:
         return [config for config in configs if is_allowed or config.kwargs["BLOCK"] != block]
@@ -391,9 +391,9 @@ def test_serving_a_kernel_defined_later_lists_one_config_before_its_launch(tmp_p
     listed = list(earlier.configs)
     served(tmp_path)
     later = triton.autotune(configs=listed, key=["N"])(earlier.fn)
-    assert [config.kwargs for config in later.configs] == [order[0]["kwargs"]]
+    assert [config.kwargs for config in later.configs] == [order[0].kwargs]
     assert isinstance(later, triton.runtime.autotuner.Autotuner)
-    assert [config.kwargs for config in earlier.configs] == [order[0]["kwargs"]]
+    assert [config.kwargs for config in earlier.configs] == [order[0].kwargs]
     startup.uninstall()
     assert earlier.configs == listed
 

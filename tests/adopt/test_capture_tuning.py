@@ -76,7 +76,7 @@ def test_tune_writes_the_fastest_config_of_each_class(tmp_path: Path, h200: type
     assert table is not None
     assert table.digest == outcome.digest
     configs = {group.key[0]: group.rows[0].configs[0] for group in table.kernels[0].groups}
-    assert {key: (config["kwargs"]["BLOCK"], config["num_warps"]) for key, config in configs.items()} == {
+    assert {key: (config.kwargs["BLOCK"], config.num_warps) for key, config in configs.items()} == {
         96: (64, 4),
         128: (256, 4),
     }
@@ -100,7 +100,7 @@ def test_tune_adds_omitted_sizes_to_the_key_if_they_gain(tmp_path: Path, h200: t
     assert table is not None
     (group,) = table.kernels[0].groups
     assert group.split == ("M",)
-    assert {row.sizes["M"]: row.configs[0]["kwargs"]["BLOCK"] for row in group.rows} == {4: 64, 64: 256}
+    assert {row.sizes["M"]: row.configs[0].kwargs["BLOCK"] for row in group.rows} == {4: 64, 64: 256}
     assert len(table.kernels[0].portfolio) == 1
 
 
@@ -124,7 +124,7 @@ class MixedBench(SizedBench):
     def time_us(self, task: Task, config: Any) -> float:
         """Return a time by the block alone."""
         launch = read_class(Path(task.op.origin[0]) / CLASSES / str(task.case.option("launch")))
-        return {32: 12.0, 64: 10.0, 128: 11.0}[launch.candidates[config.candidate].config["kwargs"]["BLOCK"]]
+        return {32: 12.0, 64: 10.0, 128: 11.0}[launch.candidates[config.candidate].config.kwargs["BLOCK"]]
 
 
 def test_tune_lets_classes_with_different_pruned_lists_share_a_config(
@@ -143,7 +143,7 @@ def test_tune_lets_classes_with_different_pruned_lists_share_a_config(
     table = read_table(tmp_path / "cap", GPU)
     assert table is not None
     (group,) = table.kernels[0].groups
-    assert (group.split, [row.configs[0]["kwargs"] for row in group.rows]) == ((), [{"BLOCK": 64}])
+    assert (group.split, [row.configs[0].kwargs for row in group.rows]) == ((), [{"BLOCK": 64}])
 
 
 def test_tune_command_prints_each_class_against_its_author_and_the_table_file(

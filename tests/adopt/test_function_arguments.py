@@ -107,7 +107,7 @@ def test_capture_of_a_function_that_no_module_holds_is_refused(
 
 def test_plain_kernel_is_served_by_function(tmp_path: Path, module: Any) -> None:
     classes = captured(tmp_path, module.applied, module.relu, module.doubled, BLOCK=32)
-    chosen = next(one.config for one in classes[1].candidates if one.config["num_warps"] == 8)
+    chosen = next(one.config for one in classes[1].candidates if one.config.num_warps == 8)
     write_table(tmp_path, kernel_of(classes[1:], [chosen], is_plain=True, portfolio=()))
     startup.install(tmp_path, misses=None)
     assert launch(module.applied, module.relu, BLOCK=32) == [0.0, 0.0, 0.0, 1.0, 2.0]

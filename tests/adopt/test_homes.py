@@ -274,5 +274,5 @@ def test_captured_launch_whose_pruning_needs_a_gpu_has_all_configs(
     prune = "def prune(configs, given, **_):\n    raise RuntimeError('0 active drivers')\n"
     tuned = TUNED.replace("key", "prune_configs_by={'early_config_prune': prune}, key")
     (launch,) = captured(tmp_path / "cap", write("of_pruning", HEAD + prune + "K = 1" + KERNEL + tuned).added)
-    assert [one.config["kwargs"]["BLOCK"] for one in launch.candidates] == [32, 64]
+    assert [one.config.kwargs["BLOCK"] for one in launch.candidates] == [32, 64]
     assert "of_pruning.added: pruning fails without a GPU (RuntimeError: 0 active drivers): no config is pruned" in caplog.text

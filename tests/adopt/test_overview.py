@@ -8,7 +8,6 @@ from adopted import captured, of_kernel
 
 from kerneltune.adopt import overview
 from kerneltune.adopt.arguments import Argument
-from kerneltune.adopt.configs import stored_key
 from kerneltune.adopt.folder import LaunchClass, ProcessNotes
 from kerneltune.adopt.overview import Capture, findings, left_out, omitted
 
@@ -48,7 +47,7 @@ def test_lint_names_omitted_sizes_beside_those_that_differ(tmp_path: Path, launc
 def test_lint_of_a_plain_kernel_reports_no_config_that_never_wins(
     tmp_path: Path, launches: list[LaunchClass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = {one.digest: {stored_key(one.candidates[1].config)} for one in launches}
+    chosen = {one.digest: {one.candidates[1].config} for one in launches}
     monkeypatch.setattr(overview, "_chosen_configs", lambda _root: chosen)
     plain = [dataclasses.replace(one, is_plain=True) for one in launches]
     assert any("never win" in text for text in findings(Capture(tmp_path, launches, ProcessNotes({}))))

@@ -1,5 +1,6 @@
 """Kernels without an autotuner: captured on request, tuned over options of the launch, served for the captured launches alone."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -106,7 +107,7 @@ def captured(folder: Path, module: Any, *sizes: int, **options: Any) -> list[Lau
 
 def test_capture_of_plain_kernels_lists_the_programs_options_first(tmp_path: Path, module: Any) -> None:
     (small, large) = captured(tmp_path / "cap", module, 64, 96, 96, num_warps=8)
-    options = [(one.config["num_warps"], one.config["num_stages"]) for one in small.candidates]
+    options = [(one.config.num_warps, one.config.num_stages) for one in small.candidates]
     assert options[0] == (8, 3)
     assert {warps for warps, _ in options} == {2, 4, 8, 16, 32}
     assert {stages for _, stages in options} == {3}  # because the kernel has no product
@@ -162,7 +163,7 @@ class OutOfResources(Exception):  # noqa: N818
 
 def serve(folder: Path, launches: list[LaunchClass], warps: int) -> Any:
     """Write a table that serves the first class with these warps, and serve it."""
-    chosen = next(one.config for one in launches[0].candidates if one.config["num_warps"] == warps)
+    chosen = next(one.config for one in launches[0].candidates if one.config.num_warps == warps)
     write_table(folder, kernel_of(launches[:1], [chosen], is_plain=True, portfolio=()))
     startup.install(folder, misses=None)
     return startup.server()
@@ -216,8 +217,8 @@ def test_capture_of_a_launch_without_options_has_those_of_the_backend(
     monkeypatch.setattr(sys.modules["triton.runtime.driver"], "driver", SimpleNamespace(active=active))
     launches = captured(tmp_path / "cap", module, 64)
     own = launches[0].candidates[0].config
-    assert (own["num_warps"], own["num_stages"]) == (4, 2)  # NVIDIA's backend has 3 stages
-    write_table(tmp_path / "cap", kernel_of(launches, [{**own, "num_stages": 3}], is_plain=True, portfolio=()))
+    assert (own.num_warps, own.num_stages) == (4, 2)  # NVIDIA's backend has 3 stages
+    write_table(tmp_path / "cap", kernel_of(launches, [dataclasses.replace(own, num_stages=3)], is_plain=True, portfolio=()))
     startup.install(tmp_path / "cap", misses=None)
     launched_options.clear()
     launch(module, 64)
@@ -304,7 +305,7 @@ def test_tune_of_a_block_that_only_the_grid_reads_serves_another_grid(
     table = read_table(folder, GPU)
     assert table is not None
     (row,) = table.kernels[0].groups[0].rows
-    assert (row.configs[0]["kwargs"], row.evidence["grid"]) == ({"BLOCK": 64}, [2])
+    assert (row.configs[0].kwargs, row.evidence["grid"]) == ({"BLOCK": 64}, [2])
     startup.install(folder, misses=None)
 
     def grid(meta: Any) -> tuple[int]:
@@ -328,15 +329,15 @@ def test_tune_never_changes_a_block_that_host_or_result_depends_on(
 ) -> None:
     folder, x = tmp_path / "cap", torch.arange(96.0)
     launch = captured_call(folder, lambda: getattr(module, name)[cdiv_grid(96)](x, torch.empty(length), 96, BLOCK=32))
-    assert {one.config["kwargs"]["BLOCK"] for one in launch.candidates} > {16, 32, 64}
+    assert {one.config.kwargs["BLOCK"] for one in launch.candidates} > {16, 32, 64}
     tune_capture(folder, Progress())
     (verdict,) = read_blocks(folder).values()
     assert verdict["BLOCK"].startswith("BLOCK=64: ")
     (launch,) = read_capture(folder).classes
-    assert {one.config["kwargs"]["BLOCK"] for one in launch.candidates if one.grid is not None} == {32}
+    assert {one.config.kwargs["BLOCK"] for one in launch.candidates if one.grid is not None} == {32}
     table = read_table(folder, GPU)
     assert table is not None
-    assert table.kernels[0].groups[0].rows[0].configs[0]["kwargs"] == {"BLOCK": 32}
+    assert table.kernels[0].groups[0].rows[0].configs[0].kwargs == {"BLOCK": 32}
 
 
 def test_capture_of_a_grid_that_writes_its_arguments_is_that_of_the_launch(tmp_path: Path, module: Any) -> None:
@@ -365,8 +366,8 @@ def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: 
         lambda: module.even[cdiv_grid(96)](x, y, 96, BLOCK=32),
     )):  # fmt: skip
         launch = captured_call(tmp_path / str(number), call)
-        assert {tuple(one.config["kwargs"]) for one in launch.candidates} == {()}
-        assert {one.config["num_stages"] for one in launch.candidates} == {3}
+        assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
+        assert {one.config.num_stages for one in launch.candidates} == {3}
 
 
 def test_plain_tuner_of_a_kernel_with_a_product_varies_stages(module: Any) -> None:
@@ -389,7 +390,7 @@ def test_serving_plans_launches_with_and_without_an_optional_tensor_once_each(
     startup.recorder().flush()
     startup.uninstall()
     launches = read_capture(tmp_path).classes
-    chosen = next(one.config for one in launches[0].candidates if one.config["num_warps"] == 8 and one.grid is not None)
+    chosen = next(one.config for one in launches[0].candidates if one.config.num_warps == 8 and one.grid is not None)
     write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, portfolio=()))
     planned: list[Any] = []
     monkeypatch.setattr(

@@ -34,7 +34,7 @@ def test_capture_of_two_sizes_has_a_class_per_size(tmp_path: Path) -> None:
 
 def test_capture_evaluates_the_grid_for_every_candidate(tmp_path: Path) -> None:
     launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
-    grids = {one.config["kwargs"]["BLOCK"]: one.grid for one in launch.candidates}
+    grids = {one.config.kwargs["BLOCK"]: one.grid for one in launch.candidates}
     assert grids == {32: (2, 3), 128: (2, 1)}
 
 
@@ -239,8 +239,8 @@ def test_capture_with_autotune_keeps_a_choice_that_is_pruned_for_other_sizes_of_
     startup.recorder().flush()
     startup.uninstall()
     launch = next(one for one in read_capture(tmp_path / "cap").classes if one.sizes["N"] == 20)
-    blocks = [one.config["kwargs"]["BLOCK"] for one in launch.candidates]
-    assert (launch.choice["kwargs"], blocks) == ({"BLOCK": 16}, [32, 16])
+    blocks = [one.config.kwargs["BLOCK"] for one in launch.candidates]
+    assert (launch.choice.kwargs, blocks) == ({"BLOCK": 16}, [32, 16])
     (op,) = operators_of(read_capture(tmp_path / "cap"))
     variant, case = op.variant("optimized"), case_of(launch, op.axes)
     assert variant.valid(case, variant.default_config(case)) is None
