@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -61,8 +62,9 @@ class StoredConfig:
         options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
         return cls(kwargs, **options, pre_hook=getattr(config, "pre_hook", None) is not None)
 
-    def live(self, make: Any, pre_hook: Any = None) -> Any:
-        """Return the config with a pre_hook; `make` is the class triton.Config."""
+    def live(self, pre_hook: Any = None) -> Any:
+        """Return the config as a triton.Config with a pre_hook."""
+        make: Any = sys.modules["triton.runtime.autotuner"].Config
         kwargs = {name: decode_value(value) for name, value in self.kwargs.items()}
         return make(kwargs, **{name: value for name, value in self.options.items() if value is not None}, pre_hook=pre_hook)
 
@@ -121,42 +123,28 @@ def _backend_options() -> frozenset[str]:
 
 def configs_digest(configs: Sequence[Any]) -> str:
     """Return a digest of a config list, which differs between the autotuners of a kernel."""
-    texts = [str(config_key(config)) for config in configs]
+    texts = []
+    for config in configs:
+        options = tuple(getattr(config, name, None) for name in CONFIG_OPTIONS)
+        texts.append(str((tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options)))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
-def config_key(config: Any) -> tuple[Any, ...]:
-    """Return the values of a config without its pre_hook; equal for configs that compile to the same kernel."""
-    options = tuple(getattr(config, name, None) for name in CONFIG_OPTIONS)
-    return tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options
+def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:
+    """Return the config objects of an autotuner's list, and of other wanted configs, by their values.
 
-
-def config_index(configs: Sequence[Any]) -> dict[Any, Any]:
-    """Return the configs of a list by their `StoredConfig`, for `live_config`; by their place if they are not recordable."""
-    index: dict[Any, Any] = {}
-    for place, config in enumerate(configs):
-        try:
-            index.setdefault(StoredConfig.of(config), config)
-        except NotRecordableError:
-            index[place] = config
-    return index
-
-
-def live_config(index: Mapping[Any, Any], stored: StoredConfig, make: Any) -> Any | None:
-    """Return the autotuner's own config object of these values, so that its pre_hook survives.
-
-    A config that is not in the list is made, with the pre_hook that all configs of the list share; None if their pre_hooks
-    differ.
-
-    Args:
-        index: `config_index` of the autotuner's list.
-        stored: the config as JSON.
-        make: the class triton.Config.
+    An object of the list stands for a wanted config of its values, so that its pre_hook survives. Another config is made with the
+    pre_hook that all configs of the list share; it is left out if their pre_hooks differ.
     """
-    if (listed := index.get(stored)) is not None:
-        return listed
-    hooks = {getattr(config, "pre_hook", None) for config in index.values()}
-    return stored.live(make, hooks.pop()) if len(hooks) == 1 else None
+    live: dict[StoredConfig, Any] = {}
+    for config in listed:
+        with suppress(NotRecordableError):
+            live.setdefault(StoredConfig.of(config), config)
+    pre_hooks = {getattr(config, "pre_hook", None) for config in listed}
+    for stored in wanted if len(pre_hooks) == 1 else ():
+        if stored not in live:
+            live[stored] = stored.live(*pre_hooks)
+    return live
 
 
 def launch_defaults() -> dict[str, int]:
@@ -275,5 +263,5 @@ def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list
         for name in CONFIG_OPTIONS:
             setattr(other, name, other.kwargs.pop(name, getattr(other, name, None)))
         of_values.append(other)
-    listed = set(map(config_key, configs))
-    return [other for key, other in {config_key(other): other for other in of_values}.items() if key not in listed]
+    listed = set(map(StoredConfig.of, configs))
+    return [other for stored, other in {StoredConfig.of(other): other for other in of_values}.items() if stored not in listed]

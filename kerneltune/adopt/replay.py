@@ -22,7 +22,7 @@ import torch
 
 from kerneltune.adopt import arguments, kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
-from kerneltune.adopt.configs import StoredConfig, config_index, configs_digest, live_config, plain_tuner
+from kerneltune.adopt.configs import StoredConfig, configs_digest, live_configs, plain_tuner
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, bytecode_digest
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
@@ -314,7 +314,7 @@ class Replay:
         captured = self.launch
         autotuner = live_kernel(captured)
         candidate = captured.candidate(stored)
-        config = live_config(config_index(autotuner.configs), stored, triton.Config)
+        config = live_configs(autotuner.configs, [stored]).get(stored)
         if config is None or candidate is None or candidate.grid is None:
             raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {stored.label}")
         grid = candidate.grid

@@ -18,10 +18,9 @@ from kerneltune.adopt import arguments, kernels, program
 from kerneltune.adopt.configs import (
     OPTIONS,
     StoredConfig,
-    config_index,
     configs_digest,
     launch_defaults,
-    live_config,
+    live_configs,
     plain_tuner,
     split_options,
 )
@@ -159,7 +158,7 @@ class ServedPlainKernel:
             launch = KernelCall(tuner, call.args, others)
             row = kernel.row(launch.author_key(), launch.dtypes(), launch.sizes())
             if row is not None and self._fits(launch, row):
-                chosen = row.configs[0].live(type(tuner.configs[0])).all_kwargs()
+                chosen = row.configs[0].live().all_kwargs()
                 present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
                 return {name: value for name, value in chosen.items() if present.get(name) != value}
         return None
@@ -174,7 +173,7 @@ class ServedPlainKernel:
         if not changed or not callable(grid) or not changed <= call.kwargs.keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
-            return list(call.grid(config.live(type(call.autotuner.configs[0]))) or ()) == row.evidence.get("grid")
+            return list(call.grid(config.live()) or ()) == row.evidence.get("grid")
         return False
 
 
@@ -184,7 +183,6 @@ class Server:
     def __init__(
         self,
         root: Path,
-        make_config: Any,
         miss: str = "author",
         manifest: str = "",
         missing: "Recorder | None" = None,
@@ -195,7 +193,6 @@ class Server:
 
         Args:
             root: the tuned folder.
-            make_config: the class triton.Config.
             miss: one of `startup.POLICIES`.
             manifest: SHA-256 that the table must have, or its beginning.
             missing: recorder of launches that the table does not have.
@@ -209,7 +206,7 @@ class Server:
         self.counters = counters or Counters(None)
         self.counts = SimpleNamespace(hits=0, misses=0, tunings=0)
         """Keys with and without a row of the table, and runs of the author's tuning."""
-        self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
+        self._preparing, self._lock = preparing, RLock()
         self._table: ServingTable | None = None
         self._read_for = ""
         self._plain: dict[Any, ServedPlainKernel | None] = {}
@@ -324,7 +321,7 @@ class Server:
                 author = self._list_of(autotuner)
                 held = ServedAutotuner(author, author.configs)
                 if author.kernel is not None:
-                    (portfolio,) = _live(author, [author.kernel.portfolio[:1]], self._make_config)
+                    (portfolio,) = _live(author, [author.kernel.portfolio[:1]])
                     autotuner.configs = held.shown = portfolio or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, held)
             return held
@@ -408,7 +405,7 @@ class Server:
         if finder is None:
             group = listed.kernel.group(call.author_key(), call.dtypes())
             rows = group.rows if group is not None else ()
-            live_rows = _live(listed, [row.configs for row in rows], self._make_config)
+            live_rows = _live(listed, [row.configs for row in rows])
             served = [_served(configs, listed.counts[0]) if configs else None for configs in live_rows]
             finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
             listed.by_author_key.remember(call, call.autotuner.keys, finder)
@@ -418,7 +415,7 @@ class Server:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         kernel = listed.kernel if policy == "nearest" else None
         nearest = kernel.nearest(call.sizes(), call.dtypes()) if kernel is not None else None
-        (configs,) = _live(listed, [nearest.configs if nearest is not None else ()], self._make_config)
+        (configs,) = _live(listed, [nearest.configs if nearest is not None else ()])
         near = _allowed(call, listed, _served(configs, listed.counts[1])) if configs else None
         label = "" if near is None else StoredConfig.of(near.config).label
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
@@ -442,20 +439,20 @@ class Server:
         return (result,)
 
 
-def _live(listed: ServedList, rows: Sequence[Sequence[StoredConfig]], make_config: Any) -> list[list[Any]]:
+def _live(listed: ServedList, rows: Sequence[Sequence[StoredConfig]]) -> list[list[Any]]:
     """Return the live config objects of each row of stored configs, without the configs that cannot be made here.
 
     If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
     config of the list has are left out, because the value may be wrong here.
     """
-    index = config_index(listed.configs)
+    live = live_configs(listed.configs, [stored for row in rows for stored in row])
     is_tuned = listed.kernel is not None and listed.kernel.configs == configs_digest(listed.configs)
     values = [item for config in listed.configs for item in config.kwargs.items()]
 
     def is_right(config: Any) -> bool:
-        return config is not None and (is_tuned or all(item in values for item in config.kwargs.items()))
+        return is_tuned or all(item in values for item in config.kwargs.items())
 
-    return [list(filter(is_right, (live_config(index, stored, make_config) for stored in row))) for row in rows]
+    return [list(filter(is_right, (live[stored] for stored in row if stored in live))) for row in rows]
 
 
 def _allowed(call: KernelCall, listed: ServedList, served: ServedConfig) -> ServedConfig | None:

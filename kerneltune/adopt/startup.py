@@ -184,7 +184,7 @@ def install(
             missing = Recorder(missed or root / "misses", max_bytes=_MISS_BYTES, most_classes=_MOST_MISSES)
         counters = Counters(counted)
         prepared = _prepared(root, autotuning)
-        server = Server(root, autotuning.Config, miss, manifest, missing, prepared, counters)
+        server = Server(root, miss, manifest, missing, prepared, counters)
         _installed["server"] = server
         has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
         _patch(autotuning, server, has_plain)  # a launch of any kernel costs a look-up

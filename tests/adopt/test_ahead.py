@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import triton
 from adopted import author_configs, captured, example, kernel_of, write_table
 from triton.runtime.autotuner import Autotuner
 
@@ -53,7 +52,7 @@ def served_folder(folder: Path, device: str = "") -> Path:
 
 def launched(folder: Path, steps: Steps, *columns: int) -> Server:
     """Serve the example's launches with a Server that has these steps."""
-    server = Server(folder, triton.Config, preparing=steps)
+    server = Server(folder, preparing=steps)
     startup.replace_method(Autotuner, "run", server.make_run)
     for count in columns:
         example().step(4, count)
