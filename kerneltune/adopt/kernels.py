@@ -47,6 +47,11 @@ class KernelName:
     module: str
     name: str
 
+    @classmethod
+    def of(cls, function: Any) -> "KernelName":
+        """Return the name of a kernel's function."""
+        return cls(main_name(function.__module__), function.__qualname__)
+
     @property
     def text(self) -> str:
         """Return `module.name`."""
@@ -55,8 +60,7 @@ class KernelName:
 
 def kernel_name(kernel: Any) -> KernelName:
     """Return the name of an autotuner's kernel, or of a kernel without an autotuner."""
-    function = getattr(kernel, "base_fn", kernel.fn)
-    return KernelName(main_name(function.__module__), function.__qualname__)
+    return KernelName.of(getattr(kernel, "base_fn", kernel.fn))
 
 
 @cache

@@ -25,7 +25,6 @@ from kerneltune.adopt.arguments import NotRecordableError, Values
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchMap, is_plain, kernel_name, of_list
-from kerneltune.adopt.program import main_name
 from kerneltune.errors import first_line
 
 log = logging.getLogger("kerneltune.adopt")
@@ -152,7 +151,7 @@ class Recorder:
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
-        names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in self._launched - self._tuned}
+        names = {KernelName.of(function).text for function in self._launched - self._tuned}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
 
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:

@@ -244,19 +244,24 @@ class Server:
         return table
 
     def _kernels_of(self, function: Any, is_plain: bool = False) -> list[TableKernel]:
-        """Return the table's kernels of a function's code; none where no table may be served, or for other code."""
-        table, name = self.table(), KernelName(program.main_name(function.__module__), function.__qualname__)
-        wanted = name.module, name.name, is_plain
-        named = [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
-        same = [one for one in named if one.bytecode == kernels.bytecode_digest(function)]
-        same = same or [one for one in named if one.source == arguments.source_digest(function)]  # another Python, or other code
+        """Return the table's kernels of a function's code; none where no table may be served, or for other code.
+
+        A kernel of the program's file is `__main__` in one process, and has the name of its module in a process that imports it.
+        """
+        table, name = self.table(), KernelName.of(function)
+        tuned = table.kernels if table is not None else ()
+        of_name = [one for one in tuned if (one.name, one.is_plain) == (name.name, is_plain)]
+        named = [one for one in of_name if one.module == name.module]
+        alike = named + [one for one in of_name if one.module != name.module and "__main__" in (one.module, name.module)]
+        same = [one for one in alike if one.bytecode == kernels.bytecode_digest(function)]
+        same = same or [one for one in alike if one.source == arguments.source_digest(function)]  # another Python, or other code
         if named and not same:
             warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
         here = program.version_of(name.module)
         fitting = [one for one in same if not here or one.package in ("", here)]
         if same and not fitting:
-            tuned = f"tuned with version {same[0].package} of its package, here is {here}"
-            warn_once(f"{name.text}: {tuned}: {self._as_missed}")
+            versions = f"tuned with version {same[0].package} of its package, here is {here}"
+            warn_once(f"{name.text}: {versions}: {self._as_missed}")
         return fitting
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -190,6 +190,17 @@ def test_serving_a_kernel_with_changed_source_warns_once(tmp_path: Path, caplog:
     assert caplog.text.count("its source has changed since it was tuned") == 1
 
 
+@pytest.mark.parametrize("source", [{}, {"source": "0" * 12, "bytecode": "0" * 16}], ids=["same", "other"])
+def test_serving_a_kernel_that_was_captured_in_main_depends_on_its_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: dict[str, str]
+) -> None:
+    tuned_folder(tmp_path, module="__main__", package="", **source)
+    server = served(tmp_path, miss="default", misses=None)
+    example().row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    assert server.counts.hits == (not source)
+    assert "its source has changed" not in caplog.text  # the program's file may hold any kernel of this name
+
+
 def test_serving_another_package_version_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = example()
     tuned_folder(tmp_path, package="1.0")
