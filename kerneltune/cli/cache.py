@@ -109,7 +109,11 @@ def explain(
         "default": f"the default: {folder} has no entry for this case or near it{reach}",
     }
     if not cache.path_of(op, folder, configs).exists():
-        sources["default"] = f"the default: {folder} has no config of {op}, and no other GPU's serves this case"
+        others = "no other GPU's serves this case"
+        if not device.arch_of(folder):
+            known = ", ".join(device.ARCHITECTURES)
+            others = f"its architecture is unknown here, so that a call there may take another GPU's config (known: {known})"
+        sources["default"] = f"the default: {folder} has no config of {op}, and {others}"
     lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": sources[choice.source]}
     for word, line in lines.items():
         show_wrapped(f"{word:<10}{line}", " " * 10)

@@ -87,7 +87,16 @@ def test_explain_of_an_unknown_case_names_the_nearest() -> None:
     ("gpu", "source"),
     [
         ("nvidia_b200", "nearest entry, that of M=16384 N=5120 uint8 on nvidia_h200, log2 distance 0.0"),
-        ("nvidia_l4", "the default: nvidia_l4 has no config of fp8_transpose_2d"),
+        (
+            "amd_instinct_mi300x",
+            "the default: amd_instinct_mi300x has no config of fp8_transpose_2d, and its architecture is unknown",
+        ),
+        ("nvidia_l4", "architecture is unknown here, so that a call there may take another GPU's config"),
+        (
+            "nvidia_h20",
+            "architecture is unknown here, so that a call there may take another GPU's config; did you mean nvidia_h200?",
+        ),
+        ("interpreter", "the default: interpreter has no config of fp8_transpose_2d, and no other GPU's serves this case"),
     ],
 )
 def test_explain_for_a_gpu_without_configs_names_what_a_call_would_get(gpu: str, source: str) -> None:
