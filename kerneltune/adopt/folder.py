@@ -240,6 +240,11 @@ def read_json(path: Path, kind: type[T], *, data: bytes | None = None, is_versio
         raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}") from None
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write what `read_json` reads."""
+    replace_text(path, msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
 def read_class(folder: Path) -> LaunchClass:
     """Return the class of a folder, without its values."""
     launch = read_json(folder / META, LaunchClass, is_versioned=True)
@@ -286,7 +291,7 @@ def read_blocks(root: Path) -> dict[str, dict[str, str]]:
 
 def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
     """Write what `read_blocks` returns."""
-    replace_text(root / BLOCKS, msgspec.json.format(msgspec.json.encode({"classes": blocks}), indent=1).decode() + "\n")
+    write_json(root / BLOCKS, {"classes": blocks})
 
 
 def judged(launch: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:

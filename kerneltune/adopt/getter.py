@@ -19,12 +19,12 @@ import msgspec
 from kerneltune import device
 from kerneltune.adopt.arguments import element_type, torch_dtype
 from kerneltune.adopt.configs import DEFAULTS, launch_defaults
-from kerneltune.adopt.folder import read_json
+from kerneltune.adopt.folder import read_json, write_json
 from kerneltune.adopt.operators import TUNED, knob_class
 from kerneltune.errors import first_line, meant
-from kerneltune.files import replace_text
 from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +58,11 @@ class CallCase(msgspec.Struct, frozen=True):
     problem: str = ""
     is_wanted: bool = True
 
+    @property
+    def is_searched(self) -> bool:
+        """Return whether a search takes the call."""
+        return self.is_wanted and not self.problem
+
 
 class GetterFacts(msgspec.Struct, frozen=True):
     """Hold a getter and the calls that ask it.
@@ -84,7 +89,7 @@ class GetterFacts(msgspec.Struct, frozen=True):
 
 def write_facts(root: Path, facts: GetterFacts) -> None:
     """Write the facts of a folder."""
-    replace_text(root / FACTS, msgspec.json.format(msgspec.json.encode(facts), indent=1).decode() + "\n")
+    write_json(root / FACTS, facts)
     operators.cache_clear()
 
 
@@ -99,13 +104,13 @@ class Getter:
 
     Attributes:
         knobs: values that replace the values of its result; None for the program's own config.
-        seen: first result of the program's own function since the list was emptied.
+        first_result: first config that the program's own function gave since the field was emptied.
     """
 
     name: str
     function: Callable[..., Any]
     knobs: Mapping[str, int] | None = None
-    seen: list[Mapping[str, Any]] = field(default_factory=list)
+    first_result: Mapping[str, Any] = field(default_factory=dict)
 
     def ask(self, *args: Any, **kwargs: Any) -> Any:
         """Return the program's own result, or of a tuple its first element, with the knobs of the override."""
@@ -114,7 +119,7 @@ class Getter:
         if not isinstance(own, dict) or not whole_numbers(own):
             shown = " ".join(repr(result).split())[:60]
             raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of whole numbers by name")
-        self.seen = self.seen or [own]
+        self.first_result = self.first_result or own
         changed = {**own, **self.knobs} if self.knobs is not None else own
         return changed if result is own else (changed, *result[1:])
 
@@ -246,9 +251,9 @@ def operators(folder: str) -> tuple[Op, ...]:
 
 
 def call_case(facts: GetterFacts, one: CallCase) -> Case:
-    """Return the case of a call, named by the sizes that differ between calls."""
-    differing = [f"{name}={size}" for name, size in one.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1]
-    return Case(" ".join(differing) or _CALL, tuple(one.sizes.items()), facts.dtype)
+    """Return the case of a call, named by the sizes that differ between calls; by all sizes where they differ in none."""
+    differing = {name: size for name, size in one.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1}
+    return Case(pairs(differing or one.sizes), tuple(one.sizes.items()), facts.dtype)
 
 
 def _around(name: str, own: int) -> Iterator[int]:
@@ -432,8 +437,8 @@ def probe(facts: GetterFacts) -> GetterFacts:
     except (ValueError, TypeError):  # a function without source
         digest = "unknown"
     cases = [_probed(getter, call, facts.dtype, one) for one in facts.cases]
-    good = [one for one in cases if one.is_wanted and not one.problem]
-    if not good:
+    searched = [one for one in cases if one.is_searched]
+    if not searched:
         raise ValueError(f"call: {facts.call}: {next(one.problem for one in cases if one.is_wanted)}")
     known = {name for one in cases for name in one.own}
     if other := [name for name in facts.space if name not in (*known, *ADDED_OPTIONS)]:
@@ -441,7 +446,7 @@ def probe(facts: GetterFacts) -> GetterFacts:
     defaults, options = launch_defaults(), [name for name in ADDED_OPTIONS if name not in known]
     getter.knobs = {name: defaults[name] for name in options}
     try:
-        make_call(call, good[0].sizes, facts.dtype, _torch_device(), 0)()
+        make_call(call, searched[0].sizes, facts.dtype, _torch_device(), 0)()
     except Exception:  # the host hands on only the knobs that it knows
         options = []
     return msgspec.structs.replace(facts, cases=cases, options=options, defaults=defaults, digest=digest)
@@ -461,12 +466,12 @@ def _probed(getter: Getter, call: Callable[..., Any], dtype: str, one: CallCase)
         sizes = [tensor.nbytes for tensor in tensors_of(function).values()]
         count = torch.cuda.memory_allocated() - held if device.current().is_gpu else sum(sizes)
         for problem in ("never asks the getter", "asks the getter at its first call only: the answer is kept elsewhere"):
-            getter.seen = []
+            getter.first_result = {}
             function()
-            if not getter.seen:
+            if not getter.first_result:
                 return msgspec.structs.replace(one, problem=problem)
     except Exception as error:  # the program's own code
         if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ")):
             raise
         return msgspec.structs.replace(one, problem=f"fails with its own config: {first_line(error)}")
-    return msgspec.structs.replace(one, own=whole_numbers(getter.seen[0]), bytes=max(count, 1))
+    return msgspec.structs.replace(one, own=whole_numbers(getter.first_result), bytes=max(count, 1))

@@ -409,7 +409,7 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
     """
     facts, (op,) = getter.read_facts(root), getter.operators(str(root))
     tasks = [Task(op, getter.call_case(facts, one), op.variants[0], options.policy or op.policy) for one in facts.cases]
-    wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_wanted and not one.problem]
+    wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_searched]
     search_tasks(root, "getter", root / getter.FACTS, wanted, options, progress)
     return [_tuned_call(*each) for each in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
 
@@ -418,7 +418,7 @@ def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
     tried, stored = found
     failed = tuple(each.reason for each in tried.values() if each.status in ("failed", "crashed"))
     own = one.own | getter.given_knobs(task.default)
-    if stored is None or one.problem or not one.is_wanted:
+    if stored is None or not one.is_searched:
         reason = one.problem or ("no config passed its check" if tried else "it was not searched")
         return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_wanted else "")
     entry, best = stored
@@ -433,7 +433,7 @@ def check_getter(root: Path) -> list[Outcome]:
     from kerneltune.measuring.jobs import pairs_job, run_jobs
 
     facts, (op,) = getter.read_facts(root), getter.operators(str(root))
-    cases = [getter.call_case(facts, one) for one in facts.cases if one.is_wanted and not one.problem]
+    cases = [getter.call_case(facts, one) for one in facts.cases if one.is_searched]
     ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
     return outcomes
 

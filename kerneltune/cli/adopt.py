@@ -85,7 +85,7 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune.adopt.getter import GetterFacts, given_knobs, probe, write_facts
+    from kerneltune.adopt.getter import GetterFacts, call_case, given_knobs, probe, write_facts
     from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
     from kerneltune.processes import in_fresh_processes
 
@@ -104,9 +104,10 @@ def getter_command(
     write_facts(out, facts)
     if export is not None:
         engine_tables(export, device.current().name, [TunedCall(one, one.own) for one in facts.cases], named)  # raises early
+    names = [call_case(facts, one).name for one in facts.cases]
     if not device.current().is_gpu:
         own = [pairs(one.own) if not one.problem else f"skipped: {one.problem}" for one in facts.cases]
-        show_table(("call", "own config"), list(zip(_names(facts.cases), own, strict=True)))
+        show_table(("call", "own config"), list(zip(names, own, strict=True)))
         outcomes = check_getter(out)
         for one in outcomes:
             if one.status == "failed" and one.case is not None:
@@ -116,11 +117,11 @@ def getter_command(
         show("no GPU: nothing was timed")
         raise typer.Exit(int(any(one.status == "failed" for one in outcomes)))
 
-    share = budget / sum(one.is_wanted and not one.problem for one in facts.cases)
+    share = budget / sum(one.is_searched for one in facts.cases)
     options = o.make_options(policy=policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
     with Reporter() as progress:
         calls = tune_getter(out, options, progress)
-    _show_calls(calls, time.monotonic() - began)
+    _show_calls(names, calls, time.monotonic() - began)
     if export is not None:
         for path, text in engine_tables(export, device.current().name, calls, named).items():
             deliver(text, out / path)
@@ -185,18 +186,12 @@ def _read_space(path: Path | None) -> dict[str, list[int]]:
     return space
 
 
-def _names(ones: "Sequence[CallCase]") -> list[str]:
-    """Return the sizes of each call in which the calls differ; all sizes where they differ in none."""
-    differing = [name for name in ones[0].sizes if len({one.sizes[name] for one in ones}) > 1] if ones else []
-    return [pairs({name: one.sizes[name] for name in differing or one.sizes}) for one in ones]
-
-
-def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
+def _show_calls(names: "Sequence[str]", calls: "Sequence[TunedCall]", seconds: float) -> None:
     """Print the tuned calls, and a line for each call that was not tuned."""
     from kerneltune.adopt.configs import launch_defaults
 
     rows = []
-    for name, call in zip(_names([call.one for call in calls]), calls, strict=True):
+    for name, call in zip(names, calls, strict=True):
         if call.evidence:
             own = launch_defaults() | call.one.own
             changed = {knob: value for knob, value in call.config.items() if own.get(knob) != value}
