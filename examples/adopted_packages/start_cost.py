@@ -38,7 +38,6 @@ def write_first_configs(root: Path) -> None:
     """Write a table that serves the author's first config to every captured class, with its compiled kernels."""
     from kerneltune import device
     from kerneltune.adopt import tuning
-    from kerneltune.adopt.operators import first_config
     from kerneltune.adopt.overview import read_capture
     from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, write_table
     from kerneltune.progress import Progress
@@ -47,7 +46,7 @@ def write_first_configs(root: Path) -> None:
     for launches in capture.kernels().values():
         groups: dict[str, Group] = {}
         for one in launches:
-            row = ServingRow(one.sizes, (first_config(one),), {"class": one.digest})
+            row = ServingRow(one.sizes, (one.first_config,), {"class": one.digest})
             groups.setdefault(repr((one.key, one.dtypes)), Group(one.key, one.dtypes, (), (row,)))
         of = launches[0]
         digests = (of.source, of.bytecode, of.configs)

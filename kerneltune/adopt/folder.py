@@ -131,6 +131,24 @@ class LaunchClass:
         return next((one for one in self.candidates if one.config == config), None)
 
     @property
+    def offered(self) -> list[Candidate]:
+        """Return the candidates that tuning may try."""
+        return [one for one in self.candidates if one.is_offered]
+
+    @property
+    def first_config(self) -> StoredConfig:
+        """Return the author's first config that can be launched."""
+        if not (offered := self.offered):
+            reason = next((one.problem for one in self.candidates if one.problem), "the launch has no grid")
+            raise ValueError(f"{self.label}: no config can be launched: {reason}")
+        return offered[0].config
+
+    @property
+    def author_choice(self) -> StoredConfig:
+        """Return the author's choice if the program tuned the kernel, else the author's first config."""
+        return self.choice or self.first_config
+
+    @property
     def lacks_values(self) -> bool:
         """Return whether values were not kept: the class was seen in a graph capture only, or the values are over --max-bytes."""
         return any(about.get("kept") == "missing" for about in self.storages)

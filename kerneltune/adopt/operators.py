@@ -101,7 +101,7 @@ def _operator(root: Path, launches: Sequence[LaunchClass]) -> Op:
         config=kind,
         space=space,
         valid=valid,
-        default=lambda case: config_of(author_choice(about(case)), about(case), kind),
+        default=lambda case: config_of(about(case).author_choice, about(case), kind),
     )
     return Op(
         name=operator_name(launches[0]),
@@ -141,11 +141,6 @@ def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
     names = [a.name for a in launches[0].arguments if type(a.value) is int]
     first = [name for name in names if name.isidentifier() and name not in taken]
     return tuple(name for name in first if all(launch.sizes.get(name, 0) >= 1 for launch in launches))
-
-
-def offered(launch: LaunchClass) -> list[Candidate]:
-    """Return the candidates of a class that tuning may try."""
-    return [each for each in launch.candidates if each.is_offered]
 
 
 def _knobs(launches: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
@@ -208,19 +203,6 @@ def candidate_of(config: Config, launch: LaunchClass) -> Candidate:
     return candidate
 
 
-def author_choice(launch: LaunchClass) -> StoredConfig:
-    """Return the author's choice if the program tuned the kernel, else the author's first config."""
-    return launch.choice or first_config(launch)
-
-
-def first_config(launch: LaunchClass) -> StoredConfig:
-    """Return the author's first config that can be launched."""
-    if not (candidates := offered(launch)):
-        reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")
-        raise ValueError(f"{launch.label}: no config can be launched: {reason}")
-    return candidates[0].config
-
-
 def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
     """Make the arguments of a class; launches do not restore them before `reference` has learned the results."""
     from kerneltune.adopt.folder import read_class
@@ -237,7 +219,7 @@ def run_config(inputs: Inputs, config: Config) -> Outputs:
 
 def run_author(inputs: Inputs, config: Config) -> Outputs:
     """Launch the author's choice."""
-    return _run(inputs, author_choice(inputs[_LAUNCH].launch))
+    return _run(inputs, inputs[_LAUNCH].launch.author_choice)
 
 
 def _run(inputs: Inputs, stored: StoredConfig) -> Outputs:
@@ -257,7 +239,7 @@ def reference(inputs: Inputs) -> Outputs:
     from kerneltune.adopt.effects import learn
 
     replay = inputs[_LAUNCH]
-    learn(replay, first_config(replay.launch))
+    learn(replay, replay.launch.first_config)
     return dict(replay.expected)
 
 

@@ -23,7 +23,6 @@ from kerneltune.adopt.operators import (
     candidate_of,
     case_of,
     config_of,
-    offered,
     operator_name,
     operators_of,
     write_capture_sweep,
@@ -40,7 +39,7 @@ from kerneltune.records import grouped
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, open_store
-from kerneltune.spec import Config, Op
+from kerneltune.spec import Config
 from kerneltune.stats import ratio_interval
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
@@ -64,7 +63,6 @@ class TunedClass:
         best: the config that won the final.
         author: the author's choice.
         times: microseconds of each config that is correct.
-        configs: the configs as instances of the class's own config class.
         cost_us: GPU time of all captured launches.
     """
 
@@ -73,7 +71,6 @@ class TunedClass:
     best: StoredConfig
     author: StoredConfig
     times: dict[StoredConfig, float]
-    configs: dict[StoredConfig, Config]
     evidence: dict[str, Any]
     cost_us: float
 
@@ -101,8 +98,7 @@ def forecast(root: Path, share: float, workers: int | None) -> tuple[int, int, f
     """
     capture = read_capture(root, untried="")
     skipped = list(capture.problems)
-    by_name = {op.name: op for op in operators_of(capture)}
-    tasks = [_task(by_name, launch) for launch in _chosen(capture, share, skipped, device_slug=None)]
+    tasks = _tasks(capture, _chosen(capture, share, skipped, device_slug=None))
     return len(tasks), *_work(tasks, Options(workers=workers)), skipped
 
 
@@ -142,14 +138,13 @@ def tune_capture(
         chosen = [by_digest[launch.digest] for launch in chosen]
     options = Options(workers=workers, force=force)
     until = began + budget_s if budget_s else math.inf
-    by_name = {op.name: op for op in operators_of(capture)}
-    tasks = [_task(by_name, launch) for launch in chosen]
+    tasks = _tasks(capture, chosen)
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
     missing = [task for task in tasks if task.stored(root / "configs") is None]
     if missing and time.monotonic() >= until:
         needed = f"the command again takes about {max(_work(missing, options)[1], 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(missing), 'class', 'classes')} left: {needed}")
-    tuned = _collect(capture, by_name, skipped)
+    tuned = _collect(capture, skipped)
     table = _table(tuned)
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
@@ -193,14 +188,14 @@ def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:
     block. Write the verdicts beside the classes, and return whether a verdict is new.
     """
     blocks, is_new = read_blocks(capture.root), False
-    by_name = {op.name: op for op in operators_of(capture)}
+    plain = [launch for launch in launches if launch.is_plain]
     with GpuWorker() as worker:
-        for launch in (launch for launch in launches if launch.is_plain):
-            task, known = _task(by_name, launch), blocks.setdefault(launch.digest, {})
-            for name in [name for name in launch.candidates[0].config.kwargs if name not in known]:
-                known[name], is_new = _coupling(worker, task, launch, name), True
+        for launch, task in zip(plain, _tasks(capture, plain), strict=True):
+            verdicts = blocks.setdefault(launch.digest, {})
+            for name in [name for name in launch.candidates[0].config.kwargs if name not in verdicts]:
+                verdicts[name], is_new = _coupling(worker, task, launch, name), True
     if is_new:
-        write_blocks(capture.root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
+        write_blocks(capture.root, {digest: of_class for digest, of_class in blocks.items() if of_class})
     return is_new
 
 
@@ -219,10 +214,15 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
     return "" if passed else f"{name}: no other value can be launched"
 
 
-def _task(by_name: Mapping[str, Op], launch: LaunchClass) -> Task:
-    """Return the task of tuning a class."""
-    op, policy = by_name[operator_name(launch)], "cold" if launch.argument_bytes >= _COLD_BYTES else "hot"
-    return Task(op, case_of(launch, op.axes), op.variant(TUNED), policy)
+def _tasks(capture: Capture, launches: Sequence[LaunchClass]) -> list[Task]:
+    """Return the tasks of tuning classes."""
+    by_name = {op.name: op for op in operators_of(capture)}
+    ops = [by_name[operator_name(launch)] for launch in launches]
+    policies = ["cold" if launch.argument_bytes >= _COLD_BYTES else "hot" for launch in launches]
+    return [
+        Task(op, case_of(launch, op.axes), op.variant(TUNED), policy)
+        for launch, op, policy in zip(launches, ops, policies, strict=True)
+    ]
 
 
 def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str | None) -> list[LaunchClass]:
@@ -247,9 +247,9 @@ def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
         return f"captured on {launch.device}, this is {device_slug}: capture again here"
     if launch.problem:
         return launch.problem
-    grids = [candidate.grid for candidate in offered(launch)]
+    grids = [candidate.grid for candidate in launch.offered]
     if not grids:
-        return launch.candidates[0].problem if launch.candidates else "no config"
+        return launch.candidates[0].problem
     if any(grid is not None and 0 in grid for grid in grids):
         return "its grid is empty: nothing is launched"
     if launch.lacks_values:
@@ -261,10 +261,10 @@ def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
     return ""
 
 
-def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) -> list[TunedClass]:
+def _collect(capture: Capture, skipped: list[str]) -> list[TunedClass]:
     """Return the config that the search has found for each class, with the times of all its configs."""
     tuned = []
-    tasks = [_task(by_name, launch) for launch in capture.classes]
+    tasks = _tasks(capture, capture.classes)
     for launch, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
         if stored is None:
             reason = "no config passed its check" if tried else "not reached: run the command again"
@@ -273,10 +273,9 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) ->
             continue
         entry, best = stored
         timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        stored_of = {config: candidate_of(config, launch).config for config in (*timed, best, task.default)}
-        results = stored_of[best], stored_of[task.default], {stored_of[config]: time_us for config, time_us in timed.items()}
-        configs = {stored: config for config, stored in stored_of.items()}
-        tuned.append(TunedClass(launch, task, *results, configs, dict(entry.evidence), capture.cost_us(launch)))
+        times = {candidate_of(config, launch).config: time_us for config, time_us in timed.items()}
+        best_and_author = candidate_of(best, launch).config, launch.author_choice
+        tuned.append(TunedClass(launch, task, *best_and_author, times, dict(entry.evidence), capture.cost_us(launch)))
     return tuned
 
 
@@ -345,7 +344,8 @@ def own_gain(one: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float 
         return None
     screened = one.times[shared] / one.times.get(one.best, one.times[shared])
     try:
-        samples = worker.time_interleaved(one.task, [one.configs[config] for config in (shared, one.best, one.author)])
+        compared = [config_of(stored, one.launch, one.task.variant.config) for stored in (shared, one.best, one.author)]
+        samples = worker.time_interleaved(one.task, compared)
     except WorkerCrashedError:
         samples = [None] * 3
     if samples[0] is None or samples[1] is None:
@@ -373,7 +373,7 @@ def _row(one: TunedClass, chosen: StoredConfig, gain: float | None = None) -> Se
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:_MOST_CONFIGS]
     evidence = {**one.evidence, "class": one.launch.digest}
     if one.launch.is_plain:
-        evidence["grid"] = candidate_of(one.configs[chosen], one.launch).grid
+        evidence["grid"] = next(candidate.grid for candidate in one.launch.candidates if candidate.config == chosen)
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
     return ServingRow(one.launch.sizes, tuple(configs), evidence)

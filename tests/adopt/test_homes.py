@@ -13,7 +13,6 @@ import torch
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import KernelName
-from kerneltune.adopt.operators import author_choice
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel
 
@@ -255,7 +254,7 @@ def test_captured_launch_that_no_config_can_make_has_a_problem(
     assert launch.problem == "no config can be launched: KeyError: 'ROWS'"
     assert "of_grid.added: cannot be tuned: no config can be launched: KeyError: 'ROWS'" in caplog.text
     with pytest.raises(ValueError, match=r"^added 8 float32 N=8: no config can be launched: KeyError: 'ROWS'$"):
-        author_choice(launch)
+        _ = launch.author_choice
 
 
 def test_uncapturable_launch_without_a_gpu_runs(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
