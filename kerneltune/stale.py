@@ -25,7 +25,7 @@ from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep import SweepCase
 from kerneltune.tune.run import renew
 from kerneltune.tune.session import TuningResult
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import counted, differing, pairs
 
 CONFIG_S = 0.6
 """Seconds of a paired final. H200, 2026-11-23: 96 configs took 54 s."""
@@ -170,16 +170,12 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
-    then = row.config or {}
     try:
         now = config_values(task.config_of_call(configs, gpu)) or {}
     except ValueError as error:  # no config can run the case any more
         return "another config", f"{row.config_label}, here {error}"
-    names = [name for name in then | now if (name in then, then.get(name)) != (name in now, now.get(name))]
-    if not names:
-        return None
-    recorded, present = (pairs({name: side[name] for name in names if name in side}) or "none" for side in (then, now))
-    return "another config", f"{recorded}, here {present}"
+    values = differing(row.config or {}, now)
+    return values and ("another config", f"{values[0]}, here {values[1]}")
 
 
 def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | None) -> list[str]:

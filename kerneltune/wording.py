@@ -22,6 +22,15 @@ def pairs(values: Mapping[str, object]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
+def differing(first: Mapping[str, object], second: Mapping[str, object]) -> tuple[str, str] | None:
+    """Return the values of each side that the other side lacks or has otherwise, with their names; None if there are none."""
+    names = [name for name in {**first, **second} if (name in first, first.get(name)) != (name in second, second.get(name))]
+    if not names:
+        return None
+    of_first, of_second = (pairs({name: side[name] for name in names if name in side}) or "none" for side in (first, second))
+    return of_first, of_second
+
+
 def first_of(names: Iterable[str], most: int) -> str:
     """Return the first names, and how many more there are: `a, b and 3 more`."""
     listed = list(names)

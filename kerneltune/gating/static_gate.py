@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from kerneltune.gating.verdict import PASS, REGRESSION, UNUSABLE, Verdict
 from kerneltune.inspection.static import Survey, numbered
 from kerneltune.measuring.assembly import Kernel, typical_bits
+from kerneltune.wording import differing
 
 
 def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
     """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
 
     An access is narrower if the width that carries most bits of a kernel's loads, or of its stores, is less than before.
-    A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared.
+    A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared. Rows whose two
+    sides have other knobs are compared, counted and named: a new config may be the reason of a spill.
 
     Args:
         unchanged: number of rows in neither set, because code and config are unchanged.
@@ -35,10 +37,13 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
             counts["new"] += 1
         else:
             counts["compared"] += 1
-            findings += [f"{row.label}: {line}" for line in _worse(old.kernels, row.kernels)]
+            knobs = differing(row.config, old.config)
+            counts["of another config"] += knobs is not None
+            config = f" ({knobs[0]}, was {knobs[1]})" if knobs else ""
+            findings += [f"{row.label}: {line}{config}" for line in _worse(old.kernels, row.kernels)]
     counts["gone"] = len(before)
     counts["unchanged"] = unchanged
-    names = ("compared", "new", "gone", "broken in both", *(["unchanged"] if counts["unchanged"] else []))
+    names = ["compared", "new", "gone", "broken in both", *(name for name in ("of another config", "unchanged") if counts[name])]
     text = ", ".join(f"{counts[name]} {name}" for name in names)
     if not counts["compared"] and not counts["unchanged"]:
         return Verdict((), UNUSABLE, f"nothing compared: {text}")

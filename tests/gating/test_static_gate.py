@@ -88,6 +88,14 @@ def test_static_gate_of_a_renamed_case_compares_it() -> None:
     assert "1 compared, 0 new, 1 gone" in verdict.reason
 
 
+def test_static_gate_names_the_knobs_that_differ_from_the_baseline() -> None:
+    verdict = judged(
+        [row(KERNEL), row(KERNEL, case="d M=2")], [row(with_(spill_bytes=8), config={"warps": 8}), row(KERNEL, case="d M=2")]
+    )
+    assert verdict.failures == ("rms optimized c M=1 sm_90: _k: spills 8 bytes per thread, was 0 (warps=8, was warps=4)",)
+    assert verdict.reason.endswith("2 compared, 0 new, 0 gone, 0 broken in both, 1 of another config")
+
+
 def test_static_gate_of_nothing_compared_exits_with_2() -> None:
     assert judged([row(KERNEL)], [row(KERNEL, target="gfx942")]).exit_code == 2
     assert judged([], []).reason == "nothing compared: 0 compared, 0 new, 0 gone, 0 broken in both"
