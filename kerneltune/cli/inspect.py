@@ -147,13 +147,14 @@ def _targets(names: list[str] | None) -> list[str]:
 
 
 def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: str, configs: Path | None) -> list[Run]:
-    """Return the selected cached configs, and the default configs of the rows' cases whose operator has no cached config."""
+    """Return the selected cached configs of the rows' operators, and default configs of those rows whose operator has none."""
     from kerneltune.inspection.survey import cached_runs, default_runs
 
     known = o.load_ops()
     names = {row.op for row in rows}
     uncached = {name for name in names if not cached_runs([known[name]], configs, gpu)}
-    runs = [] if uncached == names else _runs(wanted, None, gpu, configs)
+    cached = tuple(sorted(names - uncached))
+    runs = _runs(replace(wanted, ops=cached), None, gpu, configs) if cached else []
     selection = o.make_selection(known, "gate", wanted)
     for op, variant, text in dict.fromkeys((row.op, row.variant, row.case) for row in rows if row.op in uncached):
         name, *words = text.split()
