@@ -96,11 +96,12 @@ def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> l
 def find(plans: Sequence[Plan], gpu: str) -> Stale:
     """Find the stale configs and records of a GPU, named by its folder, in the plans of families.
 
-    A GPU without any records has no stale records; on other GPUs a family without records is stale.
+    A family without records of the GPU is stale only if it is the selected family and the GPU has records of other families.
     """
     first = plans[0]
     folder = first.options.results / gpu
-    families = [_family(plan, folder) for plan in plans] if any(folder.glob("*.jsonl")) else []
+    recorded = {path.stem for path in folder.glob("*.jsonl")}
+    families = [_family(plan, folder) for plan in plans if plan.family in recorded or (recorded and first.selection.family)]
     uses = _uses(plans)
     cached: Counter[str] = Counter()
     stale = []
@@ -144,9 +145,14 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
 
 
 def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[TaskKey, Record], gpu: str) -> bool:
-    """Return whether every selected variant has a record of its present code and config, and no own variant failed."""
+    """Return whether every selected variant has a record of its present code and config, and no own variant failed.
+
+    A variant that does not support the case needs no record, because no measurement can give it a time.
+    """
     for task in plan.tasks(entry.op, entry.case):
         row = rows.get(task.key)
+        if (row is None or row.status == "skipped") and task.variant.unsupported(task.case) is not None:
+            continue
         if row is None or (row.status == "failed" and not task.variant.is_peer):
             return False
         if difference(row, task, plan.options.configs, gpu) is not None:

@@ -12,7 +12,7 @@ import pytest
 from fake_gpu import OPS, Bench, entries_of
 from typer.testing import CliRunner
 
-from kerneltune import cache, campaign, records, stale
+from kerneltune import cache, campaign, device, records, stale
 from kerneltune.cli import app
 from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
@@ -199,6 +199,43 @@ def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, opt
     operators = {**OPS, "stream": replace(OPS["stream"], variants=(refusing,))}
     (family,) = stale.find(stale.plans_of(operators, selection, options), GPU).families
     assert [entry.case.name for entry in family.stale] == ["other"]
+
+
+def test_case_is_not_stale_for_a_peer_that_does_not_support_it(selection: Selection, options: Options) -> None:
+    """With quack installed, all fp8 cases of RMSNorm were listed, each time, for a peer that no measurement can time there."""
+    stale.refresh(find(selection, options), Progress())
+    (own,) = OPS["stream"].variants
+    refuses = {"unsupported": lambda case: "too short" if case["read"] == 524288 else None, "requires": ("json",)}
+    operators = {**OPS, "stream": replace(OPS["stream"], variants=(own, replace(own, name="peer", **refuses)))}
+    plans = stale.plans_of(operators, selection, options)
+    assert [entry.case.name for entry in stale.find(plans, GPU).families[0].stale] == ["first", "last"]
+    of_own = next(row for row in recorded(options) if row.case == "other")
+    of_peer = {"variant": "peer", "role": "peer", "source_hash": "old", "time_us": None, "gbps": None, "n": None}
+    untimed = {"ci_low_us": None, "ci_high_us": None, "reason": "too short"}
+    path = options.results / GPU / "tiny.jsonl"
+    records.append(path, [msgspec.structs.replace(of_own, status="skipped", **of_peer, **untimed)])
+    assert [entry.case.name for entry in stale.find(plans, GPU).families[0].stale] == ["first", "last"]
+
+
+def test_family_without_records_of_the_gpu_is_stale_only_where_it_is_named(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU with records of one family must not have every other family listed."""
+    folder = options.results / GPU
+    (folder / "tiny.jsonl").rename(folder / "another.jsonl")
+    assert [family.plan.family for family in find(selection, options).families] == ["tiny"]
+    monkeypatch.setattr(stale.sweep, "families", lambda: [selection.family])
+    assert find(replace(selection, family=""), options).families == ()
+
+
+def test_sweep_stale_without_a_gpu_lists_records_of_a_gpu_without_configs(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (options.results / GPU).rename(options.results / "nvidia_l4")
+    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
+    folders = ["--configs", str(options.configs), "--results", str(options.results)]
+    text = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders]).stdout
+    assert re.search(r"^nvidia_l4 +cases +tiny +3 +3 ", text, re.MULTILINE), text
 
 
 def test_refresh_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_once(

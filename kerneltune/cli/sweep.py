@@ -111,10 +111,11 @@ def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> N
 
     here = device.current()
     works = here.is_gpu and not options.check_only
-    gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(options.configs)})
     if works:
         o.require_folders(options, tunes=True)
     plans = stale.plans_of(ops, selection, options)
+    files = [*o.config_files(options.configs), *(path for p in plans for path in options.results.glob(f"*/{p.family}.jsonl"))]
+    gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in files})
     by_gpu = [stale.find(plans, gpu) for gpu in gpus]
     if (table := _stale_table(by_gpu)).rows:
         show(table.text(width()))
