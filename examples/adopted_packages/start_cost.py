@@ -54,7 +54,7 @@ def write_first_configs(root: Path) -> None:
         kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, package, of.keys, tuple(groups.values()), ()))
     table = ServingTable(device.current().slug, {}, tuple(kernels))
     write_table(root, table)
-    tuned: list[Any] = [SimpleNamespace(launch=launch) for launch in capture.classes if not launch.problem]
+    tuned: list[Any] = [SimpleNamespace(captured=launch) for launch in capture.classes if not launch.problem]
     tuning._keep_compiled(root, table, tuned, Progress())
     sys.stdout.write(json.dumps({"kernels": len(kernels), "entries": len(list((root / "compiled").iterdir()))}) + "\n")
 

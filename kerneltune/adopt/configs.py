@@ -22,7 +22,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
-from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, heuristics_of, jit_of
+from kerneltune.adopt.kernels import PLAIN_MARK, Launch, functions_of, heuristics_of, jit_of
 from kerneltune.wording import pairs
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -196,12 +196,12 @@ def _has_product(function: Any) -> bool:
     return any(name in ("dot", "dot_scaled") for inner in functions_of(function) for name in inner.__code__.co_names)
 
 
-def plain_configs(call: KernelCall) -> list[Any]:
+def plain_configs(launch: Launch) -> list[Any]:
     """Return the configs that tuning may try for a launch of a kernel without an autotuner, the program's first.
 
     All of them name the blocks that the grid reads. Configs with other blocks come last, with the program's stages.
     """
-    configs, blocks = call.autotuner.configs, grid_blocks(call)
+    configs, blocks = launch.autotuner.configs, grid_blocks(launch)
     make, own = type(configs[0]), configs[0]
     options = [(config, {name: getattr(config, name) for name in OPTIONS}) for config in configs]
     tried = [make(dict(blocks), **given) for _, given in options]
@@ -225,29 +225,29 @@ def _is_block(value: Any) -> bool:
     return type(value) is int and _LEAST_BLOCK <= value <= _LARGEST_BLOCK and value & (value - 1) == 0
 
 
-def grid_blocks(call: KernelCall) -> dict[str, int]:
+def grid_blocks(launch: Launch) -> dict[str, int]:
     """Return the constexprs that the grid of a launch reads, powers of two that the program gives by name.
 
     The grid must be a function. No heuristic may read them, because its value has become an argument of the launch.
     """
-    if not callable(call.kwargs.get("grid")):
+    if not callable(launch.kwargs.get("grid")):
         return {}
-    kinds = call.autotuner.base_fn.__annotations__
-    blocks = {name: value for name, value in call.given.items() if "constexpr" in str(kinds.get(name)) and _is_block(value)}
-    return {name: size for name, size in blocks.items() if _changes_grid_alone(call, name, size)}
+    kinds = launch.autotuner.base_fn.__annotations__
+    blocks = {name: value for name, value in launch.given.items() if "constexpr" in str(kinds.get(name)) and _is_block(value)}
+    return {name: size for name, size in blocks.items() if _changes_grid_alone(launch, name, size)}
 
 
-def _changes_grid_alone(call: KernelCall, name: str, size: int) -> bool:
+def _changes_grid_alone(launch: Launch, name: str, size: int) -> bool:
     """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
-    config, changed, kernel = type(call.autotuner.configs[0]), False, call.autotuner.fn
-    held = [value for value in list(call.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
+    config, changed, kernel = type(launch.autotuner.configs[0]), False, launch.autotuner.fn
+    held = [value for value in list(launch.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
     around = [each for value in held for each in heuristics_of(value)]
     try:
-        own = call.grid(config({name: size}))
+        own = launch.grid(config({name: size}))
         for other in (size // 2, size * 2):
-            changed |= call.grid(config({name: other})) != own
-            named = {**call.named, name: other}
-            if any(heuristic(named) != call.named.get(of) for _, of, heuristic in around):
+            changed |= launch.grid(config({name: other})) != own
+            named = {**launch.named, name: other}
+            if any(heuristic(named) != launch.named.get(of) for _, of, heuristic in around):
                 return False
     except Exception:  # the program's own code
         return False

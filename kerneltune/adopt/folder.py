@@ -177,8 +177,8 @@ class ProcessNotes(msgspec.Struct):
         launches: launches by class.
         refused: kernel -> reason why its launches could not be captured.
         misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
-        made: kernel -> the subclass of Autotuner that launched it by a `run` of its own, which this package does not see; empty
-            for any other autotuned kernel.
+        autotuned: kernel -> the subclass of Autotuner that launched it by a `run` of its own, which this package does not see;
+            empty for any other autotuned kernel.
         plain: kernels that were launched without an autotuner.
         has_compiled: whether torch.compile has compiled a part of the program.
     """
@@ -186,47 +186,47 @@ class ProcessNotes(msgspec.Struct):
     launches: dict[str, Count]
     refused: dict[str, str] = {}
     misnamed: list[str] = []
-    made: dict[str, str] = {}
+    autotuned: dict[str, str] = msgspec.field(default_factory=dict, name="made")
     plain: list[str] = []
     has_compiled: bool = False
     format: int = FORMAT
 
 
-def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | None) -> None:
+def write_class(root: Path, captured: LaunchClass, values: Mapping[str, Any] | None) -> None:
     """Write a class, whole or not at all; a class that the folder has already stays, unless the new class has more.
 
     values: tensors by name, for safetensors; None for no values.
     """
     parent = root / CLASSES
     parent.mkdir(parents=True, exist_ok=True)
-    if (parent / launch.digest / META).exists():
-        if not _has_more(launch, parent / launch.digest):
+    if (parent / captured.digest / META).exists():
+        if not _has_more(captured, parent / captured.digest):
             return
-        shutil.rmtree(parent / launch.digest, ignore_errors=True)  # another process may remove it, too
+        shutil.rmtree(parent / captured.digest, ignore_errors=True)  # another process may remove it, too
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=parent))
     try:
         if values:
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
-        stored = {"format": FORMAT, **{each.name: getattr(launch, each.name) for each in fields(launch)}}
+        stored = {"format": FORMAT, **{each.name: getattr(captured, each.name) for each in fields(captured)}}
         (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
-        os.replace(part, parent / launch.digest)
+        os.replace(part, parent / captured.digest)
     except OSError:
-        if not (parent / launch.digest / META).exists():  # another process was faster otherwise
+        if not (parent / captured.digest / META).exists():  # another process was faster otherwise
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _has_more(launch: LaunchClass, folder: Path) -> bool:
+def _has_more(captured: LaunchClass, folder: Path) -> bool:
     """Return whether a class has values or an author's choice that a folder lacks; true where the folder's class is damaged."""
     try:
         present = read_class(folder)
     except ValueError:
         return True
     has_values = not (present.lacks_values or missing_values(present, folder))
-    return not (has_values or launch.lacks_values) or (launch.choice is not None and present.choice is None)
+    return not (has_values or captured.lacks_values) or (captured.choice is not None and present.choice is None)
 
 
 def _builtin(value: Any) -> Any:
@@ -265,10 +265,10 @@ def write_json(path: Path, value: object) -> None:
 
 def read_class(folder: Path) -> LaunchClass:
     """Return the class of a folder, without its values."""
-    launch = read_json(folder / META, LaunchClass, is_versioned=True)
-    if launch.digest != folder.name:
-        raise ValueError(f"{folder / META}: digest: {launch.digest!r}: expected {folder.name!r}, the folder's name")
-    return launch
+    captured = read_json(folder / META, LaunchClass, is_versioned=True)
+    if captured.digest != folder.name:
+        raise ValueError(f"{folder / META}: digest: {captured.digest!r}: expected {folder.name!r}, the folder's name")
+    return captured
 
 
 def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
@@ -279,16 +279,16 @@ def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
     for folder in sorted(parent.iterdir()):
         if folder.is_dir() and not folder.name.startswith("."):
             try:
-                launch = read_class(folder)
+                captured = read_class(folder)
             except ValueError as error:
                 problems.append(str(error))
             else:
-                yield replace(launch, problem=launch.problem or missing_values(launch, folder))
+                yield replace(captured, problem=captured.problem or missing_values(captured, folder))
 
 
-def missing_values(launch: LaunchClass, folder: Path) -> str:
+def missing_values(captured: LaunchClass, folder: Path) -> str:
     """Return a line where the values of a class are gone from its folder; empty if they are there."""
-    is_kept = any(about.get("kept") in ("values", "sample") and about.get("bytes") for about in launch.storages)
+    is_kept = any(about.get("kept") in ("values", "sample") and about.get("bytes") for about in captured.storages)
     return f"{folder / VALUES}: missing: capture again" if is_kept and not (folder / VALUES).is_file() else ""
 
 
@@ -312,18 +312,18 @@ def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
     write_json(root / BLOCKS, {"classes": blocks})
 
 
-def judged(launch: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
+def judged(captured: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
     """Return a class without the grids of the candidates whose blocks may not change; `untried` stands for a missing reason."""
-    if not launch.is_plain:
-        return launch
-    program = launch.candidates[0].config
+    if not captured.is_plain:
+        return captured
+    program = captured.candidates[0].config
 
     def judge(one: Candidate) -> Candidate:
         reasons = [blocks.get(name, untried) for name in one.config.changed(program.kwargs)]
         problem = next(filter(None, reasons), "")
         return replace(one, grid=None, problem=problem) if problem else one
 
-    return replace(launch, candidates=tuple(map(judge, launch.candidates)))
+    return replace(captured, candidates=tuple(map(judge, captured.candidates)))
 
 
 MISSES = "misses"
@@ -386,7 +386,7 @@ def read_notes(files: Collection[Path], problems: list[str]) -> ProcessNotes:
                 total.time_us = min(count.time_us, total.time_us or float("inf"))
         whole.refused |= notes.refused
         whole.misnamed += notes.misnamed
-        whole.made |= {kernel: own for kernel, own in notes.made.items() if own or kernel not in whole.made}
+        whole.autotuned |= {kernel: own for kernel, own in notes.autotuned.items() if own or kernel not in whole.autotuned}
         whole.plain += notes.plain
         whole.has_compiled |= notes.has_compiled
     counts = read_counts(path for path in files if path.suffix == SUFFIX)

@@ -217,7 +217,7 @@ _signature_of = cache(inspect.signature)
 
 
 @dataclass(frozen=True, slots=True)
-class KernelCall:
+class Launch:
     """Hold a launch of the program: an autotuner, and the arguments of its `run`."""
 
     autotuner: Any
@@ -375,18 +375,18 @@ class LaunchMap(Generic[V]):
                 pass
         return None
 
-    def remember(self, call: KernelCall, deciding: Collection[str], value: V, has_layout: bool = False) -> V:
+    def remember(self, launch: Launch, deciding: Collection[str], value: V, has_layout: bool = False) -> V:
         """Keep a value for the key of a launch, and return the value; other arguments as of `plan_key`."""
-        kind = (*call.kwargs, *map(type, call.values))
+        kind = (*launch.kwargs, *map(type, launch.values))
         for plan in self.plans:
             if plan.kind == kind:
                 break
         else:
-            plan = KeyPlan(kind, plan_key(call, deciding, has_layout))
+            plan = KeyPlan(kind, plan_key(launch, deciding, has_layout))
             self.plans = [plan, *self.plans[: _MOST_PLANS - 1]]
         if len(plan.values) >= _MOST_KEYS:
             plan.values.clear()
-        plan.values[plan.key(call.args, call.kwargs)] = value
+        plan.values[plan.key(launch.args, launch.kwargs)] = value
         return value
 
 
@@ -405,7 +405,7 @@ def of_list(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) 
     return value
 
 
-def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = False) -> Callable[..., tuple[Any, ...]]:
+def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False) -> Callable[..., tuple[Any, ...]]:
     """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
     The key has the element types of all tensors and the types of all other arguments. The function is compiled from an expression
@@ -418,8 +418,8 @@ def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = Fal
         has_layout: whether the strides of tensors, and the alignment of their first bytes, are part of the key.
     """
     parts = ["len(args)", "len(kwargs)"]
-    places = [*(f"args[{place}]" for place in range(len(call.args))), *(f"kwargs[{name!r}]" for name in call.kwargs)]
-    for name, value, v in zip(call.names, call.values, places, strict=True):
+    places = [*(f"args[{place}]" for place in range(len(launch.args))), *(f"kwargs[{name!r}]" for name in launch.kwargs)]
+    for name, value, v in zip(launch.names, launch.values, places, strict=True):
         is_deciding = name in deciding
         if name in NO_ARGUMENT:
             parts.append(f"{v}.__code__" if is_deciding and inspect.isfunction(value) else f"{v}.__class__")
@@ -440,9 +440,9 @@ def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = Fal
     return key
 
 
-def all_but_floats(call: KernelCall) -> set[str]:
+def all_but_floats(launch: Launch) -> set[str]:
     """Return the arguments that may make classes: all but floats, because scales and step sizes change with every launch."""
-    return {name for name, value in call.named.items() if not isinstance(value, float)}
+    return {name for name, value in launch.named.items() if not isinstance(value, float)}
 
 
 def _other_key(value: Any) -> Any:

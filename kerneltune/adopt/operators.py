@@ -44,8 +44,8 @@ def operators(folder: str) -> tuple[Op, ...]:
         ValueError: no class of the capture can be launched again.
     """
     capture = read_capture(Path(folder))
-    if capture.classes and all(launch.problem for launch in capture.classes):
-        reasons = dict.fromkeys(f"{launch.kernel.text}: {launch.problem}" for launch in capture.classes)
+    if capture.classes and all(captured.problem for captured in capture.classes):
+        reasons = dict.fromkeys(f"{captured.kernel.text}: {captured.problem}" for captured in capture.classes)
         raise ValueError(f"{folder}: no launch can be made again: {first_of(list(reasons), 1)}")
     return operators_of(capture)
 
@@ -53,35 +53,35 @@ def operators(folder: str) -> tuple[Op, ...]:
 def operators_of(capture: Capture) -> tuple[Op, ...]:
     """Return the operators of a capture, the most expensive kernel first."""
     root = Path(os.path.abspath(capture.root))
-    return tuple(_operator(root, launches) for launches in capture.kernels().values())
+    return tuple(_operator(root, classes) for classes in capture.kernels().values())
 
 
 def write_capture_sweep(capture: Capture) -> Path:
     """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find the launches that can be replayed."""
     sections: dict[Section, list[tuple[str, Case]]] = {"check": [], "bench": []}
-    for launches in capture.kernels().values():
-        good, axes = [launch for launch in launches if not launch.problem], _axes(launches)
+    for classes in capture.kernels().values():
+        good, axes = [captured for captured in classes if not captured.problem], _axes(classes)
         for section, chosen in zip(sections, (_checked(good), good), strict=True):
-            sections[section] += [(operator_name(launch), case_of(launch, axes)) for launch in chosen]
+            sections[section] += [(operator_name(captured), case_of(captured, axes)) for captured in chosen]
     replace_text(capture.root / SWEEP, sweep_text(_ABOUT, "captured", sections))
     return capture.root / SWEEP
 
 
-def _checked(launches: Sequence[LaunchClass]) -> list[LaunchClass]:
+def _checked(classes: Sequence[LaunchClass]) -> list[LaunchClass]:
     """Return a kernel's launches that the interpreter can check in seconds; if there are none, the smallest below 64 MiB."""
-    small = [launch for launch in launches if launch.argument_bytes < _CHECKED_BYTES]
-    smallest = sorted(launches, key=lambda launch: launch.argument_bytes)[:1]
-    return small or [launch for launch in smallest if launch.argument_bytes < _MOST_CHECKED_BYTES]
+    small = [captured for captured in classes if captured.argument_bytes < _CHECKED_BYTES]
+    smallest = sorted(classes, key=lambda captured: captured.argument_bytes)[:1]
+    return small or [captured for captured in smallest if captured.argument_bytes < _MOST_CHECKED_BYTES]
 
 
-def operator_name(launch: LaunchClass) -> str:
+def operator_name(captured: LaunchClass) -> str:
     """Return the operator's name of a class's kernel: module and name, and its digest."""
-    return f"{launch.kernel.text}-{launch.source[:4]}{launch.configs[:4]}"
+    return f"{captured.kernel.text}-{captured.source[:4]}{captured.configs[:4]}"
 
 
-def _operator(root: Path, launches: Sequence[LaunchClass]) -> Op:
-    by_digest = {launch.digest: launch for launch in launches}
-    kind: Any = knob_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", _knobs(launches))
+def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
+    by_digest = {captured.digest: captured for captured in classes}
+    kind: Any = knob_class(f"Config_{classes[0].source[:8]}_{classes[0].configs[:8]}", _knobs(classes))
 
     def about(case: Case) -> LaunchClass:
         return by_digest[str(case.option(CLASS))]
@@ -104,9 +104,9 @@ def _operator(root: Path, launches: Sequence[LaunchClass]) -> Op:
         default=lambda case: config_of(about(case).author_choice, about(case), kind),
     )
     return Op(
-        name=operator_name(launches[0]),
-        axes=_axes(launches),
-        dtypes=tuple(dict.fromkeys(case_dtype(launch) for launch in launches)),
+        name=operator_name(classes[0]),
+        axes=_axes(classes),
+        dtypes=tuple(dict.fromkeys(case_dtype(captured) for captured in classes)),
         inputs=partial(make_inputs, str(root)),
         reference=reference,
         compare=compare,
@@ -118,34 +118,34 @@ def _operator(root: Path, launches: Sequence[LaunchClass]) -> Op:
     )
 
 
-def case_of(launch: LaunchClass, axes: Sequence[str]) -> Case:
+def case_of(captured: LaunchClass, axes: Sequence[str]) -> Case:
     """Return the case of a class."""
-    name = f"{launch.kernel.name.rpartition('.')[2]}-{launch.digest[:8]}"
-    pairs = tuple((axis, launch.sizes[axis]) for axis in axes)
-    return Case(name, pairs, case_dtype(launch), "none", ((CLASS, launch.digest), (BYTES, BYTES_OF)))
+    name = f"{captured.kernel.name.rpartition('.')[2]}-{captured.digest[:8]}"
+    pairs = tuple((axis, captured.sizes[axis]) for axis in axes)
+    return Case(name, pairs, case_dtype(captured), "none", ((CLASS, captured.digest), (BYTES, BYTES_OF)))
 
 
-def case_dtype(launch: LaunchClass) -> str:
+def case_dtype(captured: LaunchClass) -> str:
     """Return the element types of a class's floating-point tensors, joined to a name."""
-    names = sorted({a.tensor.dtype for a in launch.arguments if a.tensor is not None and not a.tensor.is_whole})
+    names = sorted({a.tensor.dtype for a in captured.arguments if a.tensor is not None and not a.tensor.is_whole})
     return "+".join(names) or "none"
 
 
-def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
+def _axes(classes: Sequence[LaunchClass]) -> tuple[str, ...]:
     """Return the whole-number arguments that are 1 or more in all classes of a kernel, as sizes are.
 
     An argument with the name of a field of every case, such as `dtype`, or in a tuple, such as `x[0]`, is no axis; its values
     differ in the digest of the class.
     """
     taken = {*OF_EVERY_CASE, CLASS, BYTES}
-    names = [a.name for a in launches[0].arguments if type(a.value) is int]
+    names = [a.name for a in classes[0].arguments if type(a.value) is int]
     first = [name for name in names if name.isidentifier() and name not in taken]
-    return tuple(name for name in first if all(launch.sizes.get(name, 0) >= 1 for launch in launches))
+    return tuple(name for name in first if all(captured.sizes.get(name, 0) >= 1 for captured in classes))
 
 
-def _knobs(launches: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
+def _knobs(classes: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
     """Return the names and types of the knobs of a kernel's configs."""
-    configs = [one.config for launch in launches for one in launch.candidates]
+    configs = [one.config for captured in classes for one in captured.candidates]
     types = {knob: type(value) for knob, value in configs[0].kwargs.items()}
     uniform = all(
         list(config.kwargs) == list(types)
@@ -181,25 +181,25 @@ def _config(kind: type[Any], place: int, stored: StoredConfig) -> Config:
 
 
 @lru_cache(maxsize=256)
-def _candidates(launch: LaunchClass, kind: Any) -> dict[Config, Candidate]:
+def _candidates(captured: LaunchClass, kind: Any) -> dict[Config, Candidate]:
     """Return the candidates of a class by their configs; of candidates with equal configs, the first."""
     candidates: dict[Config, Candidate] = {}
-    for place, one in enumerate(launch.candidates):
+    for place, one in enumerate(captured.candidates):
         candidates.setdefault(_config(kind, place, one.config), one)
     return candidates
 
 
-def config_of(stored: StoredConfig, launch: LaunchClass, kind: Any) -> Config:
+def config_of(stored: StoredConfig, captured: LaunchClass, kind: Any) -> Config:
     """Return the config of a class's candidate as an instance of the kernel's `knob_class`."""
-    return next(config for config, one in _candidates(launch, kind).items() if one.config == stored)
+    return next(config for config, one in _candidates(captured, kind).items() if one.config == stored)
 
 
-def candidate_of(config: Config, launch: LaunchClass) -> Candidate:
+def candidate_of(config: Config, captured: LaunchClass) -> Candidate:
     """Return the candidate of a class that an instance of the kernel's `knob_class` stands for."""
     kind: Any = type(config)
-    candidate = _candidates(launch, kind).get(config)
+    candidate = _candidates(captured, kind).get(config)
     if candidate is None:
-        raise ValueError(f"{launch.label}: {config}: no candidate of this class")
+        raise ValueError(f"{captured.label}: {config}: no candidate of this class")
     return candidate
 
 
@@ -214,12 +214,12 @@ def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> I
 
 def run_config(inputs: Inputs, config: Config) -> Outputs:
     """Launch a config; after `reference`, restore the arguments before the launch."""
-    return _run(inputs, candidate_of(config, inputs[_LAUNCH].launch).config)
+    return _run(inputs, candidate_of(config, inputs[_LAUNCH].captured).config)
 
 
 def run_author(inputs: Inputs, config: Config) -> Outputs:
     """Launch the author's choice."""
-    return _run(inputs, inputs[_LAUNCH].launch.author_choice)
+    return _run(inputs, inputs[_LAUNCH].captured.author_choice)
 
 
 def _run(inputs: Inputs, stored: StoredConfig) -> Outputs:
@@ -239,7 +239,7 @@ def reference(inputs: Inputs) -> Outputs:
     from kerneltune.adopt.effects import learn
 
     replay = inputs[_LAUNCH]
-    learn(replay, replay.launch.first_config)
+    learn(replay, replay.captured.first_config)
     return dict(replay.expected)
 
 

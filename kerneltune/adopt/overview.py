@@ -25,33 +25,33 @@ class Capture:
     notes: ProcessNotes
     problems: list[str] = field(default_factory=list)
 
-    def count(self, launch: LaunchClass) -> Count:
+    def count(self, captured: LaunchClass) -> Count:
         """Return the launches of a class; 0 launches if no process has counted any."""
-        return self.notes.launches.get(launch.digest, Count())
+        return self.notes.launches.get(captured.digest, Count())
 
-    def cost_us(self, launch: LaunchClass) -> float:
+    def cost_us(self, captured: LaunchClass) -> float:
         """Return the GPU time of a class's launches; if none was timed, the time to move their arguments at 1 TB/s."""
-        count = self.count(launch)
-        return count.launches * (count.time_us or 0.0) or max(count.launches, 1) * launch.argument_bytes / 1e6
+        count = self.count(captured)
+        return count.launches * (count.time_us or 0.0) or max(count.launches, 1) * captured.argument_bytes / 1e6
 
     def shares(self) -> dict[str, float]:
         """Return each class's share of the time of all captured launches."""
         total = sum(map(self.cost_us, self.classes)) or 1.0
-        return {launch.digest: self.cost_us(launch) / total for launch in self.classes}
+        return {captured.digest: self.cost_us(captured) / total for captured in self.classes}
 
     def kernels(self) -> dict[object, list[LaunchClass]]:
         """Return the classes of each kernel, the most expensive kernel first."""
-        by_kernel = grouped(self.classes, lambda launch: (launch.kernel, launch.source, launch.configs))
+        by_kernel = grouped(self.classes, lambda captured: (captured.kernel, captured.source, captured.configs))
         return dict(sorted(by_kernel.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
     def plain(self) -> list[str]:
         """Return the kernels that were launched without an autotuner and not captured."""
-        captured = {launch.kernel.text for launch in self.classes}
-        return sorted(set(self.notes.plain) - captured)
+        names = {captured.kernel.text for captured in self.classes}
+        return sorted(set(self.notes.plain) - names)
 
     def own_runs(self) -> dict[str, list[str]]:
         """Return subclass of Autotuner -> the kernels that it launched by a `run` of its own, which does not call Triton's."""
-        subclasses = self.notes.made
+        subclasses = self.notes.autotuned
         return grouped(sorted(kernel for kernel, subclass in subclasses.items() if subclass), subclasses.__getitem__)
 
 
@@ -62,8 +62,8 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
     """
     problems: list[str] = []
     blocks = read_blocks(root)
-    read = [launch for launch in read_classes(root, problems) if launch.argument_bytes]
-    classes = [judged(launch, blocks.get(launch.digest, {}), untried) for launch in read]
+    read = [captured for captured in read_classes(root, problems) if captured.argument_bytes]
+    classes = [judged(captured, blocks.get(captured.digest, {}), untried) for captured in read]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
@@ -78,10 +78,10 @@ def _is_size(name: str) -> bool:
     return not any(part in name.lower() for part in _NO_SIZES)
 
 
-def left_out(launches: Sequence[LaunchClass]) -> list[str]:
+def left_out(classes: Sequence[LaunchClass]) -> list[str]:
     """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
     differing: dict[str, None] = {}
-    for alike in grouped((one for one in launches if one.list_size > 1), LaunchClass.told_apart).values():
+    for alike in grouped((one for one in classes if one.list_size > 1), LaunchClass.told_apart).values():
         names = sorted({name for one in alike for name in one.sizes if _is_size(name)})
         differing |= dict.fromkeys(name for name in names if len({one.sizes.get(name) for one in alike}) > 1)
     return list(differing)
@@ -91,30 +91,30 @@ _LEAST_COUNTED = 4
 """Fewest values of an argument that may be a seed or a counter."""
 
 
-def seed_hint(launches: Sequence[LaunchClass]) -> str:
+def seed_hint(classes: Sequence[LaunchClass]) -> str:
     """Return a line about a kernel's argument that makes most classes, as a seed or a step counter does; empty for none.
 
     Whole numbers of the author's key are left out, because the key tells classes apart.
     """
-    keys, values = () if launches[0].is_plain else launches[0].keys, dict[str, set[int]]()
-    for a in (a for launch in launches for a in launch.arguments if type(a.value) is int and a.name not in keys):
+    keys, values = () if classes[0].is_plain else classes[0].keys, dict[str, set[int]]()
+    for a in (a for captured in classes for a in captured.arguments if type(a.value) is int and a.name not in keys):
         values.setdefault(a.name, set()).add(a.value)
     names = sorted(name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED)
-    without = {name: len({signature(launch.arguments, {name}) for launch in launches}) for name in names}
+    without = {name: len({signature(captured.arguments, {name}) for captured in classes}) for name in names}
     name = min(without, key=lambda one: without[one], default="")
-    if not name or 2 * without[name] > len(launches):
+    if not name or 2 * without[name] > len(classes):
         return ""
-    count = f"{len(launches)} classes, {without[name]} without {name}"
+    count = f"{len(classes)} classes, {without[name]} without {name}"
     return f"{count}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
-def omitted(launch: LaunchClass) -> list[str]:
+def omitted(captured: LaunchClass) -> list[str]:
     """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
-    shapes = [argument.tensor.shape for argument in launch.arguments if argument.tensor is not None]
+    shapes = [argument.tensor.shape for argument in captured.arguments if argument.tensor is not None]
     dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
-    named = {*launch.keys, *(name for candidate in launch.candidates for name in candidate.config.kwargs)}
-    values = {a.name: a.value for a in launch.arguments if type(a.value) is int and a.name not in named}
-    sizes = [name for name, value in values.items() if value in dimensions and launch.list_size > 1]
+    named = {*captured.keys, *(name for candidate in captured.candidates for name in candidate.config.kwargs)}
+    values = {a.name: a.value for a in captured.arguments if type(a.value) is int and a.name not in named}
+    sizes = [name for name, value in values.items() if value in dimensions and captured.list_size > 1]
     return [name for name in sizes if _is_size(name) and not name.startswith("BLOCK")]
 
 
@@ -127,46 +127,46 @@ def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
     wins, wrong, checks = _chosen_configs(capture.root), _wrong_trials(capture.root), _last_checks(capture.root)
     lines: list[str] = []
-    for launches in capture.kernels().values():
-        records = [record for launch in launches for record in checks.get(launch.digest, {}).values()]
+    for classes in capture.kernels().values():
+        records = [record for captured in classes for record in checks.get(captured.digest, {}).values()]
         by_reason = grouped((one for one in records if one.status == "failed"), lambda one: _NUMBERS.sub("", one.reason))
-        texts = [*_of_kernel(launches, wins, wrong)]
+        texts = [*_of_kernel(classes, wins, wrong)]
         for alike in by_reason.values():
             more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
             texts.append(f"the check of {alike[0].variant} failed: {alike[0].case}{more}: {alike[0].reason}")
-        lines += [f"{launches[0].kernel.text}: {text}" for text in texts]
+        lines += [f"{classes[0].kernel.text}: {text}" for text in texts]
     return [*lines, *_several_lists([one for one in capture.classes if not one.is_plain]), *capture.problems]
 
 
-def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
+def _several_lists(classes: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
-    for name, of_name in grouped(launches, lambda launch: launch.kernel.text).items():
-        alike = grouped(of_name, lambda launch: (launch.source, launch.told_apart()))
-        most = max(len({launch.configs for launch in each}) for each in alike.values())
+    for name, of_name in grouped(classes, lambda captured: captured.kernel.text).items():
+        alike = grouped(of_name, lambda captured: (captured.source, captured.told_apart()))
+        most = max(len({captured.configs for captured in each}) for each in alike.values())
         if most > 1:
             effect = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {effect}"
 
 
-def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]], wrong: dict[str, list[str]]) -> Iterator[str]:
-    first = launches[0]
+def _of_kernel(classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]], wrong: dict[str, list[str]]) -> Iterator[str]:
+    first = classes[0]
     present = {argument.name.partition("[")[0] for argument in first.arguments}
     if first.problem:
         yield f"cannot be tuned: {first.problem}"
     if unknown := [name for name in first.keys if name not in present]:
         yield f"key names what no launch gives, which triton.autotune leaves out: {', '.join(unknown)}"
-    if hint := seed_hint(launches):
+    if hint := seed_hint(classes):
         yield hint
-    if varying := left_out(launches):
+    if varying := left_out(classes):
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
     if sizes := [name for name in omitted(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
-    chosen = {config for launch in launches for config in wins.get(launch.digest, ())}
+    chosen = {config for captured in classes for config in wins.get(captured.digest, ())}
     never = [one.config for one in first.candidates if one.is_author and one.config not in chosen]
     if chosen and never and not first.is_plain:  # the other configs of a plain kernel are no author's
         labels = "; ".join(one.label for one in never[:_LABELS]) + ("…" if len(never) > _LABELS else "")
-        yield f"{len(never)} of {first.list_size} configs never win in {counted(len(launches), 'class', 'classes')}: {labels}"
-    if results := [text for launch in launches for text in wrong.get(launch.digest, ())]:
+        yield f"{len(never)} of {first.list_size} configs never win in {counted(len(classes), 'class', 'classes')}: {labels}"
+    if results := [text for captured in classes for text in wrong.get(captured.digest, ())]:
         yield f"results change with the config: {len(results)} configs disagree with the author's first: {results[0]}"
 
 
@@ -203,7 +203,7 @@ def _wrong_trials(root: Path) -> dict[str, list[str]]:
         except ValueError:
             continue
         for trial in trials:
-            launch = dict(trial.key.case.options).get("launch")
-            if trial.evaluation.status == "failed" and launch is not None:
-                by_class.setdefault(str(launch), []).append(f"{dict(trial.knobs)}: {trial.evaluation.reason}")
+            digest = dict(trial.key.case.options).get("launch")
+            if trial.evaluation.status == "failed" and digest is not None:
+                by_class.setdefault(str(digest), []).append(f"{dict(trial.knobs)}: {trial.evaluation.reason}")
     return by_class

@@ -24,7 +24,7 @@ from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import NotRecordableError, Values
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
-from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchMap, is_plain, kernel_name, of_list
+from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, is_plain, kernel_name, of_list
 from kerneltune.errors import first_line
 
 log = logging.getLogger("kerneltune.adopt")
@@ -86,20 +86,20 @@ class Recorder:
         self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
         self._notes = ProcessNotes({})
-        self._classes: dict[str, int] = {}
-        self._launched: set[Any] = set()
-        self._tuned: set[Any] = set()
-        self._own_runs: dict[Any, tuple[str, str]] = {}
-        self._codes: dict[tuple[str, str], str] = {}
-        self._pending: list[tuple[str, Any, Any]] = []
+        self._class_counts: dict[str, int] = {}
+        self._launched_functions: set[Any] = set()
+        self._autotuned_functions: set[Any] = set()
+        self._subclass_of: dict[Any, tuple[str, str]] = {}
+        self._bytecode_of: dict[tuple[str, str], str] = {}
+        self._unread_times: list[tuple[str, Any, Any]] = []
         self._counters = Counters(root / LAUNCHES)
-        self._process, self._flushed, self._has_launched = os.getpid(), 0.0, False
+        self._process_id, self._flushed_s, self._has_launched = os.getpid(), 0.0, False
         atexit.register(self.flush)
 
     def _begin_process(self) -> None:
         """Count from zero at the first launch of a process, also of a forked process."""
-        self._process, self._has_launched = os.getpid(), True
-        self._notes.launches, self._pending = {}, []
+        self._process_id, self._has_launched = os.getpid(), True
+        self._notes.launches, self._unread_times = {}, []
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:  # workers of multiprocessing end without calling the functions of atexit
             util.Finalize(None, self.flush, exitpriority=10)
@@ -107,10 +107,10 @@ class Recorder:
     def on_new_autotuner(self, autotuner: Any) -> None:
         """Note an autotuned kernel that the program has made."""
         kind, name = type(autotuner), kernel_name(autotuner).text
-        self._tuned.add(autotuner.base_fn)
-        self._notes.made.setdefault(name, "")
+        self._autotuned_functions.add(autotuner.base_fn)
+        self._notes.autotuned.setdefault(name, "")
         if kind.run.__qualname__ != "Autotuner.run":
-            self._own_runs[autotuner.base_fn] = name, f"{kind.__module__}.{kind.__qualname__}"
+            self._subclass_of[autotuner.base_fn] = name, f"{kind.__module__}.{kind.__qualname__}"
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
@@ -118,7 +118,7 @@ class Recorder:
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             recorded = self.recorded_class(autotuner, args, kwargs)
             if not recorded.digest and program.is_interpreted():  # nothing can be timed
-                recorded = RecordedClass(configs=self._pruned(KernelCall(autotuner, args, kwargs)))
+                recorded = RecordedClass(configs=self._pruned(Launch(autotuner, args, kwargs)))
             return self._launch(original, autotuner, recorded, args, kwargs)
 
         return run
@@ -128,8 +128,8 @@ class Recorder:
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             function = kernel.fn
-            self._launched.add(function)
-            if not self.plain or function in self._tuned or kwargs.get("warmup"):
+            self._launched_functions.add(function)
+            if not self.plain or function in self._autotuned_functions or kwargs.get("warmup"):
                 return original(kernel, *args, **kwargs)
             return self._launch(original, kernel, self._recorded_plain_class(kernel, args, kwargs), args, kwargs)
 
@@ -143,87 +143,87 @@ class Recorder:
         key = (id(kernel), *options.values())
         tuner = self._plain_tuners.get(key)
         if tuner is None:
-            call = KernelCall(kernel, args, others)
-            keys = kernels.all_but_floats(call) - self.ignored
+            launch = Launch(kernel, args, others)
+            keys = kernels.all_but_floats(launch) - self.ignored
             ordered = [name for name in kernel.arg_names if name in keys]
             tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, ordered)
         return self.recorded_class(tuner, args, others)
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
-        names = {KernelName.of(function).text for function in self._launched - self._tuned}
+        names = {KernelName.of(function).text for function in self._launched_functions - self._autotuned_functions}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
 
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
         try:
-            lists: dict[Any, LaunchMap[RecordedClass]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
-            if lists is None:
-                lists = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
-            keys = of_list(lists, autotuner.configs, LaunchMap)
-            launches = keys.find(args, kwargs)
-            if launches is None:
-                call = KernelCall(autotuner, args, kwargs)
-                deciding = kernels.all_but_floats(call) - self.ignored.difference(autotuner.keys)
+            by_list: dict[Any, LaunchMap[RecordedClass]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
+            if by_list is None:
+                by_list = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
+            by_launch = of_list(by_list, autotuner.configs, LaunchMap)
+            recorded = by_launch.find(args, kwargs)
+            if recorded is None:
+                launch = Launch(autotuner, args, kwargs)
+                deciding = kernels.all_but_floats(launch) - self.ignored.difference(autotuner.keys)
                 with self._lock:
-                    launches = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
+                    recorded = by_launch.find(args, kwargs) or by_launch.remember(launch, deciding, self._new_class(launch), True)
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
-        return launches
+        return recorded
 
-    def _first(self, call: KernelCall) -> RecordedClass:
+    def _new_class(self, launch: Launch) -> RecordedClass:
         """Record the class of a launch that this process has not seen before."""
-        name, tuner = call.name, call.autotuner
+        name, tuner = launch.name, launch.autotuner
         if not is_plain(tuner):
-            self._tuned.add(tuner.base_fn)
-            self._own_runs.pop(tuner.base_fn, None)
+            self._autotuned_functions.add(tuner.base_fn)
+            self._subclass_of.pop(tuner.base_fn, None)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return RecordedClass()
-        self._classes[name.text] = self._classes.get(name.text, 0) + 1
-        if self._classes[name.text] > self.most_classes:
+        self._class_counts[name.text] = self._class_counts.get(name.text, 0) + 1
+        if self._class_counts[name.text] > self.most_classes:
             most = self.most_classes
             return self._refuse(name, f"more than {most} classes of launches: the first {most} are kept")
         if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
         try:
-            allowed = self._pruned(call)
-            launch, storages = describe_launch(call, allowed, self.ignored.difference(tuner.keys))
+            allowed = self._pruned(launch)
+            captured, storages = describe_launch(launch, allowed, self.ignored.difference(tuner.keys))
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
-        if self._codes.setdefault((name.text, launch.source), launch.bytecode) != launch.bytecode:
+        if self._bytecode_of.setdefault((name.text, captured.source), captured.bytecode) != captured.bytecode:
             return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
-        values = self._values(launch, storages)
-        if held := arguments.holds_addresses(launch.arguments, values):
+        values = self._values(captured, storages)
+        if held := arguments.holds_addresses(captured.arguments, values):
             return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
-        if launch.problem:
-            self._refuse(name, f"cannot be tuned: {launch.problem}")
-        launch = replace(launch, storages=values.kinds)
-        if not self.autotune or launch.is_plain:
-            write_class(self.root, launch, values.tensors)
-            return RecordedClass(launch.digest, [] if launch.is_plain else allowed)
-        return RecordedClass(launch.digest, unwritten=(launch, values))
+        if captured.problem:
+            self._refuse(name, f"cannot be tuned: {captured.problem}")
+        captured = replace(captured, storages=values.kinds)
+        if not self.autotune or captured.is_plain:
+            write_class(self.root, captured, values.tensors)
+            return RecordedClass(captured.digest, [] if captured.is_plain else allowed)
+        return RecordedClass(captured.digest, unwritten=(captured, values))
 
-    def _pruned(self, call: KernelCall) -> list[Any]:
+    def _pruned(self, launch: Launch) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
 
         On a GPU an exception of the pruning is raised.
         """
         try:
-            return call.pruned()
+            return launch.pruned()
         except Exception as error:  # the author's own code
             if not program.is_interpreted():
                 raise
-            program.warn_once(f"{call.name.text}: pruning fails without a GPU ({first_line(error)}): no config is pruned")
-            return list(call.autotuner.configs)
+            program.warn_once(f"{launch.name.text}: pruning fails without a GPU ({first_line(error)}): no config is pruned")
+            return list(launch.autotuner.configs)
 
-    def _values(self, launch: LaunchClass, storages: Sequence[Any]) -> Values:
+    def _values(self, captured: LaunchClass, storages: Sequence[Any]) -> Values:
         if program.is_capturing():
             return Values(kinds=({"kept": "missing"},) * len(storages))
-        values = arguments.collect(launch.arguments, storages, self._bytes_left, self._sample_bytes_left)
+        values = arguments.collect(captured.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
         self._sample_bytes_left -= values.sampled
         if left := values.left_out:
-            log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", launch.label, left)
+            log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", captured.label, left)
         return values
 
     def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -250,16 +250,16 @@ class Recorder:
         if not recorded.configs:
             result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
             if recorded.unwritten is not None:
-                (launch, values), recorded.unwritten = recorded.unwritten, None
+                (captured, values), recorded.unwritten = recorded.unwritten, None
                 try:
                     choice = StoredConfig.of(autotuner.best_config)
-                    launch = replace(launch, choice=choice)
-                    if launch.candidate(choice) is None:  # chosen for a launch of this key with other arguments, pruned for these
-                        added = _candidate(KernelCall(autotuner, args, kwargs), autotuner.best_config)
-                        launch = replace(launch, candidates=(*launch.candidates, added))
-                    write_class(self.root, launch, values.tensors)
+                    captured = replace(captured, choice=choice)
+                    if captured.candidate(choice) is None:  # chosen for other arguments, pruned for these
+                        added = _candidate(Launch(autotuner, args, kwargs), autotuner.best_config)
+                        captured = replace(captured, candidates=(*captured.candidates, added))
+                    write_class(self.root, captured, values.tensors)
                 except (OSError, ValueError, AttributeError) as error:
-                    self._refuse(launch.kernel, first_line(error))
+                    self._refuse(captured.kernel, first_line(error))
             return result
         while True:
             start = partial(kernels.launch_config, autotuner, recorded.configs[0], args)
@@ -286,23 +286,23 @@ class Recorder:
         start.record()
         result = work()
         end.record()
-        self._pending.append((recorded.digest, start, end))
+        self._unread_times.append((recorded.digest, start, end))
         return result
 
     def _count(self, digest: str) -> None:
         with self._lock:
-            if os.getpid() != self._process or not self._has_launched:
+            if os.getpid() != self._process_id or not self._has_launched:
                 self._begin_process()
             self._counters.add(self._counters.slot(digest))
-            if time.monotonic() - self._flushed > _FLUSH_S:
+            if time.monotonic() - self._flushed_s > _FLUSH_S:
                 self.flush(wait=False)
 
     def flush(self, wait: bool = True) -> None:
         """Write the notes of this process; `wait` waits for the launches that are being timed."""
-        notes, self._flushed = self._notes, time.monotonic()
+        notes, self._flushed_s = self._notes, time.monotonic()
         notes.has_compiled = program.has_compiled()
-        is_empty = not (self._has_launched or notes.refused or notes.made or self._launched or notes.has_compiled)
-        if os.getpid() != self._process or is_empty:
+        is_empty = not (self._has_launched or notes.refused or notes.autotuned or self._launched_functions or notes.has_compiled)
+        if os.getpid() != self._process_id or is_empty:
             return
         with self._lock:
             try:
@@ -311,15 +311,15 @@ class Recorder:
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
                 notes.plain = self._plain()
-                notes.made |= dict(own for function, own in self._own_runs.items() if function in self._launched)
-                write_notes(self.root, f"{self._process}-{id(self):x}", notes)
+                notes.autotuned |= dict(self._subclass_of[one] for one in self._subclass_of.keys() & self._launched_functions)
+                write_notes(self.root, f"{self._process_id}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
                 log.warning("kerneltune: notes not written: %s", first_line(error))
 
     def _harvest(self, wait: bool) -> None:
         """Note the times of the launches that have ended."""
         unfinished = []
-        for digest, start, end in self._pending:
+        for digest, start, end in self._unread_times:
             if wait:
                 end.synchronize()
             if not end.query():
@@ -327,10 +327,10 @@ class Recorder:
                 continue
             count = self._notes.launches.setdefault(digest, Count())
             count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
-        self._pending = unfinished
+        self._unread_times = unfinished
 
 
-def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
+def describe_launch(launch: Launch, allowed: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
     """Return the class of a launch, and for each storage of its tensors a live tensor.
 
     Args:
@@ -338,20 +338,20 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         allowed: the configs that the author's pruning leaves.
         ignored: names of arguments whose values make no classes of their own.
     """
-    tuner, name, function = call.autotuner, call.name, call.autotuner.base_fn
+    tuner, name, function = launch.autotuner, launch.name, launch.autotuner.base_fn
     home = kernels.home_of(tuner)
     held = vars(sys.modules[home.module]) if home is not None and home.module != name.module else function.__globals__
     home_file = os.path.abspath(held["__file__"]) if home is not None and held.get("__file__") else ""
-    described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
-    key = call.author_key()
-    candidates = _candidates(call, allowed)
+    described, storages = arguments.describe(tuner.arg_names, launch.args, launch.given)
+    key = launch.author_key()
+    candidates = _candidates(launch, allowed)
     with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
-        call.grid(allowed[0])
+        launch.grid(allowed[0])
     source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     read = kernels.read_globals(function)
     signed = arguments.signature(described, ignored)
     parts = [name.module, name.name, source, listed, signed, *([json.dumps(read)] if read else ())]
-    launch = LaunchClass(
+    captured = LaunchClass(
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
         kernel=name,
         file=function.__code__.co_filename,
@@ -373,7 +373,7 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         problem=_problem(function, home, home_file, candidates),
         is_plain=is_plain(tuner),
     )
-    return launch, storages
+    return captured, storages
 
 
 def _command() -> tuple[str, ...]:
@@ -382,19 +382,19 @@ def _command() -> tuple[str, ...]:
     return (os.path.abspath(file), *sys.argv[1:]) if file else tuple(sys.argv)
 
 
-def _candidates(call: KernelCall, allowed: Sequence[Any]) -> list[Candidate]:
+def _candidates(launch: Launch, allowed: Sequence[Any]) -> list[Candidate]:
     """Return the candidates of a class: the author's configs and the configs of `space=`, or the configs of a plain kernel."""
-    if is_plain(call.autotuner):
-        return [_candidate(call, config) for config in configs.plain_configs(call)]
-    space = getattr(call.autotuner, "kerneltune_space", None)
-    added = configs.of_space(call.autotuner.configs, space) if space else ()
-    return [_candidate(call, config) for config in (*allowed, *added)]
+    if is_plain(launch.autotuner):
+        return [_candidate(launch, config) for config in configs.plain_configs(launch)]
+    space = getattr(launch.autotuner, "kerneltune_space", None)
+    added = configs.of_space(launch.autotuner.configs, space) if space else ()
+    return [_candidate(launch, config) for config in (*allowed, *added)]
 
 
-def _candidate(call: KernelCall, config: Any) -> Candidate:
+def _candidate(launch: Launch, config: Any) -> Candidate:
     stored = StoredConfig.of(config)
     try:
-        return Candidate(stored, True, call.grid(config))
+        return Candidate(stored, True, launch.grid(config))
     except NotRecordableError:
         raise
     except Exception as error:  # the author's own code: this candidate is out
@@ -415,4 +415,4 @@ def _problem(function: Any, home: KernelName | None, file: str, candidates: Sequ
         return "the program is no file, so that the kernel cannot be loaded again"
     if any(candidate.grid is not None for candidate in candidates):
         return ""
-    return f"no config can be launched: {candidates[0].problem or 'the launch has no grid'}"
+    return f"no config can be launched: {candidates[0].problem or 'the captured has no grid'}"

@@ -272,7 +272,7 @@ class Replay:
         tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
     """
 
-    launch: LaunchClass
+    captured: LaunchClass
     named: dict[str, Any]
     storages: list[torch.Tensor]
     guard_bytes: int = 0
@@ -311,7 +311,7 @@ class Replay:
         """Return a function that launches a config, or only compiles it."""
         import triton
 
-        captured = self.launch
+        captured = self.captured
         autotuner = live_kernel(captured)
         candidate = captured.candidate(stored)
         config = live_configs(autotuner.configs, [stored]).get(stored)

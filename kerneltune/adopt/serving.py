@@ -25,7 +25,7 @@ from kerneltune.adopt.configs import (
     split_options,
 )
 from kerneltune.adopt.folder import Counters
-from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchMap, kernel_name, of_list
+from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, kernel_name, of_list
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
@@ -126,7 +126,7 @@ class ServedPlainKernel:
 
     def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Launch the kernel with the changes of the launch's key. The hot path of serving."""
-        served = self.by_launch.find(args, kwargs) or self._resolve(KernelCall(kernel, args, kwargs))
+        served = self.by_launch.find(args, kwargs) or self._resolve(Launch(kernel, args, kwargs))
         try:
             result = original(kernel, *args, **{**kwargs, **served.options})
         except Exception as error:  # Triton's launch errors share no type
@@ -135,45 +135,45 @@ class ServedPlainKernel:
         self.counters.add(served.count)
         return result
 
-    def _resolve(self, call: KernelCall) -> ServedConfig:
+    def _resolve(self, launch: Launch) -> ServedConfig:
         """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
         changes: dict[str, Any] | None = None
         try:
-            changes = self._changes(call)
+            changes = self._changes(launch)
         except Exception as error:  # an argument of an unknown type must not end the user's program
-            warn_once(f"{call.name.text}: a launch is not served: {first_line(error)}")
+            warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
         key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
-        return self.by_launch.remember(call, key_names, ServedConfig(changes or {}, self.counts[changes is None]))
+        return self.by_launch.remember(launch, key_names, ServedConfig(changes or {}, self.counts[changes is None]))
 
-    def _changes(self, call: KernelCall) -> dict[str, Any] | None:
+    def _changes(self, launch: Launch) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
 
         Each argument that a launch passes on costs the host 0.1 us.
         """
-        own, others = split_options(call.kwargs)
+        own, others = split_options(launch.kwargs)
         if (options := tuple(own.values())) not in self.by_options:
-            tuners = [(plain_tuner(call.autotuner, own, kernel.keys), kernel) for kernel in self.kernels]
+            tuners = [(plain_tuner(launch.autotuner, own, kernel.keys), kernel) for kernel in self.kernels]
             self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
         for tuner, kernel in self.by_options[options]:
-            launch = KernelCall(tuner, call.args, others)
-            row = kernel.row(launch.author_key(), launch.dtypes(), launch.sizes())
-            if row is not None and self._fits(launch, row):
+            described = Launch(tuner, launch.args, others)
+            row = kernel.row(described.author_key(), described.dtypes(), described.sizes())
+            if row is not None and self._fits(described, row):
                 chosen = row.configs[0].live().all_kwargs()
-                present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
+                present = described.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
                 return {name: value for name, value in chosen.items() if present.get(name) != value}
         return None
 
-    def _fits(self, call: KernelCall, row: ServingRow) -> bool:
+    def _fits(self, launch: Launch, row: ServingRow) -> bool:
         """Return whether the config of a row fits a launch: other blocks need the grid that was checked with them.
 
         Another place of the program may launch this kernel with a grid that does not read the blocks.
         """
-        config, grid = row.configs[0], call.kwargs.get("grid")
-        changed = config.changed(call.named)
-        if not changed or not callable(grid) or not changed <= call.kwargs.keys():
+        config, grid = row.configs[0], launch.kwargs.get("grid")
+        changed = config.changed(launch.named)
+        if not changed or not callable(grid) or not changed <= launch.kwargs.keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
-            return list(call.grid(config.live()) or ()) == row.evidence.get("grid")
+            return list(launch.grid(config.live()) or ()) == row.evidence.get("grid")
         return False
 
 
@@ -266,7 +266,7 @@ class Server:
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
-        launch = self._launch
+        launch_served = self._launch
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -274,7 +274,7 @@ class Server:
             except AttributeError:
                 held = self.attach(autotuner)
             listed = held.author if autotuner.configs is held.shown else self._assigned(autotuner, held)
-            return launch(listed, original, autotuner, args, kwargs)
+            return launch_served(listed, original, autotuner, args, kwargs)
 
         return run
 
@@ -300,7 +300,7 @@ class Server:
         """Launch an autotuner's kernel with the config of its key. The hot path of serving."""
         served = listed.by_launch.find(args, kwargs)
         if served is None:
-            resolved = self._resolve(original, KernelCall(tuner, args, kwargs), listed)
+            resolved = self._resolve(original, Launch(tuner, args, kwargs), listed)
             if not isinstance(resolved, ServedConfig):
                 return resolved[0]
             served = resolved
@@ -363,84 +363,84 @@ class Server:
         """Return the indices of the counts of a kernel's launches: served, missed."""
         return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
-    def _resolve(self, original: Callable[..., Any], call: KernelCall, listed: ServedList) -> ServedConfig | tuple[Any]:
+    def _resolve(self, original: Callable[..., Any], launch: Launch, listed: ServedList) -> ServedConfig | tuple[Any]:
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
         if self._preparing is not None:
             self._preparing.wait()
-        row = self._row(call, listed)
-        if row is not None and (served := _allowed(call, listed, row)) is not None:
+        row = self._row(launch, listed)
+        if row is not None and (served := _allowed(launch, listed, row)) is not None:
             self.counts.hits += 1
-            return self._remember(call, listed, served)
+            return self._remember(launch, listed, served)
         if len(listed.configs) == 1:  # nothing to choose
-            return self._remember(call, listed, _served(listed.configs, listed.counts[0]))
+            return self._remember(launch, listed, _served(listed.configs, listed.counts[0]))
         with suppress(Exception):  # of the author's grid: the launch raises it again
-            if 0 in (call.grid(listed.configs[0]) or ()):  # without tokens, for example: any config does for this launch
+            if 0 in (launch.grid(listed.configs[0]) or ()):  # without tokens, for example: any config does for this launch
                 return _served(listed.configs[:1], listed.counts[0])
         self.counts.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the shown config
-                self.missing.record(call.private_copy(listed.configs), call.args, call.kwargs)
+                self.missing.record(launch.private_copy(listed.configs), launch.args, launch.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
                 warn_once(f"misses are not recorded: {error}")
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
-            raise LookupError(f"{call.name.text}: no config for {call.sizes()} {call.dtypes()} on {program.device_slug()}")
+            raise LookupError(f"{launch.name.text}: no config for {launch.sizes()} {launch.dtypes()} on {program.device_slug()}")
         if policy == "author":
-            return self._by_author(original, call, listed)
-        return self._remember(call, listed, _served(self._guess(policy, call, listed), listed.counts[1]))
+            return self._by_author(original, launch, listed)
+        return self._remember(launch, listed, _served(self._guess(policy, launch, listed), listed.counts[1]))
 
-    def _remember(self, call: KernelCall, listed: ServedList, served: ServedConfig) -> ServedConfig:
+    def _remember(self, launch: Launch, listed: ServedList, served: ServedConfig) -> ServedConfig:
         """Serve a config to launches of this key from now on.
 
         The author's pruning and the policy `nearest` may depend on every argument.
         """
-        tuner = call.autotuner
+        tuner = launch.autotuner
         is_whole = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
-        key_names = listed.key_names | kernels.all_but_floats(call) if is_whole else listed.key_names
-        return listed.by_launch.remember(call, key_names, served)
+        key_names = listed.key_names | kernels.all_but_floats(launch) if is_whole else listed.key_names
+        return listed.by_launch.remember(launch, key_names, served)
 
-    def _row(self, call: KernelCall, listed: ServedList) -> ServedConfig | None:
+    def _row(self, launch: Launch, listed: ServedList) -> ServedConfig | None:
         """Return the configs of the table's row of a launch.
 
         None where the table has no row for its author's key and element types, or none of the row's configs can be made here.
         """
         if listed.kernel is None:
             return None
-        finder = listed.by_author_key.find(call.args, call.kwargs)
+        finder = listed.by_author_key.find(launch.args, launch.kwargs)
         if finder is None:
-            group = listed.kernel.group(call.author_key(), call.dtypes())
+            group = listed.kernel.group(launch.author_key(), launch.dtypes())
             rows = group.rows if group is not None else ()
             live_rows = _live(listed, [row.configs for row in rows])
             served = [_served(configs, listed.counts[0]) if configs else None for configs in live_rows]
             finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
-            listed.by_author_key.remember(call, call.autotuner.keys, finder)
-        return finder.nearest({name: call.size(name) for name in finder.names})
+            listed.by_author_key.remember(launch, launch.autotuner.keys, finder)
+        return finder.nearest({name: launch.size(name) for name in finder.names})
 
-    def _guess(self, policy: str, call: KernelCall, listed: ServedList) -> list[Any]:
+    def _guess(self, policy: str, launch: Launch, listed: ServedList) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         kernel = listed.kernel if policy == "nearest" else None
-        nearest = kernel.nearest(call.sizes(), call.dtypes()) if kernel is not None else None
+        nearest = kernel.nearest(launch.sizes(), launch.dtypes()) if kernel is not None else None
         (configs,) = _live(listed, [nearest.configs if nearest is not None else ()])
-        near = _allowed(call, listed, _served(configs, listed.counts[1])) if configs else None
+        near = _allowed(launch, listed, _served(configs, listed.counts[1])) if configs else None
         label = "" if near is None else StoredConfig.of(near.config).label
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
-        warn_once(f"{call.name.text}: a launch that was not tuned: served with {used}")
-        return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(listed.configs)]
+        warn_once(f"{launch.name.text}: a launch that was not tuned: served with {used}")
+        return [*([near.config, *near.fallbacks] if near else ()), *launch.pruned(listed.configs)]
 
-    def _by_author(self, original: Callable[..., Any], call: KernelCall, listed: ServedList) -> tuple[Any]:
+    def _by_author(self, original: Callable[..., Any], launch: Launch, listed: ServedList) -> tuple[Any]:
         """Let the author's autotuner tune if necessary and launch, and remember its choice."""
         self.counters.add(listed.counts[1])
-        warn_once(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
-        alone = call.private_copy(listed.configs)
+        warn_once(f"{launch.name.text}: a launch that was not tuned: the author's autotuner chooses")
+        alone = launch.private_copy(listed.configs)
         if listed.author_choices is not None:
             alone.cache = listed.author_choices
         before = len(alone.cache)
-        result = original(alone, *call.args, **call.kwargs)
+        result = original(alone, *launch.args, **launch.kwargs)
         self.counts.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
-                setattr(call.autotuner, name, alone.__dict__[name])
-        self._remember(call, listed, _served([alone.best_config], listed.counts[1]))
+                setattr(launch.autotuner, name, alone.__dict__[name])
+        self._remember(launch, listed, _served([alone.best_config], listed.counts[1]))
         return (result,)
 
 
@@ -460,12 +460,12 @@ def _live(listed: ServedList, rows: Sequence[Sequence[StoredConfig]]) -> list[li
     return [list(filter(is_right, (live[stored] for stored in row if stored in live))) for row in rows]
 
 
-def _allowed(call: KernelCall, listed: ServedList, served: ServedConfig) -> ServedConfig | None:
+def _allowed(launch: Launch, listed: ServedList, served: ServedConfig) -> ServedConfig | None:
     """Return the configs that the author's pruning allows for a launch, without the author's performance model; None for none."""
-    if not call.autotuner.early_config_prune:
+    if not launch.autotuner.early_config_prune:
         return served
     configs = [served.config, *served.fallbacks]
-    unpruned = call.pruned(list(dict.fromkeys([*listed.configs, *configs])), by_model=False)
+    unpruned = launch.pruned(list(dict.fromkeys([*listed.configs, *configs])), by_model=False)
     allowed = [config for config in configs if config in unpruned]
     return _served(allowed, served.count) if allowed else None
 

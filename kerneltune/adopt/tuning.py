@@ -66,7 +66,7 @@ class TunedClass:
         cost_us: GPU time of all captured launches.
     """
 
-    launch: LaunchClass
+    captured: LaunchClass
     task: Task
     best: StoredConfig
     author: StoredConfig
@@ -134,8 +134,8 @@ def tune_capture(
     chosen = _chosen(capture, share, skipped, device.current().slug)
     if probe_blocks(capture, chosen):
         capture = read_capture(root)
-        by_digest = {launch.digest: launch for launch in capture.classes}
-        chosen = [by_digest[launch.digest] for launch in chosen]
+        by_digest = {captured.digest: captured for captured in capture.classes}
+        chosen = [by_digest[captured.digest] for captured in chosen]
     options = Options(workers=workers, force=force)
     until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
@@ -181,47 +181,47 @@ def searched(root: Path, tasks: Sequence[Task]) -> Iterator[Searched]:
         yield stores[name].of_task(task), task.stored(root / "configs")
 
 
-def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:
+def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
     A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by the
     block. Write the verdicts beside the classes, and return whether a verdict is new.
     """
     blocks, is_new = read_blocks(capture.root), False
-    plain = [launch for launch in launches if launch.is_plain]
+    plain = [captured for captured in classes if captured.is_plain]
     with GpuWorker() as worker:
-        for launch, task in zip(plain, _tasks(capture, plain), strict=True):
-            verdicts = blocks.setdefault(launch.digest, {})
-            for name in [name for name in launch.candidates[0].config.kwargs if name not in verdicts]:
-                verdicts[name], is_new = _coupling(worker, task, launch, name), True
+        for captured, task in zip(plain, _tasks(capture, plain), strict=True):
+            verdicts = blocks.setdefault(captured.digest, {})
+            for name in [name for name in captured.candidates[0].config.kwargs if name not in verdicts]:
+                verdicts[name], is_new = _coupling(worker, task, captured, name), True
     if is_new:
         write_blocks(capture.root, {digest: of_class for digest, of_class in blocks.items() if of_class})
     return is_new
 
 
-def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> str:
+def _coupling(worker: GpuWorker, task: Task, captured: LaunchClass, name: str) -> str:
     """Return why a block may not change; empty if launches with other values leave the same results."""
-    program, kind, passed = launch.candidates[0].config, task.variant.config, False
+    program, kind, passed = captured.candidates[0].config, task.variant.config, False
     assert kind is not None
     for size in (program.kwargs[name] * 2, program.kwargs[name] // 2):
-        candidate = launch.candidate(replace(program, kwargs={**program.kwargs, name: size}))
+        candidate = captured.candidate(replace(program, kwargs={**program.kwargs, name: size}))
         if candidate is None:
             continue
-        outcome = worker.check(task, config_of(candidate.config, launch, kind))
+        outcome = worker.check(task, config_of(candidate.config, captured, kind))
         if outcome.status != "checked" and not any(failure in outcome.reason for failure in LAUNCH_FAILURES):
             return f"{name}={size}: {outcome.reason}"
         passed |= outcome.status == "checked"
     return "" if passed else f"{name}: no other value can be launched"
 
 
-def _tasks(capture: Capture, launches: Sequence[LaunchClass]) -> list[Task]:
+def _tasks(capture: Capture, classes: Sequence[LaunchClass]) -> list[Task]:
     """Return the tasks of tuning classes."""
     by_name = {op.name: op for op in operators_of(capture)}
-    ops = [by_name[operator_name(launch)] for launch in launches]
-    policies = ["cold" if launch.argument_bytes >= _COLD_BYTES else "hot" for launch in launches]
+    ops = [by_name[operator_name(captured)] for captured in classes]
+    policies = ["cold" if captured.argument_bytes >= _COLD_BYTES else "hot" for captured in classes]
     return [
-        Task(op, case_of(launch, op.axes), op.variant(TUNED), policy)
-        for launch, op, policy in zip(launches, ops, policies, strict=True)
+        Task(op, case_of(captured, op.axes), op.variant(TUNED), policy)
+        for captured, op, policy in zip(classes, ops, policies, strict=True)
     ]
 
 
@@ -229,33 +229,33 @@ def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str
     """Return the classes that are tuned, the most expensive first; a line in `skipped` for each that cannot be."""
     chosen: list[LaunchClass] = []
     covered, shares = 0.0, capture.shares()
-    for launch in sorted(capture.classes, key=lambda launch: -shares[launch.digest]):
+    for captured in sorted(capture.classes, key=lambda captured: -shares[captured.digest]):
         if covered >= share and chosen:
-            skipped.append(f"{launch.label}: below --share {share:g}: keeps the author's choice")
+            skipped.append(f"{captured.label}: below --share {share:g}: keeps the author's choice")
             continue
-        covered += shares[launch.digest]
-        if reason := why_untunable(launch, device_slug):
-            skipped.append(f"{launch.label}: {reason}")
+        covered += shares[captured.digest]
+        if reason := why_untunable(captured, device_slug):
+            skipped.append(f"{captured.label}: {reason}")
         else:
-            chosen.append(launch)
+            chosen.append(captured)
     return chosen
 
 
-def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
+def why_untunable(captured: LaunchClass, device_slug: str | None = None) -> str:
     """Return why a class cannot be tuned on a GPU; empty if it can; device_slug: folder name of the GPU, None for any GPU."""
-    if device_slug not in (None, launch.device):
-        return f"captured on {launch.device}, this is {device_slug}: capture again here"
-    if launch.problem:
-        return launch.problem
-    grids = [candidate.grid for candidate in launch.offered]
+    if device_slug not in (None, captured.device):
+        return f"captured on {captured.device}, this is {device_slug}: capture again here"
+    if captured.problem:
+        return captured.problem
+    grids = [candidate.grid for candidate in captured.offered]
     if not grids:
-        return launch.candidates[0].problem
+        return captured.candidates[0].problem
     if any(grid is not None and 0 in grid for grid in grids):
         return "its grid is empty: nothing is launched"
-    if launch.lacks_values:
+    if captured.lacks_values:
         return "values were not kept (seen in a graph capture, or over --max-bytes)"
     try:
-        live_kernel(launch)
+        live_kernel(captured)
     except ReplayError as error:
         return str(error)
     return ""
@@ -265,17 +265,17 @@ def _collect(capture: Capture, skipped: list[str]) -> list[TunedClass]:
     """Return the config that the search has found for each class, with the times of all its configs."""
     tuned = []
     tasks = _tasks(capture, capture.classes)
-    for launch, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
+    for captured, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
         if stored is None:
             reason = "no config passed its check" if tried else "not reached: run the command again"
-            if not any(line.startswith(f"{launch.label}:") for line in skipped):
-                skipped.append(f"{launch.label}: {reason}")
+            if not any(line.startswith(f"{captured.label}:") for line in skipped):
+                skipped.append(f"{captured.label}: {reason}")
             continue
         entry, best = stored
         timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        times = {candidate_of(config, launch).config: time_us for config, time_us in timed.items()}
-        best_and_author = candidate_of(best, launch).config, launch.author_choice
-        tuned.append(TunedClass(launch, task, *best_and_author, times, dict(entry.evidence), capture.cost_us(launch)))
+        times = {candidate_of(config, captured).config: time_us for config, time_us in timed.items()}
+        best_and_author = candidate_of(best, captured).config, captured.author_choice
+        tuned.append(TunedClass(captured, task, *best_and_author, times, dict(entry.evidence), capture.cost_us(captured)))
     return tuned
 
 
@@ -283,8 +283,8 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     """Return the table of the tuned classes."""
     kernels = []
     with GpuWorker() as worker:
-        for classes in grouped(tuned, lambda each: operator_name(each.launch)).values():
-            of, groups = classes[0].launch, tuple(table_groups(classes, worker))
+        for classes in grouped(tuned, lambda each: operator_name(each.captured)).values():
+            of, groups = classes[0].captured, tuple(table_groups(classes, worker))
             digests = (of.source, of.bytecode, of.configs, of.versions.get("package", ""))
             costliest = max(classes, key=lambda one: one.cost_us)  # its config, where none runs in all classes
             portfolio = () if of.is_plain else (shared_config(classes) or costliest.best,)
@@ -297,11 +297,11 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
     names, launchers = [], []
-    for launch in (each.launch for each in tuned):
-        served = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
-        row = served.row(launch.key, launch.dtypes, launch.sizes)
+    for captured in (each.captured for each in tuned):
+        served = by_name[captured.kernel.module, captured.kernel.name, captured.configs]
+        row = served.row(captured.key, captured.dtypes, captured.sizes)
         if row is not None:
-            kernel = make_replay(launch, root, "meta", 0).compile(row.configs[0])
+            kernel = make_replay(captured, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))
                 launchers.append(ahead.launcher_of(kernel))
@@ -317,8 +317,8 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
-    for members in grouped(classes, lambda one: one.launch.told_apart()).values():
-        launch, shared, split = members[0].launch, shared_config(members), differing(members) if len(members) > 1 else ()
+    for members in grouped(classes, lambda one: one.captured.told_apart()).values():
+        captured, shared, split = members[0].captured, shared_config(members), differing(members) if len(members) > 1 else ()
         if len(members) == 1 or shared is None:
             rows = [_row(one, one.best) for one in members]
         else:
@@ -326,7 +326,7 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
             rows = [_row(one, shared if gain is None else one.best, gain) for one, gain in zip(members, gains, strict=True)]
             if all(gain is None for gain in gains):
                 rows, split = [_row(max(members, key=lambda one: one.cost_us), shared)], ()
-        yield Group(launch.key, launch.dtypes, split, tuple(rows))
+        yield Group(captured.key, captured.dtypes, split, tuple(rows))
 
 
 def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
@@ -344,7 +344,7 @@ def own_gain(one: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float 
         return None
     screened = one.times[shared] / one.times.get(one.best, one.times[shared])
     try:
-        compared = [config_of(stored, one.launch, one.task.variant.config) for stored in (shared, one.best, one.author)]
+        compared = [config_of(stored, one.captured, one.task.variant.config) for stored in (shared, one.best, one.author)]
         samples = worker.time_interleaved(one.task, compared)
     except WorkerCrashedError:
         samples = [None] * 3
@@ -360,10 +360,10 @@ def own_gain(one: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float 
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
     """Return the sizes that differ between classes. Of sizes with the same values, an argument goes before a side of a tensor."""
-    names = {name for one in members for name in one.launch.sizes}
+    names = {name for one in members for name in one.captured.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}
     for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot
-        by_sizes.setdefault(tuple(one.launch.sizes.get(name) for one in members), name)
+        by_sizes.setdefault(tuple(one.captured.sizes.get(name) for one in members), name)
     return tuple(sorted(name for sizes, name in by_sizes.items() if len(set(sizes)) > 1))
 
 
@@ -371,12 +371,12 @@ def _row(one: TunedClass, chosen: StoredConfig, gain: float | None = None) -> Se
     """Return a row: the chosen config, the author's config, then the fastest of the rest to fall back to."""
     ranked = sorted(one.times, key=lambda config: one.times[config])
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:_MOST_CONFIGS]
-    evidence = {**one.evidence, "class": one.launch.digest}
-    if one.launch.is_plain:
-        evidence["grid"] = next(candidate.grid for candidate in one.launch.candidates if candidate.config == chosen)
+    evidence = {**one.evidence, "class": one.captured.digest}
+    if one.captured.is_plain:
+        evidence["grid"] = next(candidate.grid for candidate in one.captured.candidates if candidate.config == chosen)
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
-    return ServingRow(one.launch.sizes, tuple(configs), evidence)
+    return ServingRow(one.captured.sizes, tuple(configs), evidence)
 
 
 @dataclass(frozen=True, slots=True)

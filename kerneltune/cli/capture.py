@@ -75,7 +75,7 @@ def command(
         if notes.has_compiled and not eager:
             more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
-        error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.made), pattern, code)}{more}{kept}")
+        error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.autotuned), pattern, code)}{more}{kept}")
     raise typer.Exit(code or int(not is_captured and not _is_one_of_several_ranks()))
 
 

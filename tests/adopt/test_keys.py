@@ -10,12 +10,12 @@ import torch
 import triton
 
 from kerneltune.adopt.arguments import encode_value
-from kerneltune.adopt.kernels import KernelCall, LaunchMap, all_but_floats, of_list, plan_key
+from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, of_list, plan_key
 
 
-def launch(*args: Any, **kwargs: Any) -> KernelCall:
+def launch(*args: Any, **kwargs: Any) -> Launch:
     """Return a launch of a kernel with these arguments."""
-    return KernelCall(SimpleNamespace(arg_names=["x", "N", "BLOCK"]), args, kwargs)
+    return Launch(SimpleNamespace(arg_names=["x", "N", "BLOCK"]), args, kwargs)
 
 
 def test_key_holds_deciding_arguments_and_the_types_of_all_arguments() -> None:

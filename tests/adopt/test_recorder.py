@@ -372,7 +372,7 @@ def test_capture_notes_only_kernels_that_a_subclass_launched(tmp_path: Path) -> 
     assert idle.configs == configs
     capture = read_capture(tmp_path)
     assert capture.own_runs() == {f"{__name__}.Alone": [f"{__name__}.second"]}
-    assert {f"{__name__}.third", f"{__name__}.alone"} <= capture.notes.made.keys()
+    assert {f"{__name__}.third", f"{__name__}.alone"} <= capture.notes.autotuned.keys()
 
 
 def test_capture_notes_plain_kernels_launched_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
