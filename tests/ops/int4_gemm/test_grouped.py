@@ -88,22 +88,26 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
 @pytest.mark.parametrize(
     ("tokens", "rows", "depth", "groups", "group", "expected"),
     [
-        (9, 5120, 4096, 16, 128, (16, 1)),
-        (44, 5120, 8192, 16, 128, (16, 2)),  # 1048 programs of one block: eight on each of 132 SMs, all but a few in one wave
-        (60, 7168, 4864, 16, 128, (16, 1)),
-        (160, 4096, 1408, 16, 128, (32, 1)),
-        (20, 4096, 4096, 1, 128, (32, 1)),
-        (352, 7168, 4864, 16, 128, (64, 1)),
-        (96, 6144, 3584, 32, 32, (16, 2)),
-        (29, 768, 7168, 8, 64, (16, 1)),
+        (8, 5120, 4096, 16, 128, (16, 1, True)),  # the cast of x occupies few SMs
+        (9, 5120, 4096, 16, 128, (16, 1, False)),
+        (44, 5120, 8192, 16, 128, (16, 2, False)),  # 1048 programs of one block: a few more than 132 SMs hold
+        (60, 7168, 4864, 16, 128, (16, 1, True)),  # waves that follow even out where programs began
+        (160, 4096, 1408, 16, 128, (32, 1, False)),
+        (20, 4096, 4096, 1, 128, (32, 1, False)),
+        (352, 7168, 4864, 16, 128, (64, 1, True)),
+        (176, 7168, 3584, 32, 128, (16, 2, True)),  # many programs: not only the largest group counts
+        (256, 4096, 6400, 16, 128, (32, 1, False)),
+        (99, 2560, 6400, 6, 128, (64, 1, False)),  # few programs: those of the largest group end last
+        (96, 6144, 3584, 32, 32, (16, 2, True)),
+        (29, 768, 7168, 8, 64, (16, 1, False)),
     ],
 )
-def test_default_takes_the_tokens_of_the_largest_group_and_blocks_that_fill_waves(
-    tokens: int, rows: int, depth: int, groups: int, group: int, expected: tuple[int, int]
+def test_default_follows_the_tokens_of_the_largest_group_and_the_waves_of_programs(
+    tokens: int, rows: int, depth: int, groups: int, group: int, expected: tuple[int, int, bool]
 ) -> None:
     case = case_of(tokens, rows, depth, groups)
     config = grouped.default(dataclasses.replace(case, options=(("group", group), *case.options[1:])))
-    assert (config.tokens, config.blocks, config.warps, config.stages, config.early) == (*expected, 4, 3, tokens <= 24)
+    assert (config.tokens, config.blocks, config.warps, config.stages, config.early) == (*expected[:2], 4, 3, expected[2])
 
 
 def test_valid_refuses_too_many_registers_or_tokens() -> None:
