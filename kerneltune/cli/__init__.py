@@ -83,6 +83,8 @@ class _Group(TyperGroup):
             error_line(f"error: {error.name}: not installed: `{ctx.invoked_subcommand}` needs it")
             raise typer.Exit(2) from None
         except (ValueError, LookupError) as error:
+            for text in options.damaged_classes():  # a sweep file that names such a class has no other fault
+                error_line(f"skipped: {text}")
             error_line(f"error: {error}")
             raise typer.Exit(2) from None
         except OSError as error:

@@ -299,6 +299,17 @@ def captured_ops(folder: str = "") -> dict[str, Op]:
     return {op.name: op for op in operators(chosen)}
 
 
+def damaged_classes() -> list[str]:
+    """Return a line for each class of the capture in use that cannot be read."""
+    if not captured():
+        return []
+    from kerneltune.adopt.overview import read_capture
+
+    with suppress(ValueError):  # no class can be read, which the error of the command says
+        return read_capture(Path(captured())).problems
+    return []
+
+
 def capture_of(family: str) -> str:
     """Return the folder of a capture whose folder or sweep file is given as the family; empty for another family."""
     folder = family if Path(family).is_dir() else str(Path(family).parent) if Path(family).name == "sweep.yaml" else ""

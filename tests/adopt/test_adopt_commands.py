@@ -105,6 +105,20 @@ def test_list_skips_a_damaged_class_with_one_line(tmp_path: Path, change: dict[s
     assert f"skipped: {path}: {text}" in result.stderr.replace("\n", " ")
 
 
+def test_sweep_of_a_capture_names_a_damaged_class(tmp_path: Path) -> None:
+    """The command named the digest that the sweep file has, not the file that cannot be read."""
+    captured(tmp_path, (4, 96), (4, 128), pattern="row_sum")
+    write_capture_sweep(read_capture(tmp_path))
+    path = sorted((tmp_path / CLASSES).glob(f"*/{META}"))[0]
+    path.write_text(path.read_text()[:100])
+    operators.cache_clear()
+    result = run("sweep", tmp_path, "--check-only")
+    assert (result.exit_code, result.stdout) == (2, "")
+    skipped, error = result.stderr.splitlines()
+    assert skipped == f"skipped: {path}: JSON: input data was truncated"
+    assert f"launch: '{path.parent.name}': expected one of " in error
+
+
 def test_list_skips_damaged_counts_with_one_line(tmp_path: Path) -> None:
     captured(tmp_path, pattern="row_sum")
     (path,) = (tmp_path / LAUNCHES).glob("*.json")
