@@ -166,8 +166,9 @@ def named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callab
         owner: Any = importlib.import_module(file.stem if file else where)
     except (Exception, SystemExit) as error:  # the program's own code
         raise ValueError(f"{field}: {where}: importing fails: {first_line(error)}") from error
-    if file and not file.samefile(owner.__file__):
-        raise ValueError(f"{field}: {where}: another module has its name: {owner.__file__}")
+    present = getattr(owner, "__file__", None)  # None for a module of Python itself
+    if file and not (present and file.samefile(present)):
+        raise ValueError(f"{field}: {where}: another module has its name: {present or owner}")
     for part in classes:
         owner = getattr(owner, part, None)
     function = getattr(owner, attribute, None)

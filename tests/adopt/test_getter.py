@@ -214,6 +214,14 @@ def test_getter_command_with_a_damaged_space_file_names_it(text: str, message: s
     assert (result.exit_code, result.stderr.startswith(f"error: {path}: {message}")) == (2, True), result.stderr
 
 
+@pytest.mark.parametrize(("name", "other"), [("time", "<module 'time' (built-in)>"), ("yaml", "yaml/__init__.py")])
+def test_probe_of_a_file_with_the_name_of_another_module_names_it(name: str, other: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text(GOOD)
+    with pytest.raises(ValueError, match=rf"^getter: {file}: another module has its name: .*{re.escape(other)}$"):
+        probed(str(file))
+
+
 def test_probe_with_a_space_of_an_unknown_knob_raises(fused_moe: Any) -> None:
     with pytest.raises(ValueError, match=r"^space: BLOCK: expected a knob of the own config: BLOCK_SIZE_K, BLOCK_SIZE_M"):
         probe(facts_of((1,), space={"BLOCK": [16]}))
