@@ -15,7 +15,7 @@ import msgspec
 
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import FORMAT, read_json
-from kerneltune.files import read_bytes, replace_text
+from kerneltune.files import locked, read_bytes, replace_text
 from kerneltune.nearness import log2_distance
 
 V = TypeVar("V")
@@ -141,12 +141,13 @@ def write_table(root: Path, table: ServingTable) -> str:
     text = json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifest = path.parent / MANIFEST
-    try:
-        tables = read_json(manifest, _Manifest).tables
-    except ValueError:  # there is none, or it is damaged
-        tables = {}
-    replace_text(path, text)
-    replace_text(manifest, json.dumps({"format": FORMAT, "tables": {**tables, path.name: digest}}, indent=1) + "\n")
+    with locked(manifest):  # another host may write the table of its GPU
+        try:
+            tables = read_json(manifest, _Manifest).tables
+        except ValueError:  # there is none, or it is damaged
+            tables = {}
+        replace_text(path, text)
+        replace_text(manifest, json.dumps({"format": FORMAT, "tables": {**tables, path.name: digest}}, indent=1) + "\n")
     return digest
 
 

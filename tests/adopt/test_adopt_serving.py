@@ -13,7 +13,8 @@ import torch
 import triton
 from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, tuned_folder, write_table
 
-from kerneltune.adopt import program, startup
+from kerneltune.adopt import program, startup, table
+from kerneltune.adopt.folder import read_json
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel
 from kerneltune.adopt.table import MANIFEST, Group, ServingRow, read_table
@@ -188,6 +189,26 @@ def test_serving_a_kernel_with_changed_source_warns_once(tmp_path: Path, caplog:
         example().row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
     assert server.counts.hits == 0
     assert caplog.text.count("its source has changed since it was tuned") == 1
+
+
+def test_tables_of_two_gpus_that_are_written_at_once_are_both_in_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: list[threading.Thread] = []
+
+    def read_before_another_writes(*args: Any, **options: Any) -> Any:
+        try:
+            return read_json(*args, **options)
+        finally:
+            if not writers:
+                writers.append(threading.Thread(target=write_table, args=(tmp_path,), kwargs={"device": "gpu_b"}))
+                writers[0].start()
+                writers[0].join(0.5)
+
+    monkeypatch.setattr(table, "read_json", read_before_another_writes)
+    write_table(tmp_path, device="gpu_a")
+    writers[0].join()
+    assert None not in (read_table(tmp_path, "gpu_a"), read_table(tmp_path, "gpu_b"))
 
 
 @pytest.mark.parametrize("source", [{}, {"source": "0" * 12, "bytecode": "0" * 16}], ids=["same", "other"])
