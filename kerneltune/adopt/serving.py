@@ -55,6 +55,11 @@ class ServedConfig:
     config: Any = None
     fallbacks: list[Any] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, configs: Sequence[Any], count: int) -> "ServedConfig":
+        """Serve the first config, and fall back to the others."""
+        return cls(configs[0].all_kwargs(), count, configs[0], list(configs[1:]))
+
     def fall_back(self, kernel: Any, error: Exception) -> None:
         """Replace a config that fails to launch by the next config, from now on; raise any other error."""
         if not program.is_launch_failure(error) or not (self.fallbacks if self.config is not None else self.options):
@@ -89,6 +94,47 @@ class ServedList:
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[RowFinder[ServedConfig | None]] = field(default_factory=LaunchMap)
     author_choices: dict[Any, Any] | None = None
+
+    def tuned(self, launch: Launch) -> ServedConfig | None:
+        """Return the configs of the table's row of a launch.
+
+        None where the table has no row for its author's key and element types, or none of the row's configs can be made here.
+        """
+        if self.kernel is None:
+            return None
+        finder = self.by_author_key.find(launch.args, launch.kwargs)
+        if finder is None:
+            group = self.kernel.group(launch.author_key(), launch.dtypes())
+            rows = group.rows if group is not None else ()
+            live_rows = self.live_rows([row.configs for row in rows])
+            served = [ServedConfig.of(configs, self.counts[0]) if configs else None for configs in live_rows]
+            finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
+            self.by_author_key.remember(launch, launch.autotuner.keys, finder)
+        return finder.nearest({name: launch.size(name) for name in finder.names})
+
+    def live_rows(self, rows: Sequence[Sequence[StoredConfig]]) -> list[list[Any]]:
+        """Return the live config objects of each row of stored configs, without the configs that cannot be made here.
+
+        If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
+        config of the list has are left out, because the value may be wrong here.
+        """
+        live = live_configs(self.configs, [stored for row in rows for stored in row])
+        is_tuned = self.kernel is not None and self.kernel.configs == configs_digest(self.configs)
+        values = [item for config in self.configs for item in config.kwargs.items()]
+
+        def is_right(config: Any) -> bool:
+            return is_tuned or all(item in values for item in config.kwargs.items())
+
+        return [list(filter(is_right, (live[stored] for stored in row if stored in live))) for row in rows]
+
+    def unpruned(self, launch: Launch, served: ServedConfig) -> ServedConfig | None:
+        """Return the configs that the author's pruning, without the performance model, leaves for a launch; None for none."""
+        if not launch.autotuner.early_config_prune:
+            return served
+        configs = [served.config, *served.fallbacks]
+        allowed = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
+        kept = [config for config in configs if config in allowed]
+        return ServedConfig.of(kept, served.count) if kept else None
 
 
 @dataclass(slots=True)
@@ -266,15 +312,15 @@ class Server:
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
-        launch_served = self._launch
+        serve = self._launch
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                held: ServedAutotuner = autotuner.kerneltune_served
+                lists: ServedAutotuner = autotuner.kerneltune_served
             except AttributeError:
-                held = self.attach(autotuner)
-            listed = held.author if autotuner.configs is held.shown else self._assigned(autotuner, held)
-            return launch_served(listed, original, autotuner, args, kwargs)
+                lists = self.attach(autotuner)
+            served_list = lists.author if autotuner.configs is lists.shown else self._assigned(autotuner, lists)
+            return serve(served_list, original, autotuner, args, kwargs)
 
         return run
 
@@ -296,11 +342,13 @@ class Server:
         same = self._kernels_of(kernel.fn, is_plain=True)
         return ServedPlainKernel(same, self.counters, self._counts_of(kernel)) if same else None
 
-    def _launch(self, listed: ServedList, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _launch(
+        self, served_list: ServedList, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Launch an autotuner's kernel with the config of its key. The hot path of serving."""
-        served = listed.by_launch.find(args, kwargs)
+        served = served_list.by_launch.find(args, kwargs)
         if served is None:
-            resolved = self._resolve(original, Launch(tuner, args, kwargs), listed)
+            resolved = self._resolve(original, Launch(tuner, args, kwargs), served_list)
             if not isinstance(resolved, ServedConfig):
                 return resolved[0]
             served = resolved
@@ -314,22 +362,22 @@ class Server:
         except Exception as error:  # Triton's launch errors share no type
             rest = {name: value for name, value in kwargs.items() if name not in options}
             served.fall_back(tuner, error)
-            return self._launch(listed, original, tuner, args, rest)
+            return self._launch(served_list, original, tuner, args, rest)
         self.counters.add(served.count)
         return result
 
     def attach(self, autotuner: Any) -> ServedAutotuner:
         """Find the table's kernel of an autotuner; torch.compile sees one config from here on, so that it times nothing."""
         with self._lock:
-            held: ServedAutotuner | None = autotuner.__dict__.get(kernels.SERVED_ATTRIBUTE)
-            if held is None:
+            lists: ServedAutotuner | None = autotuner.__dict__.get(kernels.SERVED_ATTRIBUTE)
+            if lists is None:
                 author = self._list_of(autotuner)
-                held = ServedAutotuner(author, author.configs)
+                lists = ServedAutotuner(author, author.configs)
                 if author.kernel is not None:
-                    (portfolio,) = _live(author, [author.kernel.portfolio[:1]])
-                    autotuner.configs = held.shown = portfolio or author.configs
-                kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, held)
-            return held
+                    (portfolio,) = author.live_rows([author.kernel.portfolio[:1]])
+                    autotuner.configs = lists.shown = portfolio or author.configs
+                kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, lists)
+            return lists
 
     def on_new_autotuner(self, autotuner: Any) -> None:
         """Let an autotuner show its config before anything traces it."""
@@ -337,10 +385,10 @@ class Server:
             if self._kernels_of(autotuner.base_fn):
                 self.attach(autotuner)
 
-    def _assigned(self, autotuner: Any, held: ServedAutotuner) -> ServedList:
+    def _assigned(self, autotuner: Any, lists: ServedAutotuner) -> ServedList:
         """Return the server of the list of configs that the program has assigned to an autotuner."""
         with self._lock:
-            return of_list(held.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
+            return of_list(lists.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
 
     def _list_of(self, autotuner: Any) -> ServedList:
         """Return the server of an autotuner with its present list of configs.
@@ -363,113 +411,66 @@ class Server:
         """Return the indices of the counts of a kernel's launches: served, missed."""
         return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
-    def _resolve(self, original: Callable[..., Any], launch: Launch, listed: ServedList) -> ServedConfig | tuple[Any]:
+    def _resolve(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> ServedConfig | tuple[Any]:
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
         if self._preparing is not None:
             self._preparing.wait()
-        row = self._row(launch, listed)
-        if row is not None and (served := _allowed(launch, listed, row)) is not None:
+        tuned = served_list.tuned(launch)
+        if tuned is not None and (served := served_list.unpruned(launch, tuned)) is not None:
             self.counts.hits += 1
-            return self._remember(launch, listed, served)
-        if len(listed.configs) == 1:  # nothing to choose
-            return self._remember(launch, listed, _served(listed.configs, listed.counts[0]))
+            return self._remember(launch, served_list, served)
+        if len(served_list.configs) == 1:  # nothing to choose
+            return self._remember(launch, served_list, ServedConfig.of(served_list.configs, served_list.counts[0]))
         with suppress(Exception):  # of the author's grid: the launch raises it again
-            if 0 in (launch.grid(listed.configs[0]) or ()):  # without tokens, for example: any config does for this launch
-                return _served(listed.configs[:1], listed.counts[0])
+            if 0 in (launch.grid(served_list.configs[0]) or ()):  # without tokens, for example: any config does for this launch
+                return ServedConfig.of(served_list.configs[:1], served_list.counts[0])
         self.counts.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the shown config
-                self.missing.record(launch.private_copy(listed.configs), launch.args, launch.kwargs)
+                self.missing.record(launch.private_copy(served_list.configs), launch.args, launch.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
                 warn_once(f"misses are not recorded: {error}")
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
             raise LookupError(f"{launch.name.text}: no config for {launch.sizes()} {launch.dtypes()} on {program.device_slug()}")
         if policy == "author":
-            return self._by_author(original, launch, listed)
-        return self._remember(launch, listed, _served(self._guess(policy, launch, listed), listed.counts[1]))
+            return self._by_author(original, launch, served_list)
+        configs = self._untuned_configs(policy, launch, served_list)
+        return self._remember(launch, served_list, ServedConfig.of(configs, served_list.counts[1]))
 
-    def _remember(self, launch: Launch, listed: ServedList, served: ServedConfig) -> ServedConfig:
+    def _remember(self, launch: Launch, served_list: ServedList, served: ServedConfig) -> ServedConfig:
         """Serve a config to launches of this key from now on.
 
         The author's pruning and the policy `nearest` may depend on every argument.
         """
         tuner = launch.autotuner
-        is_whole = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
-        key_names = listed.key_names | kernels.all_but_floats(launch) if is_whole else listed.key_names
-        return listed.by_launch.remember(launch, key_names, served)
+        depends_on_all = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
+        key_names = served_list.key_names | kernels.all_but_floats(launch) if depends_on_all else served_list.key_names
+        return served_list.by_launch.remember(launch, key_names, served)
 
-    def _row(self, launch: Launch, listed: ServedList) -> ServedConfig | None:
-        """Return the configs of the table's row of a launch.
-
-        None where the table has no row for its author's key and element types, or none of the row's configs can be made here.
-        """
-        if listed.kernel is None:
-            return None
-        finder = listed.by_author_key.find(launch.args, launch.kwargs)
-        if finder is None:
-            group = listed.kernel.group(launch.author_key(), launch.dtypes())
-            rows = group.rows if group is not None else ()
-            live_rows = _live(listed, [row.configs for row in rows])
-            served = [_served(configs, listed.counts[0]) if configs else None for configs in live_rows]
-            finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
-            listed.by_author_key.remember(launch, launch.autotuner.keys, finder)
-        return finder.nearest({name: launch.size(name) for name in finder.names})
-
-    def _guess(self, policy: str, launch: Launch, listed: ServedList) -> list[Any]:
+    def _untuned_configs(self, policy: str, launch: Launch, served_list: ServedList) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
-        kernel = listed.kernel if policy == "nearest" else None
+        kernel = served_list.kernel if policy == "nearest" else None
         nearest = kernel.nearest(launch.sizes(), launch.dtypes()) if kernel is not None else None
-        (configs,) = _live(listed, [nearest.configs if nearest is not None else ()])
-        near = _allowed(launch, listed, _served(configs, listed.counts[1])) if configs else None
+        (configs,) = served_list.live_rows([nearest.configs if nearest is not None else ()])
+        near = served_list.unpruned(launch, ServedConfig.of(configs, served_list.counts[1])) if configs else None
         label = "" if near is None else StoredConfig.of(near.config).label
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
         warn_once(f"{launch.name.text}: a launch that was not tuned: served with {used}")
-        return [*([near.config, *near.fallbacks] if near else ()), *launch.pruned(listed.configs)]
+        return [*([near.config, *near.fallbacks] if near else ()), *launch.pruned(served_list.configs)]
 
-    def _by_author(self, original: Callable[..., Any], launch: Launch, listed: ServedList) -> tuple[Any]:
+    def _by_author(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> tuple[Any]:
         """Let the author's autotuner tune if necessary and launch, and remember its choice."""
-        self.counters.add(listed.counts[1])
+        self.counters.add(served_list.counts[1])
         warn_once(f"{launch.name.text}: a launch that was not tuned: the author's autotuner chooses")
-        alone = launch.private_copy(listed.configs)
-        if listed.author_choices is not None:
-            alone.cache = listed.author_choices
+        alone = launch.private_copy(served_list.configs)
+        if served_list.author_choices is not None:
+            alone.cache = served_list.author_choices
         before = len(alone.cache)
         result = original(alone, *launch.args, **launch.kwargs)
         self.counts.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(launch.autotuner, name, alone.__dict__[name])
-        self._remember(launch, listed, _served([alone.best_config], listed.counts[1]))
+        self._remember(launch, served_list, ServedConfig.of([alone.best_config], served_list.counts[1]))
         return (result,)
-
-
-def _live(listed: ServedList, rows: Sequence[Sequence[StoredConfig]]) -> list[list[Any]]:
-    """Return the live config objects of each row of stored configs, without the configs that cannot be made here.
-
-    If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
-    config of the list has are left out, because the value may be wrong here.
-    """
-    live = live_configs(listed.configs, [stored for row in rows for stored in row])
-    is_tuned = listed.kernel is not None and listed.kernel.configs == configs_digest(listed.configs)
-    values = [item for config in listed.configs for item in config.kwargs.items()]
-
-    def is_right(config: Any) -> bool:
-        return is_tuned or all(item in values for item in config.kwargs.items())
-
-    return [list(filter(is_right, (live[stored] for stored in row if stored in live))) for row in rows]
-
-
-def _allowed(launch: Launch, listed: ServedList, served: ServedConfig) -> ServedConfig | None:
-    """Return the configs that the author's pruning allows for a launch, without the author's performance model; None for none."""
-    if not launch.autotuner.early_config_prune:
-        return served
-    configs = [served.config, *served.fallbacks]
-    unpruned = launch.pruned(list(dict.fromkeys([*listed.configs, *configs])), by_model=False)
-    allowed = [config for config in configs if config in unpruned]
-    return _served(allowed, served.count) if allowed else None
-
-
-def _served(configs: Sequence[Any], count: int) -> ServedConfig:
-    config, *fallbacks = configs
-    return ServedConfig(config.all_kwargs(), count, config, fallbacks)
