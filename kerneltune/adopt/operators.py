@@ -173,19 +173,14 @@ def _unpickled(name: str, knobs: tuple[tuple[str, type], ...], values: tuple[Any
     return knob_class(name, knobs)(*values)
 
 
-def _config(kind: type[Any], place: int, stored: StoredConfig) -> Config:
-    """Return the config of a candidate at a place of its class as an instance of the kernel's `knob_class`."""
-    if list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]:
-        return kind(place)
-    return kind(**stored.kwargs, **{name: getattr(stored, name) or default for name, default in _OPTIONS.items()})
-
-
 @lru_cache(maxsize=256)
 def _candidates(captured: LaunchClass, kind: Any) -> dict[Config, Candidate]:
-    """Return the candidates of a class by their configs; of candidates with equal configs, the first."""
+    """Return the candidates of a class by instances of the kernel's `knob_class`; of candidates with equal configs, the first."""
     candidates: dict[Config, Candidate] = {}
+    is_numbered = list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]
     for place, one in enumerate(captured.candidates):
-        candidates.setdefault(_config(kind, place, one.config), one)
+        options = {name: getattr(one.config, name) or default for name, default in _OPTIONS.items()}
+        candidates.setdefault(kind(place) if is_numbered else kind(**one.config.kwargs, **options), one)
     return candidates
 
 
