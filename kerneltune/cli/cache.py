@@ -12,7 +12,7 @@ from kerneltune import cache, device, misses, sweep
 from kerneltune.cache import CacheEntry, Chooser, load, load_strict
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, show, show_wrapped, width
-from kerneltune.cli.files import bench_case
+from kerneltune.cli.files import bench_case, selected
 from kerneltune.errors import unknown
 from kerneltune.files import replace_text
 from kerneltune.plan import Selection
@@ -48,20 +48,15 @@ def show_(op: o.OpName, wanted: Selection, gpu: o.Gpu = None, configs: o.ReadCon
     """Show the cached configs of an operator."""
     files = _chosen(op, gpu, configs)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
-    for name in ("dtype", "quant", "variant"):
-        o.require_match(wanted, name, (entry.key.fields[name] for _, entry in entries))
     rows = []
-    for where, entry in entries:
+    for where, entry in selected(entries, wanted, lambda stored: stored[1].key):
         case = entry.case
-        if not wanted.takes(entry.key):
-            continue
         shown = " ".join([case.name, pairs(dict((*case.axes, *case.options))), case.dtype, case.quant])
         speedup = entry.evidence.get("speedup")
         gain = float(speedup) if isinstance(speedup, float | int) else None
         rows.append(Row((where, entry.policy, entry.variant, shown, pairs(entry.config), gain)))
     if not rows:
-        selected = f"with case={', '.join(wanted.cases)}" if wanted.cases else f"in {o.configs_root(configs)}"
-        raise ValueError(f"no entry of {op} {selected}")
+        raise ValueError(f"no entry of {op} of this selection in {o.configs_root(configs)}")
     columns = (
         _GPU,
         Column("policy", shared=True),
@@ -84,8 +79,7 @@ def explain(
     configs: o.ReadConfigs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
-    ops = o.load_ops()
-    operator = ops[o.choice("op", op, ops)]
+    operator = o.load_op(op)
     chosen_variant = operator.variant(variant)
     if chosen_variant.config is None:
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
@@ -94,7 +88,7 @@ def explain(
         sizes = text.split(",")
         named_case = o.case_of_sizes(operator, sizes, dtype or operator.dtypes[0], quant or operator.quants[0], whole=True)
     else:
-        named_case = bench_case(ops, operator, text, dtype, quant)
+        named_case = bench_case(operator, text, dtype, quant)
     called = operator.called(named_case)
     if (reason := chosen_variant.unsupported(called)) is not None:
         raise ValueError(f"case: {called.label}: unsupported: {reason}")
@@ -166,8 +160,7 @@ def export_(
     """
     from kerneltune import exchange
 
-    ops = o.load_ops()
-    operator = ops[o.choice("op", op, ops)]
+    operator = o.load_op(op)
     if all(offered.config is None for offered in operator.variants):
         raise ValueError(f"op: {op!r}: expected an operator with configs: no variant of {op} has knobs")
     files = _chosen(op, gpu, configs)
@@ -228,8 +221,7 @@ def import_(
     """Store the configs of exported files in the cache, after all of them are checked."""
     from kerneltune import exchange
 
-    ops = o.load_ops()
-    operator = ops[o.choice("op", op, ops)]
+    operator = o.load_op(op)
     _folder_name(gpu)
     root = o.configs_root(configs)
     o.require_writable(root)

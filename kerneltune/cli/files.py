@@ -1,9 +1,11 @@
 """Find the files that a command reads if none is named, and select their records."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 from kerneltune import device, sweep
 from kerneltune.cli import options as o
@@ -13,31 +15,33 @@ from kerneltune.files import data_root
 from kerneltune.plan import Selection
 from kerneltune.processes import git
 from kerneltune.records import Record, grouped, load, parse
-from kerneltune.spec import PLUGINS, Case, Op
+from kerneltune.spec import PLUGINS, Case, Op, TaskKey
 from kerneltune.sweep import SweepCase
 from kerneltune.table import Column, Table
 from kerneltune.workloads import own_tables
 
 SUFFIX = ".jsonl"
+T = TypeVar("T")
 
 
-def selected(records: Sequence[Record], wanted: Selection) -> list[Record]:
-    """Return the records that the options select."""
+def selected(rows: Sequence[T], wanted: Selection, key_of: Callable[[T], TaskKey] = attrgetter("key")) -> list[T]:
+    """Return the rows, such as records or configs, that the options select; a name that no row has is an error."""
+    keys = [key_of(row) for row in rows]
     for field in ("op", "dtype", "quant", "variant", "case"):
-        o.require_match(wanted, field, (getattr(record, field) for record in records))
-    return [record for record in records if wanted.takes(record.key)]
+        o.require_match(wanted, field, (key.op if field == "op" else key.fields[field] for key in keys))
+    return [row for row, key in zip(rows, keys, strict=True) if wanted.takes(key)]
 
 
-def swept(known: Mapping[str, Op]) -> list[SweepCase]:
-    """Return the cases of all sweep files of the checkout or package, and of the capture in use."""
+def swept_cases(op: str) -> list[SweepCase]:
+    """Return the cases of an operator in all sweep files of the checkout or package, and of the capture in use."""
     files = sorted(data_root("sweeps").glob("*.yaml"))
-    plans = [sweep.load(path, known) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]]
-    return [entry for plan in plans for entry in (*plan.bench, *plan.check)]
+    sweeps = [sweep.load(path, o.load_ops()) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]]
+    return [entry for of_file in sweeps for entry in (*of_file.bench, *of_file.check) if entry.op == op]
 
 
-def bench_case(known: Mapping[str, Op], op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
+def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
     """Return the first bench case of an operator in any sweep file that has this name, element type and mode; None for any."""
-    of_op = [entry.case for entry in swept(known) if (entry.op, entry.section) == (op.name, "bench")]
+    of_op = [entry.case for entry in swept_cases(op.name) if entry.section == "bench"]
     cases = [case for case in of_op if dtype in (None, case.dtype) and quant in (None, case.quant)]
     if not cases:
         raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}: see `ops {op.name}`")

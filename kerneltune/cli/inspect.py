@@ -11,7 +11,7 @@ import typer
 from kerneltune.cache import readable
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
-from kerneltune.cli.files import swept
+from kerneltune.cli.files import swept_cases
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import in_checkout
 from kerneltune.inspection import static
@@ -194,7 +194,7 @@ def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | 
     selected_runs = _selected(runs, selection)
     if wanted.ops and not selected_runs:
         for op in chosen:
-            cases = dict.fromkeys(entry.case for entry in swept(known) if entry.op == op.name)
+            cases = dict.fromkeys(entry.case for entry in swept_cases(op.name))
             runs += default_runs(op, cases, selection)
         selected_runs = _selected(runs, selection)
         if selected_runs:

@@ -167,8 +167,9 @@ def refuse(expected: str, **options: Any) -> None:
 
 def require_match(wanted: Selection, field: str, present: Iterable[str]) -> None:
     """Raise ValueError for a name or pattern of a selection's field that matches no present value."""
-    values = list(dict.fromkeys(present))
-    for pattern in getattr(wanted, f"{field}s"):
+    patterns = getattr(wanted, f"{field}s")
+    values = list(dict.fromkeys(present)) if patterns else []
+    for pattern in patterns:
         if not fnmatch.filter(values, pattern):
             choice(field, pattern, values)
 
@@ -339,6 +340,12 @@ def load_ops(folder: str = "") -> Mapping[str, Op]:
         modules = f"in {operators[name].module} and in {of_workloads[name].module}"
         raise ValueError(f"two operators are called {name!r}: {modules}")
     return operators | of_workloads | captured_ops(folder)
+
+
+def load_op(name: str) -> Op:
+    """Return an operator or workload by name."""
+    ops = load_ops()
+    return ops[choice("op", name, ops)]
 
 
 def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole: bool = False) -> Case:

@@ -37,13 +37,12 @@ def command(
 
     Clocks are left as they are and caches start cold. The profiler distorts times: compare times with `compare`.
     """
-    ops = o.load_ops()
-    operator = ops[o.choice("op", op, ops)]
+    operator = o.load_op(op)
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
         o.choice("variant", name, [variant.name for variant in operator.variants])
         if text:
             o.config_of(operator.variant(name), field, text)
-    profiled_case = bench_case(ops, operator, case, dtype, quant)
+    profiled_case = bench_case(operator, case, dtype, quant)
     for variant in (operator.variant(a), operator.variant(b)):
         if variant.missing():
             raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")

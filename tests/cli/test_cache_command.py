@@ -97,7 +97,7 @@ def test_cache_show_of_unknown_names_fails_with_known_names(stored: Path) -> Non
     assert refused("cache", "show", "softmax") == "error: op with cached configs: 'softmax': expected one of rmsnorm_bwd"
     assert refused("cache", "show", "rmsnorm_bwd", "--gpu", "b200") == "error: gpu: 'b200': expected one of nvidia_h200"
     assert refused("cache", "show", "rmsnorm_bwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16"
-    assert refused("cache", "show", "rmsnorm_bwd", "--case", "a*") == "error: no entry of rmsnorm_bwd with case=a*"
+    assert refused("cache", "show", "rmsnorm_bwd", "--case", "a*").startswith("error: case: 'a*': expected one of ")
 
 
 @pytest.mark.parametrize(
