@@ -219,7 +219,7 @@ def given_knobs(config: Config) -> dict[str, int]:
 def operators(folder: str) -> tuple[Op, ...]:
     """Return the operator of a folder, in a tuple. A knob that an own config lacks has the default of a launch, else 0."""
     facts = read_facts(Path(folder))
-    by_sizes = {tuple(one.sizes.items()): one for one in facts.cases}
+    by_sizes = {tuple(each.sizes.items()): each for each in facts.cases}
     owns = {sizes: facts.defaults | one.own for sizes, one in by_sizes.items() if one.own}
     knobs = dict.fromkeys([*(name for one in facts.cases for name in one.own), *facts.options], int)
     kind = knob_class(f"Config_{facts.digest[:8]}", tuple(knobs.items()))
@@ -251,10 +251,10 @@ def operators(folder: str) -> tuple[Op, ...]:
     return (op,)
 
 
-def call_case(facts: GetterFacts, one: CallCase) -> Case:
+def call_case(facts: GetterFacts, case: CallCase) -> Case:
     """Return the case of a call, named by the sizes that differ between calls; by all sizes where they differ in none."""
-    differing = {name: size for name, size in one.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1}
-    return Case(pairs(differing or one.sizes), tuple(one.sizes.items()), facts.dtype)
+    differing = {name: size for name, size in case.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1}
+    return Case(pairs(differing or case.sizes), tuple(case.sizes.items()), facts.dtype)
 
 
 def _around(name: str, own: int) -> Iterator[int]:
@@ -437,11 +437,11 @@ def probe(facts: GetterFacts) -> GetterFacts:
         digest = code_digest(getter.function)[:4] + code_digest(call)[:4]
     except (ValueError, TypeError):  # a function without source
         digest = "unknown"
-    cases = [_probed(getter, call, facts.dtype, one) for one in facts.cases]
-    searched = [one for one in cases if one.is_searched]
+    cases = [_probed(getter, call, facts.dtype, case) for case in facts.cases]
+    searched = [case for case in cases if case.is_searched]
     if not searched:
-        raise ValueError(f"call: {facts.call}: {next(one.problem for one in cases if one.is_wanted)}")
-    known = {name for one in cases for name in one.own}
+        raise ValueError(f"call: {facts.call}: {next(case.problem for case in cases if case.is_wanted)}")
+    known = {name for case in cases for name in case.own}
     if other := [name for name in facts.space if name not in (*known, *ADDED_OPTIONS)]:
         raise ValueError(f"space: {other[0]}: expected a knob of the own config: {', '.join(sorted(known))}")
     defaults, options = launch_defaults(), [name for name in ADDED_OPTIONS if name not in known]
@@ -457,22 +457,22 @@ def _torch_device() -> str:
     return "cuda" if device.current().is_gpu else "cpu"
 
 
-def _probed(getter: Getter, call: Callable[..., Any], dtype: str, one: CallCase) -> CallCase:
+def _probed(getter: Getter, call: Callable[..., Any], dtype: str, case: CallCase) -> CallCase:
     """Return a case with its own config and bytes, or with the reason why it cannot be tuned."""
     import torch
 
     held = torch.cuda.memory_allocated() if device.current().is_gpu else 0
     try:
-        function = make_call(call, one.sizes, dtype, _torch_device(), 0)
+        function = make_call(call, case.sizes, dtype, _torch_device(), 0)
         sizes = [tensor.nbytes for tensor in tensors_of(function).values()]
         count = torch.cuda.memory_allocated() - held if device.current().is_gpu else sum(sizes)
         for problem in ("never asks the getter", "asks the getter at its first call only: the answer is kept elsewhere"):
             getter.first_result = {}
             function()
             if not getter.first_result:
-                return msgspec.structs.replace(one, problem=problem)
+                return msgspec.structs.replace(case, problem=problem)
     except Exception as error:  # the program's own code
         if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ")):
             raise
-        return msgspec.structs.replace(one, problem=f"fails with its own config: {first_line(error)}")
-    return msgspec.structs.replace(one, own=whole_numbers(getter.first_result), bytes=max(count, 1))
+        return msgspec.structs.replace(case, problem=f"fails with its own config: {first_line(error)}")
+    return msgspec.structs.replace(case, own=whole_numbers(getter.first_result), bytes=max(count, 1))

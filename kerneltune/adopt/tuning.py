@@ -390,7 +390,7 @@ class TunedCall:
         skipped: why a call that was to be tuned was not; empty if it was.
     """
 
-    one: CallCase
+    case: CallCase
     config: Mapping[str, int]
     evidence: Mapping[str, Any] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
@@ -408,24 +408,24 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
     The program's own config stays unless the interval of the paired final says that another config is faster.
     """
     facts, (op,) = getter.read_facts(root), getter.operators(str(root))
-    tasks = [Task(op, getter.call_case(facts, one), op.variants[0], options.policy or op.policy) for one in facts.cases]
-    wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_searched]
+    tasks = [Task(op, getter.call_case(facts, case), op.variants[0], options.policy or op.policy) for case in facts.cases]
+    wanted = [task for task, case in zip(tasks, facts.cases, strict=True) if case.is_searched]
     search_tasks(root, "getter", root / getter.FACTS, wanted, options, progress)
     return [_tuned_call(*each) for each in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
 
 
-def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
+def _tuned_call(task: Task, case: CallCase, found: Searched) -> TunedCall:
     tried, stored = found
     failed = tuple(each.reason for each in tried.values() if each.status in ("failed", "crashed"))
-    own = one.own | getter.given_knobs(task.default)
-    if stored is None or not one.is_searched:
-        reason = one.problem or ("no config passed its check" if tried else "it was not searched")
-        return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_wanted else "")
+    own = case.own | getter.given_knobs(task.default)
+    if stored is None or not case.is_searched:
+        reason = case.problem or ("no config passed its check" if tried else "it was not searched")
+        return TunedCall(case, own if case.own else {}, failed=failed, skipped=reason if case.is_wanted else "")
     entry, best = stored
     if (entry.evidence.get("over_default") or (1.0, 1.0))[0] > 1.0:
-        return TunedCall(one, one.own | getter.given_knobs(best), entry.evidence, failed)
+        return TunedCall(case, case.own | getter.given_knobs(best), entry.evidence, failed)
     default_us = entry.evidence.get("default_us")
-    return TunedCall(one, own, {"default_us": default_us, "time_us": default_us} if default_us else {}, failed)
+    return TunedCall(case, own, {"default_us": default_us, "time_us": default_us} if default_us else {}, failed)
 
 
 def check_getter(root: Path) -> list[Outcome]:
@@ -433,7 +433,7 @@ def check_getter(root: Path) -> list[Outcome]:
     from kerneltune.measuring.jobs import pairs_job, run_jobs
 
     facts, (op,) = getter.read_facts(root), getter.operators(str(root))
-    cases = [getter.call_case(facts, one) for one in facts.cases if one.is_searched]
+    cases = [getter.call_case(facts, case) for case in facts.cases if case.is_searched]
     ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
     return outcomes
 
@@ -459,12 +459,12 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named:
     elif "H200" in gpu.split("_"):
         gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
     tables: dict[str, dict[str, dict[str, int]]] = {}
-    for call in sorted(calls, key=lambda each: each.one.sizes.get("tokens", 0)):
-        if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.one.sizes]:
+    for call in sorted(calls, key=lambda each: each.case.sizes.get("tokens", 0)):
+        if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.case.sizes]:
             raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
-        sizes = call.one.sizes
+        sizes = call.case.sizes
         if not call.config:
-            raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.one.problem}")
+            raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.case.problem}")
         path = f"{folder}E={sizes['experts']},N={sizes['inner']},device_name={gpu}{fields}.json"
         tables.setdefault(path, {})[str(sizes["tokens"])] = dict(call.config)
     return {path: json.dumps(rows, indent=4) + "\n" for path, rows in tables.items()}

@@ -193,7 +193,7 @@ def _show_calls(names: "Sequence[str]", calls: "Sequence[TunedCall]", seconds: f
     rows = []
     for name, call in zip(names, calls, strict=True):
         if call.evidence:
-            own = launch_defaults() | call.one.own
+            own = launch_defaults() | call.case.own
             changed = {knob: value for knob, value in call.config.items() if own.get(knob) != value}
             rows.append((name, *_times(call.evidence), pairs(changed) if call.is_faster else "own config"))
         elif call.skipped:
