@@ -413,7 +413,7 @@ def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False
     names or types it raises an error of `_OTHER_KIND`, or returns a key that none of its own launches has.
 
     Args:
-        call: a launch.
+        launch: a launch.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
         has_layout: whether the strides of tensors, and the alignment of their first bytes, are part of the key.
     """

@@ -317,7 +317,9 @@ class Recorder:
                 log.warning("kerneltune: notes not written: %s", first_line(error))
 
     def _harvest(self, wait: bool) -> None:
-        """Note the times of the launches that have ended."""
+        """Note the times of the launches that have ended; none during a graph capture, which the query of an event would end."""
+        if program.is_capturing():
+            return
         unfinished = []
         for digest, start, end in self._unread_times:
             if wait:
@@ -334,7 +336,7 @@ def describe_launch(launch: Launch, allowed: Sequence[Any], ignored: Collection[
     """Return the class of a launch, and for each storage of its tensors a live tensor.
 
     Args:
-        call: the launch.
+        launch: the launch.
         allowed: the configs that the author's pruning leaves.
         ignored: names of arguments whose values make no classes of their own.
     """

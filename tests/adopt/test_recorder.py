@@ -1,8 +1,10 @@
 """Capture: contents of a class of launches."""
 
 import importlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from kerneltune.adopt import startup
+from kerneltune.adopt import program, startup
 from kerneltune.adopt.arguments import collect, describe
 from kerneltune.adopt.folder import CLASSES, META, VALUES, process_files, read_notes
 from kerneltune.adopt.operators import case_of, operators_of
@@ -30,6 +32,35 @@ def test_capture_of_two_sizes_has_a_class_per_size(tmp_path: Path) -> None:
     assert {one.sizes["N"]: capture.count(one).launches for one in sums} == {96: 2, 256: 1}
     assert [one.key for one in sums if one.sizes["N"] == 96] == [[96]]
     assert of_kernel(capture, "scale_chosen")[0].keys == ()
+
+
+def test_notes_that_are_due_in_a_graph_capture_query_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA ends a graph capture in which an event is queried."""
+    is_capturing, queried, seconds = [False], list[bool](), itertools.count(step=10)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        synchronize = record
+
+        def query(self) -> bool:
+            queried.append(is_capturing[0])
+            return False
+
+    module = example()
+    startup.capture(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(program, "is_capturing", lambda: is_capturing[0])
+    monkeypatch.setattr("kerneltune.adopt.recorder.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for is_capturing[0] in (False, False, False, True, True):
+        module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+    assert queried
+    assert not any(queried)
 
 
 def test_capture_evaluates_the_grid_for_every_candidate(tmp_path: Path) -> None:
