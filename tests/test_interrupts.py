@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM wait for the end of an import, and end the command whatever a package makes of them."""
+"""Ctrl-C and SIGTERM wait for the end of an import or a lock, and end the command whatever a package makes of them."""
 
 import signal
 import subprocess
@@ -20,6 +20,31 @@ try:
     time.sleep(5)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
+"""
+LOCKS = """
+import signal, sys, threading
+from concurrent.futures import Future
+from kerneltune import interrupts
+
+def is_free(lock):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(lock.acquire(blocking=False) and not lock.release()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+interrupts.take()
+signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGINT))
+num_free = 0
+for i in range(20):
+    future = Future()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 2e-5 + i * 1e-5)
+        while True:
+            future.done()
+    except KeyboardInterrupt:
+        num_free += is_free(future._condition)
+print(num_free)
 """
 AT_THE_END = """
 import atexit, os, signal, sys, threading, time
@@ -48,6 +73,11 @@ def test_interrupt_within_an_import_waits_for_the_end_of_the_import(tmp_path: Pa
     assert done.stdout.split() in (["imported", "True", "interrupted"], ["interrupted"]), done.stderr
     assert "False" not in done.stdout
     assert done.returncode == 0
+
+
+def test_interrupt_within_a_call_of_a_future_leaves_no_lock_taken() -> None:
+    done = subprocess.run([sys.executable, "-c", LOCKS], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("20\n", "")
 
 
 def test_interrupt_at_the_end_of_a_command_is_silent_and_the_next_kills() -> None:
