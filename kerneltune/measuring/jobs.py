@@ -204,26 +204,27 @@ def _shortened(
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
     Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case has
-    at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. Where launches of a check case depend on values,
-    no case is returned.
+    at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A variant is left out if its launches of a check
+    case depend on values, as where it calls `torch.bincount`.
     """
     derived, facts = list[Case](), set[Fact]()
+    variants = [it for it in op.variants if not it.is_peer and all(_is_launched(op, it, case) for case in check)]
     steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
     for configs in (_default_alone, around_default) if check else (_default_alone,):
-        of_check = [launches for _case, launches in _launches(op, configs, [*check, *derived])]
+        of_check = [launches for _case, launches in _launches(op, variants, configs, [*check, *derived])]
         smaller_of = by_cost if len(of_check) >= len(check) else []
         known = {fact for launches in of_check for fact in launches.facts}
         most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((launches.num_programs for launches in of_check), default=0))
         of_facts: dict[frozenset[Fact], Case] = {}
-        for case, launches in _launches(op, configs, sorted(bench, key=partial(check_cost, op))):
+        for case, launches in _launches(op, variants, configs, sorted(bench, key=partial(check_cost, op))):
             facts |= launches.facts
             of_facts[frozenset(launches.facts)] = case
             if launches.facts <= known:
                 continue
-            is_new = partial(_has_new_fact, op, configs, launches.facts, known)
+            is_new = partial(_has_new_fact, op, variants, configs, launches.facts, known)
             least = _with_least_sizes(case, [*smaller_of[:1], *smaller_of[1:][-1:]], steps, is_new)
             smaller_cases = itertools.chain(_with_sizes_of(case, smaller_of), least)
-            for smaller, its in _launches(op, configs, (it for it in smaller_cases if check_cost(op, it) <= most)):
+            for smaller, its in _launches(op, variants, configs, (it for it in smaller_cases if check_cost(op, it) <= most)):
                 if its.num_programs <= most_programs and its.facts & launches.facts - known and not _obstacle(op, smaller, tell):
                     derived.append(smaller)
                     known |= its.facts
@@ -270,23 +271,31 @@ def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
 
 def _has_new_fact(
     op: Op,
+    variants: Sequence[Variant],
     configs: Callable[[Variant, Case], Iterable[Config]],
     facts: Collection[Fact],
     known: Collection[Fact],
     case: Case,
 ) -> bool:
     """Return whether launches of a case have one of some facts that is not known."""
-    return any(fact in facts and fact not in known for _case, its in _launches(op, configs, [case]) for fact in its.facts)
+    return any(
+        fact in facts and fact not in known for _case, its in _launches(op, variants, configs, [case]) for fact in its.facts
+    )
 
 
 def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
     yield variant.default_config(case)
 
 
+def _is_launched(op: Op, variant: Variant, case: Case) -> bool:
+    """Return whether a variant's launches of a case are known without values; true for a case that it does not support."""
+    return bool(variant.unsupported(case) or launched(op, variant, case, _default_alone(variant, case)))
+
+
 def _launches(
-    op: Op, configs: Callable[[Variant, Case], Iterable[Config]], cases: Iterable[Case]
+    op: Op, variants: Sequence[Variant], configs: Callable[[Variant, Case], Iterable[Config]], cases: Iterable[Case]
 ) -> Iterator[tuple[Case, Launches]]:
-    """Yield each case with the facts of its launches, and the most programs of a config, until the time is over.
+    """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
 
     Cases whose launches depend on values are left out.
     """
@@ -294,7 +303,7 @@ def _launches(
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             return
-        supporting = [it for it in op.variants if not (it.is_peer or it.unsupported(case))]
+        supporting = [variant for variant in variants if not variant.unsupported(case)]
         made = [launched(op, variant, case, configs(variant, case)) for variant in supporting]
         if all(made):
             each = [launches for of_variant in made for launches in of_variant.values()]

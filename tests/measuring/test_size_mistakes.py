@@ -215,6 +215,27 @@ def test_host_branch_of_another_config_above_a_size_runs_in_a_derived_case(is_wr
     assert {(outcome.config.rows, outcome.case["M"]) for outcome in failed} == set([(4, 200)] * is_wrong)  # type: ignore[union-attr,index]
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_size_is_checked_in_a_derived_case_beside_a_variant_whose_launches_depend_on_values(is_wrong: bool) -> None:
+    op = op_with("")
+    right = op.variants[0].run
+
+    def counted(inputs: Inputs, _config: None) -> Outputs:
+        torch.bincount(torch.zeros(1, dtype=torch.int64, device=inputs["x"].device))  # has no result on device `meta`
+        return op.reference(inputs)
+
+    def run(inputs: Inputs, config: Any) -> Outputs:
+        outputs = right(inputs, config)
+        if len(inputs["x"]) > 128:
+            outputs["y"] = outputs["y"] + is_wrong
+        return outputs
+
+    op = replace(op, variants=(replace(op.variants[0], run=run), Variant("baseline", counted)))
+    derived, _, _ = derived_cases(op, CASES, [case_of("long", 200, 3000)])
+    assert 200 in {case["M"] for case in derived}
+    assert [line.partition(" wrong")[0] for line in findings(op, derived)] == ["y: 6800 of 6800"] * is_wrong
+
+
 def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
     op = summing("")
     job = address_job(Task(op, BENCH[0], op.variants[0]))
