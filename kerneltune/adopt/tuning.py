@@ -299,8 +299,9 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     names, launchers = [], []
     for captured in (each.captured for each in tuned):
         served = by_name[captured.kernel.module, captured.kernel.name, captured.configs]
-        row = served.row(captured.key, captured.dtypes, captured.sizes)
-        if row is not None:
+        row, offered = served.row(captured.key, captured.dtypes, captured.sizes), [one.config for one in captured.offered]
+        # the row may be of a class with equal sizes for which the author's pruning leaves other configs
+        if row is not None and row.configs[0] in offered:
             kernel = make_replay(captured, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))

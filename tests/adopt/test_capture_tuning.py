@@ -146,6 +146,34 @@ def test_tune_lets_classes_with_different_pruned_lists_share_a_config(
     assert (group.split, [row.configs[0].kwargs for row in group.rows]) == ((), [{"BLOCK": 64}])
 
 
+APART = """
+import triton
+import triton.language as tl
+def pruned(configs, named, **_):
+    return configs[:1] if named["x_ptr"].is_contiguous() else configs[1:]
+listed = [triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})]
+@triton.autotune(listed, ["N"], prune_configs_by={"early_config_prune": pruned})
+@triton.jit
+def apart(x_ptr, N, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + places, places, mask=places < N)
+"""
+
+
+def test_tune_of_classes_that_sizes_do_not_tell_apart_writes_a_table(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_strides.py").write_text(APART)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(h200, "time_us", lambda *_: 10.0)
+    startup.capture(tmp_path / "cap")
+    for x in (torch.ones(96), torch.ones(192)[::2]):
+        importlib.import_module("of_strides").apart[(3,)](x, 96)
+    startup.recorder().flush()
+    startup.uninstall()
+    assert len(tune_capture(tmp_path / "cap", Progress()).tuned) == 2
+
+
 def test_tune_command_prints_each_class_against_its_author_and_the_table_file(
     tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
