@@ -116,7 +116,7 @@ def explain(
 def _gpu(gpu: str | None, configs: Path | None) -> str:
     """Return the folder of a GPU: the given GPU, which may have no configs, this machine's, or the only folder."""
     if gpu is not None:
-        return _folder_name(gpu)
+        return gpu
     here = device.current()
     if here.is_gpu:
         return here.slug
@@ -124,13 +124,6 @@ def _gpu(gpu: str | None, configs: Path | None) -> str:
     if len(folders) != 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(folders or device.ARCHITECTURES)}")
     return folders[0]
-
-
-def _folder_name(gpu: str) -> str:
-    """Return the name of a GPU's folder if it can be one."""
-    if gpu != device.slug(gpu):
-        raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
-    return gpu
 
 
 @app.command("from-misses")
@@ -214,7 +207,7 @@ def _parameters(kernel: Any) -> list[tuple[str, bool]]:
 def import_(
     op: o.OpName,
     files: Annotated[list[Path], o.argument("FILE...", "Files of `cache export`, or JSON in its form.")],
-    gpu: Annotated[str, typer.Option("--gpu", help="The GPU of the configs, by the name of its folder.")],
+    gpu: Annotated[str, o.gpu("The GPU of the configs, by the name of its folder.")],
     force: Annotated[bool, o.flag("--force", "Store configs of another GPU, too, and replace stored configs.")] = False,
     configs: o.Configs = None,
 ) -> None:
@@ -222,7 +215,6 @@ def import_(
     from kerneltune import exchange
 
     operator = o.load_op(op)
-    _folder_name(gpu)
     root = o.configs_root(configs)
     o.require_writable(root)
     path = cache.path_of(op, gpu, root)

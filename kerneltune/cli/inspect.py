@@ -56,7 +56,7 @@ def command(
     every: Annotated[
         bool, o.flag("--all", "With OP: every valid config of its cases; list spills and failures. Without: all operators.")
     ] = False,
-    gpu: Annotated[str, o.option("--gpu", "NAME", "Cached configs of this GPU, by its folder's name.")] = _GPU,
+    gpu: Annotated[str, o.gpu("Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
     configs: o.ReadConfigs = None,
 ) -> None:

@@ -83,9 +83,21 @@ def existing_folder(folder: Path | None) -> Path | None:
     return folder
 
 
+def gpu_folder(name: str | None) -> str | None:
+    """Return the name of a GPU's folder if it can be one."""
+    if name is not None and name != device.slug(name):
+        raise ValueError(f"gpu: {name!r}: expected the name of a folder, like {device.slug(name) or 'nvidia_h200'}")
+    return name
+
+
+def gpu(text: str) -> Any:
+    """Declare the option `--gpu`."""
+    return option("--gpu", "NAME", text, callback=gpu_folder)
+
+
 Family = Annotated[str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a .yaml file.")]
 OpName = Annotated[str, argument("OP", "Name of an operator.")]
-Gpu = Annotated[str | None, option("--gpu", "NAME", "The GPU, by the name of its folder, like nvidia_h200.")]
+Gpu = Annotated[str | None, gpu("The GPU, by the name of its folder, like nvidia_h200.")]
 VariantName = Annotated[str, option("--variant", "NAME", "The variant whose configs are meant.")]
 OpNames = Annotated[list[str] | None, option("--op", "NAME", "Only this operator; may be repeated.")]
 CaseNames = Annotated[list[str] | None, option("--case", "NAME", "Only cases whose name matches, like 'te-*'; may be repeated.")]
