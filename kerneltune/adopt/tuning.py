@@ -284,11 +284,12 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     kernels = []
     with GpuWorker() as worker:
         for classes in grouped(tuned, lambda each: operator_name(each.captured)).values():
-            of, groups = classes[0].captured, tuple(table_groups(classes, worker))
-            digests = (of.source, of.bytecode, of.configs, of.versions.get("package", ""))
+            first, groups = classes[0].captured, tuple(table_groups(classes, worker))
+            digests = (first.source, first.bytecode, first.configs, first.versions.get("package", ""))
             costliest = max(classes, key=lambda one: one.cost_us)  # its config, where none runs in all classes
-            portfolio = () if of.is_plain else (shared_config(classes) or costliest.best,)
-            kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, of.keys, groups, portfolio, of.is_plain))
+            portfolio = () if first.is_plain else (shared_config(classes) or costliest.best,)
+            name = first.kernel
+            kernels.append(TableKernel(name.module, name.name, *digests, first.keys, groups, portfolio, first.is_plain))
     here = device.current()
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
 
@@ -336,17 +337,17 @@ def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
     return min(candidates, key=lambda config: sum(one.cost_us * math.log(one.times[config]) for one in members), default=None)
 
 
-def own_gain(one: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float | None:
+def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float | None:
     """Return the speedup of a class's own config over the shared config; None if the shared config serves the class.
 
     The shared config does not serve if the gain is 3 % or more, or if it is surely slower than the author's choice.
     """
-    if one.best == shared:
+    if tuned.best == shared:
         return None
-    screened = one.times[shared] / one.times.get(one.best, one.times[shared])
+    screened = tuned.times[shared] / tuned.times.get(tuned.best, tuned.times[shared])
     try:
-        compared = [config_of(stored, one.captured, one.task.variant.config) for stored in (shared, one.best, one.author)]
-        samples = worker.time_interleaved(one.task, compared)
+        compared = [config_of(stored, tuned.captured, tuned.task.variant.config) for stored in (shared, tuned.best, tuned.author)]
+        samples = worker.time_interleaved(tuned.task, compared)
     except WorkerCrashedError:
         samples = [None] * 3
     if samples[0] is None or samples[1] is None:
@@ -368,16 +369,16 @@ def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
     return tuple(sorted(name for sizes, name in by_sizes.items() if len(set(sizes)) > 1))
 
 
-def _row(one: TunedClass, chosen: StoredConfig, gain: float | None = None) -> ServingRow:
+def _row(tuned: TunedClass, chosen: StoredConfig, gain: float | None = None) -> ServingRow:
     """Return a row: the chosen config, the author's config, then the fastest of the rest to fall back to."""
-    ranked = sorted(one.times, key=lambda config: one.times[config])
-    configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:_MOST_CONFIGS]
-    evidence = {**one.evidence, "class": one.captured.digest}
-    if one.captured.is_plain:
-        evidence["grid"] = next(candidate.grid for candidate in one.captured.candidates if candidate.config == chosen)
+    ranked = sorted(tuned.times, key=lambda config: tuned.times[config])
+    configs = list(dict.fromkeys([chosen, tuned.author, *ranked]))[:_MOST_CONFIGS]
+    evidence = {**tuned.evidence, "class": tuned.captured.digest}
+    if tuned.captured.is_plain:
+        evidence["grid"] = next(candidate.grid for candidate in tuned.captured.candidates if candidate.config == chosen)
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
-    return ServingRow(one.captured.sizes, tuple(configs), evidence)
+    return ServingRow(tuned.captured.sizes, tuple(configs), evidence)
 
 
 @dataclass(frozen=True, slots=True)
