@@ -82,6 +82,17 @@ def place_of(function: object, error: BaseException | None = None) -> str:
     return f"{Path(code.co_filename).name}:{line}: "
 
 
+def statement_in(folder: str, error: BaseException) -> str:
+    """Return `FILE:LINE: ` of the last statement that led to an error, of the files of a folder, with its last slash.
+
+    It is empty if none did, without a folder, and if `first_line` names a statement of a kernel.
+    """
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__) if folder and len(wrapped_by_interpreter(error)) == 1 else []
+    return next((f"{Path(at.filename).name}:{at.lineno}: " for at in reversed(frames) if at.filename.startswith(folder)), "")
+
+
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
     """Make the error of an unknown value, which names the known values, then `more`, then the nearest known value.
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from kerneltune import device
-from kerneltune.errors import first_line, place_of
+from kerneltune.errors import first_line, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
@@ -231,8 +231,8 @@ class Checker:
                 raise
             if variant.is_peer and _is_of_import(error):
                 raise ImportFailedError(first_line(error)) from error
-            fault = fault_of(error)
-            return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
+            place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
+            return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
             return outputs, [*lines, *sorted(str(fact) for fact in reached if fact.kind == "tf32")]
         return outputs, self._sometimes_in_place(variant, outputs)

@@ -94,3 +94,15 @@ def test_check_whose_second_inputs_raise_fails(field: str) -> None:
     assert outcome.status == "failed"
     line = rf"run 2: test_check\.py:\d+: {field}: ValueError: only seed 0, for double M=2 N=10 bfloat16 none"
     assert re.fullmatch(line, outcome.reason)
+
+
+def test_failure_of_host_code_is_named_by_its_statement() -> None:
+    def run(_inputs: Inputs, _config: Any) -> Outputs:
+        return {"y": torch.zeros(2).view(3)}
+
+    op = op_with("")
+    op = replace(op, module=__name__, variants=(replace(op.variants[0], run=run),))
+    case = Case("a", (("M", 4), ("N", 8)), "float32")
+    (line,) = check.Checker(op, case, DEVICE).errors(op.variants[0], op.variants[0].default_config(case))
+    number = run.__code__.co_firstlineno + 1
+    assert line == f"the launch failed: test_check.py:{number}: RuntimeError: shape '[3]' is invalid for input of size 2"

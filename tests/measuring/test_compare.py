@@ -15,7 +15,7 @@ from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.records import Record
 from kerneltune.search.task import Run, Task
-from kerneltune.spec import Case, Outputs, Variant
+from kerneltune.spec import Case, Op, Outputs, Variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -120,7 +120,8 @@ def test_compared_records_of_a_variant_out_of_memory_are_skipped(gpu: None, monk
 class Launches(Checker):
     """Launches `quack` alone, without inputs."""
 
-    def __init__(self, *_: object, **_named: object) -> None: ...
+    def __init__(self, op: Op, *_: object, **_named: object) -> None:
+        self.op = op
 
     def errors(self, variant: Variant, config: Any, runs: int = 1) -> list[str]:
         return super().errors(variant, config, runs) if variant.name == "quack" else []
