@@ -6,7 +6,6 @@ This module knows no operator by name and judges nothing.
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
@@ -58,37 +57,28 @@ def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Ru
 def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = None, progress: Progress = _SILENT) -> Survey:
     """Compile every config for every target; a config that cannot be compiled is a row with its error.
 
-    Configs of a case that differ in policy alone are compiled once; equal kernels of different configs come from Triton's disk
-    cache.
+    Equal kernels of different configs come from Triton's disk cache.
 
     Raises:
         ValueError: the workers cannot import a function of a variant.
     """
     rows = []
-    distinct = {_job_key(run): run for run in runs}
-    jobs = [compile_job(task, config) for task, config in distinct.values()]
-    for (task, _), job in zip(distinct.values(), jobs, strict=True):
+    jobs = [compile_job(task, config) for task, config in runs]
+    for (task, _), job in zip(runs, jobs, strict=True):
         if not is_picklable(job):
             raise ValueError(f"{task.op.name} {task.variant.name}: inputs or run: expected functions of a module, not a lambda")
-    processes = min(len(distinct), workers or len(os.sched_getaffinity(0)))
-    if (count := len(distinct) * len(targets)) > _MANY:
-        kinds = f"{counted(len(distinct), 'config')} for {counted(len(targets), 'target')}"
+    processes = min(len(runs), workers or len(os.sched_getaffinity(0)))
+    if (count := len(runs) * len(targets)) > _MANY:
+        kinds = f"{counted(len(runs), 'config')} for {counted(len(targets), 'target')}"
         about_s = count * _COMPILE_S / processes
         progress.note(f"{count} compilations, {kinds}: about {about_s:.0f} s on {processes} cores, less what Triton has cached")
     progress.stage("compile", count)
     for target in targets:
-        compiled = {}
         with CompilePool(TARGETS[target], processes) as pool:
-            for (key, (task, _)), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
-                compiled[key] = answer
-                progress.advance(f"{target} {task.op.name} {task.variant.name} {task.case.name}")
-        rows += [_row(run, target, compiled[_job_key(run)]) for run in runs]
+            for run, compiled in zip(runs, pool.compile(jobs), strict=True):
+                rows.append(_row(run, target, compiled))
+                progress.advance(f"{target} {run.task.op.name} {run.task.variant.name} {run.task.case.name}")
     return Survey(device.versions()["triton"], tuple(rows))
-
-
-def _job_key(run: Run) -> tuple[str, str, Case, Any]:
-    task, config = run
-    return task.op.name, task.variant.name, task.case, config
 
 
 def case_text(case: Case) -> str:
