@@ -119,18 +119,18 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
     return True
 
 
-def _reason(refused: Mapping[str, str], made: Sequence[str], pattern: str, code: int) -> str:
+def _reason(refused: Mapping[str, str], autotuned: Sequence[str], pattern: str, code: int) -> str:
     """Return why a program that ended with an exit code left no launch.
 
     refused: the kernels that were launched but not captured, with the reasons.
-    made: the autotuned kernels of the program.
+    autotuned: the autotuned kernels of the program.
     pattern: of --kernel.
     """
     for kernel, reason in refused.items():
         return f"{kernel}: {reason}"
-    names = [kernel.rpartition(".")[2] for kernel in made]
-    if made and not any(fnmatch.fnmatch(name, pattern) for name in (*made, *names)):
+    names = [kernel.rpartition(".")[2] for kernel in autotuned]
+    if autotuned and not any(fnmatch.fnmatch(name, pattern) for name in (*autotuned, *names)):
         near = meant(pattern, names)
-        return f"--kernel {pattern!r} is the name of no kernel of the program: {first_of(made, _SHOWN)}{near}"
+        return f"--kernel {pattern!r} is the name of no kernel of the program: {first_of(autotuned, _SHOWN)}{near}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
     return f"{ended} kernel of triton.autotune or kerneltune.autotune"

@@ -150,21 +150,21 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: 
     """Return the selected cached configs of the rows' operators, and default configs of those rows whose operator has none."""
     from kerneltune.inspection.survey import cached_runs, default_runs
 
-    known = o.load_ops()
+    ops = o.load_ops()
     names = {row.op for row in rows}
-    uncached = {name for name in names if not cached_runs([known[name]], configs, gpu)}
+    uncached = {name for name in names if not cached_runs([ops[name]], configs, gpu)}
     cached = tuple(sorted(names - uncached))
     runs = _runs(replace(wanted, ops=cached), None, gpu, configs) if cached else []
-    selection = o.make_selection(known, "gate", wanted)
+    selection = o.make_selection(ops, "gate", wanted)
     for op, variant, text in dict.fromkeys((row.op, row.variant, row.case) for row in rows if row.op in uncached):
         name, *words = text.split()
         try:
             dtype, quant = (word for word in words if "=" not in word)
-            case = o.case_of_sizes(known[op], [word for word in words if "=" in word], dtype, quant, whole=True)
-            of_variant = replace(selection, variants=(known[op].variant(variant).name,))
+            case = o.case_of_sizes(ops[op], [word for word in words if "=" in word], dtype, quant, whole=True)
+            of_variant = replace(selection, variants=(ops[op].variant(variant).name,))
         except ValueError as error:
             raise ValueError(f"{file}: case: {text!r}: {error}") from error
-        of_case = default_runs(known[op], [replace(case, name=name)], of_variant)
+        of_case = default_runs(ops[op], [replace(case, name=name)], of_variant)
         runs += _selected(of_case, selection)
     if not runs:
         raise ValueError(f"{file}: no row of this selection")
@@ -181,19 +181,19 @@ def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | 
     for case in (name for name in wanted.cases if "=" in name):
         example = " ".join([*(wanted.ops or ("OP",)), *case.split(",")])
         raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {example}")
-    known = o.load_ops()
-    selection = o.make_selection(known, "inspect", wanted)
-    chosen: list[Op] = [known[name] for name in selection.ops or known]
-    if not any(variant.config for each in chosen for variant in each.variants if selection.takes_variant(variant.name)):
+    ops = o.load_ops()
+    selection = o.make_selection(ops, "inspect", wanted)
+    selected_ops: list[Op] = [ops[name] for name in selection.ops or ops]
+    if not any(variant.config for each in selected_ops for variant in each.variants if selection.takes_variant(variant.name)):
         named = f" of such a name: {', '.join(wanted.variants)}" if wanted.variants else ""
         raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
     if sizes:
-        return _sized_runs(chosen[0], sizes, selection)  # sizes follow an operator
+        return _sized_runs(selected_ops[0], sizes, selection)  # sizes follow an operator
     folder = str(readable(Path(gpu), configs))
-    runs = cached_runs(chosen, configs, gpu)
+    runs = cached_runs(selected_ops, configs, gpu)
     selected_runs = _selected(runs, selection)
     if wanted.ops and not selected_runs:
-        for op in chosen:
+        for op in selected_ops:
             cases = dict.fromkeys(entry.case for entry in swept_cases(op.name))
             runs += default_runs(op, cases, selection)
         selected_runs = _selected(runs, selection)

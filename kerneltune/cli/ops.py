@@ -83,8 +83,8 @@ def _details(variant: Variant, case: Case) -> list[tuple[str, int]]:
         return [*lines, (f"  not for this case: {unsupported}", 2)]
     if variant.config is None:
         return [*lines, ("  no knobs", 2)]
-    said, _, knobs = (inspect.getdoc(variant.config) or "").partition("\n\nAttributes:\n")
-    lines += [(f"  {' '.join(part.split())}", 2) for part in said.split("\n\n")]
+    about, _, knobs = (inspect.getdoc(variant.config) or "").partition("\n\nAttributes:\n")
+    lines += [(f"  {' '.join(part.split())}", 2) for part in about.split("\n\n")]
     meanings = dict(_KNOB.findall(knobs))
     default = variant.default_config(case)
     space = variant.space(case)

@@ -95,7 +95,7 @@ def digest_of(module: str) -> str:
         return ""
     numbers: dict[str, int] = {}
     text = _canonical(ast.parse(file.read_bytes()))
-    text = _PRIVATE.sub(lambda found: f"{found[1]}={numbers.setdefault(found[2], len(numbers))}", text)
+    text = _PRIVATE.sub(lambda match: f"{match[1]}={numbers.setdefault(match[2], len(numbers))}", text)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
@@ -114,12 +114,12 @@ def _canonical(value: object) -> str:
     return f"{type(value).__name__}({','.join(fields)})"
 
 
-def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+def unproven(proof: Proof, journeys: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield each journey that has not passed with the present code, and the reason.
 
-    known: names of journeys that may never have run.
+    journeys: names of journeys that may never have run.
     """
-    for name in dict.fromkeys((*known, *proof.journeys)):
+    for name in dict.fromkeys((*journeys, *proof.journeys)):
         run = proof.journeys.get(name)
         if run is None:
             yield name, f"has not run on {proof.gpu}"

@@ -29,11 +29,11 @@ _DIGESTS = """
 import json, sys
 from kerneltune import ops
 from kerneltune.identity import code_digest
-found = {
+digests = {
     name: {variant.name: variant.source_hash + code_digest(op.inputs) for variant in op.variants if variant.config is not None}
     for name, op in ops.load().items()
 }
-open(sys.argv[1], "w").write(json.dumps(found))
+open(sys.argv[1], "w").write(json.dumps(digests))
 """
 _Digests = Mapping[str, Mapping[str, str]]
 _ConfigKey = tuple[str, str, str, str]
@@ -54,14 +54,14 @@ def changes_since(
         progress: observer, told of each compiled variant.
     """
     with unpacked(revision) as tree:
-        there, entries = _digests_of(tree), _entries(tree, gpu, {task.op.name for task, _ in runs})
+        digests, configs = _digests_of(tree), _configs(tree, gpu, {task.op.name for task, _ in runs})
         keys = {_key(run.task.key): run for run in runs}
-        changed = {key: run for key, run in keys.items() if not _is_unchanged(run, there, entries.get(key))}
+        changed = {key: run for key, run in keys.items() if not _is_unchanged(run, digests, configs.get(key))}
         earlier: list[StaticRow] = []
         variants = list(dict.fromkeys((op, variant) for op, variant, *_ in changed))
         progress.stage(f"compile {revision}", len(variants))
         for op, variant in variants:
-            if any(key[:2] == (op, variant) for key in entries):
+            if any(key[:2] == (op, variant) for key in configs):
                 rows = inspected(revision, tree, [op, f"--variant={variant}", *arguments]).rows
                 earlier += [row for row in rows if row.key[:4] in changed or row.key[:4] not in keys]
             progress.advance(f"{op} {variant}")
@@ -73,14 +73,17 @@ def _key(key: TaskKey) -> _ConfigKey:
     return key.op, key.variant, key.case.label, key.policy
 
 
-def _is_unchanged(run: Run, there: _Digests, known: Mapping[str, Any] | None) -> bool:
-    """Return whether code and config equal the revision's; a knob that the revision's config lacks takes its default."""
+def _is_unchanged(run: Run, digests: _Digests, earlier: Mapping[str, Any] | None) -> bool:
+    """Return whether code and config equal the revision's; a knob that the revision's config lacks takes its default.
+
+    digests, earlier: the revision's digests by operator and variant, and its config of the case; None without a config.
+    """
     task, config = run
     digest = task.variant.source_hash + code_digest(task.op.inputs)
-    if known is None or there.get(task.op.name, {}).get(task.variant.name) != digest:
+    if earlier is None or digests.get(task.op.name, {}).get(task.variant.name) != digest:
         return False
     try:
-        return bool(task.variant.config_from(known) == config)
+        return bool(task.variant.config_from(earlier) == config)
     except ValueError:
         return False
 
@@ -96,7 +99,7 @@ def _digests_of(tree: Path) -> _Digests:
     return digests
 
 
-def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mapping[str, Any]]:
+def _configs(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mapping[str, Any]]:
     """Return the cached configs in the files of a revision as knob values."""
     return {_key(entry.key): entry.config for op in ops for entry in cache.load(op, gpu, tree / "configs")}
 

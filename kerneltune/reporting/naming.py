@@ -23,7 +23,7 @@ class CaseName:
 
     Attributes:
         case: the case's name, which is no part of its identity.
-        options: options, policy and device by name; `told_apart` keeps the entries that differ between cases.
+        options: options, policy and device by name; `distinct_names` keeps the entries that differ between cases.
         kind: the operator's name without the words that all operators begin with, such as `fwd`; the last word always stays.
     """
 
@@ -53,7 +53,7 @@ class CaseName:
 
 def case_names(records: Iterable[Record]) -> list[CaseName]:
     """Return the names of the records' cases, with the words by which the cases differ."""
-    return told_apart(case_name(record.key, device=record.device) for record in records)
+    return distinct_names(case_name(record.key, device=record.device) for record in records)
 
 
 def case_name(key: TaskKey, **more: str) -> CaseName:
@@ -63,7 +63,7 @@ def case_name(key: TaskKey, **more: str) -> CaseName:
     return CaseName(key.op, case.name, case.dtype, case.quant, dict(case.axes), options)
 
 
-def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
+def distinct_names(cases: Iterable[CaseName]) -> list[CaseName]:
     """Return the cases with their kinds, without options that are equal in all cases that have them."""
     cases = list(cases)
     values: dict[str, set[str]] = {}

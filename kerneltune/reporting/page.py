@@ -14,7 +14,7 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, case_on_device, grouped, newest
-from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, look, source_facts, told_apart
+from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, distinct_names, look, source_facts
 from kerneltune.reporting.shares import bound_of, share
 from kerneltune.reporting.tables import (
     AB_COLUMNS,
@@ -201,7 +201,7 @@ def _evidence(entries: Iterable[cache.CacheEntry], ops: set[str]) -> list[dict[s
     """Return the gain of tuning over the default config, for each case with both times."""
     measured = (entry for entry in entries if entry.evidence.get("time_us") and entry.evidence.get("default_us"))
     timed = [entry for entry in measured if entry.op in ops]
-    names = told_apart(case_name(entry.key) for entry in timed)
+    names = distinct_names(case_name(entry.key) for entry in timed)
     return [
         {
             **_named(name),
