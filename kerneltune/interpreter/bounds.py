@@ -13,7 +13,6 @@ import itertools
 import linecache
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -267,9 +266,7 @@ class _Guard:
         for program in itertools.product(*(sorted(_corners(size), reverse=True) for size in grid)):  # the last may take all time
             if min(grid) > 0:
                 builder.set_grid_idx(*program)
-                with warnings.catch_warnings():  # of numpy: only addresses are checked here, and most values are unknown
-                    warnings.simplefilter("ignore", RuntimeWarning)
-                    executor.fn(**values)
+                executor.fn(**values)
 
     def _note_stores(self, is_whole: bool) -> None:
         """Note the stores of the launch, unless loaded whole numbers may have decided which elements it stores to.

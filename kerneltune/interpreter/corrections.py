@@ -79,6 +79,7 @@ def mend() -> None:
     builder.get_bf16 = _bf16_constant
     _mend_libdevice()
     quicken()
+    interpreter.ReduceOps.min_max = _without_warning(interpreter.ReduceOps.min_max)
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
         reduction.apply_impl = _reduced_in_fp32(reduction.apply_impl)
 
@@ -346,6 +347,16 @@ def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
         ) + tuple(results[len(tensors) :])
 
     return applied
+
+
+def _without_warning(min_max: Callable[..., Any]) -> Callable[..., Any]:
+    """Reduce by functions that equal `np.nanmax` and `np.nanmin`, and do not warn where all elements are NaN."""
+    silent = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+
+    def computed(reduction: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        return min_max(reduction, values, silent.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+    return computed
 
 
 def _bf16_constant(builder: Any, value: float) -> Any:

@@ -11,7 +11,6 @@ folder. `facts.noting` collects what launches note in every mode, and patches no
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,8 +40,7 @@ def corrected() -> Iterator[None]:
         RuntimeError: the interpreter of this Triton lacks a function that is replaced.
     """
     mend()
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN|invalid value encountered in cast", RuntimeWarning)
+    with np.errstate(all="ignore"):
         yield
 
 

@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 from kerneltune.interpreter.corrections import mend
-from kerneltune.interpreter.modes import corrected
+from kerneltune.interpreter.modes import corrected, strict
 from kerneltune.kernel_lib.agreement import close, same_bits
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
 from kerneltune.measuring.check import poisoned_memory
@@ -63,6 +63,8 @@ def test_maximum_and_cast_of_nan_alone_print_no_warning() -> None:
     with corrected():
         _largest_of_all[(1,)](torch.full((16,), float("nan")), y, index, 16)
     assert y.isnan().all()
+    with strict():
+        _largest_of_all[(1,)](*(torch.empty_like(tensor, device="meta") for tensor in (index.float(), y, index)), 16)
 
 
 @pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang", "_LangPatchScope"])
