@@ -10,7 +10,7 @@ import dis
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -142,6 +142,8 @@ _READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
 _OWNERS = re.compile(r"([^\W\d]\w*)(\.\w+)?(?=[.[]|$)")
 """The first two names of a.b.c and a.b[c]; of a[b].c the first."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FILLS = frozenset(("append", "extend", "insert", "setdefault", "update"))
+"""Methods by which a loop fills a list or a dict with kernels."""
 
 
 def load_program(path: Path, kernel: str) -> ModuleType:
@@ -180,7 +182,8 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     bound = [_bound(one) for one in statements]
     # Triton's interpreter refuses a function whose module does not hold `triton.language` as `tl`
     wanted = {name, "tl"}
-    last = max((place for place, names in enumerate(bound) if names & wanted or _fills(statements[place], name)), default=0)
+    uses = [names & wanted or name in _changes(one, _FILLS) for one, names in zip(statements, bound, strict=True)]
+    last = max((place for place, is_used in enumerate(uses) if is_used), default=0)
     changes = [_changes(one) for one in statements[: last + 1]]
     chosen, data = set[int](), {*_SETTINGS, name}
     while True:
@@ -216,30 +219,20 @@ def _code(statement: ast.stmt) -> CodeType:
     return compile(ast.Module([statement], []), "<statement>", "exec", dont_inherit=True)
 
 
-def _changes(statement: ast.stmt) -> set[str]:
-    """Return the objects whose items or attributes a statement stores, or whose methods it calls: `a` and `a.b` of a.b.c()."""
+def _changes(statement: ast.stmt, methods: Collection[str] = ()) -> set[str]:
+    """Return the objects whose items or attributes a statement stores, or whose methods it calls: `a` and `a.b` of a.b.c().
+
+    methods: names of the methods that count; empty for all.
+    """
     changed = set()
     for node in _outside_definitions([statement]):
         stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
         owner: Any = node if stored else getattr(node, "func", None)
         # the launch of a kernel, k[grid](x), changes no k
-        if (stored or isinstance(owner, ast.Attribute)) and (names := _OWNERS.match(ast.unparse(owner))):
+        is_method = isinstance(owner, ast.Attribute) and (not methods or owner.attr in methods)
+        if (stored or is_method) and (names := _OWNERS.match(ast.unparse(owner))):
             changed |= {names[1], names[0]}
     return changed
-
-
-_FILLS = frozenset(("append", "extend", "insert", "setdefault", "update"))
-
-
-def _fills(statement: ast.stmt, name: str) -> bool:
-    """Return whether a statement stores an item or an attribute of an object, as a loop that fills a dict with kernels does."""
-    for node in _outside_definitions([statement]):
-        is_stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
-        method: Any = node.func if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _FILLS else None
-        owner = getattr(node if is_stored else method, "value", None)
-        if isinstance(owner, ast.Name) and owner.id == name:
-            return True
-    return False
 
 
 def _outside_definitions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
