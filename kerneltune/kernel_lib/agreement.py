@@ -121,13 +121,12 @@ def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float
         return wrong
     off = near & (distance != 0)
     count, total = int(off.sum()), off.numel()
+    leans, side = _leaning(got32, want32, off)
+    is_leaning = count > _BIASED_SHARE * total and abs(leans) > _SIGMAS * count**0.5
     if count > max(_FEW, share * total + _SIGMAS * (share * total) ** 0.5):
-        return [f"{name}: {count} of {total} are a step off, at most {share:.0%} may be"]
-    leans, lower = _leaning(got32, want32, off)
-    if count > _BIASED_SHARE * total and abs(leans) > _SIGMAS * count**0.5:
-        side = "towards zero" if leans > 0 else "away from zero"
-        return [f"{name}: {max(lower, count - lower)} of the {count} elements that are a step off are rounded {side}"]
-    return _sided(name, got32, want32, off)
+        rounded = f": {side}" if is_leaning else ""
+        return [f"{name}: {count} of {total} are a step off, at most {share:.0%} may be{rounded}"]
+    return [f"{name}: {side}"] if is_leaning else _sided(name, got32, want32, off)
 
 
 def _sided(name: str, got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> list[str]:
@@ -155,7 +154,7 @@ def leaning(got: torch.Tensor, want: torch.Tensor, *, by_rows: bool) -> str:
     count = int(off.sum())
     if count <= max(_FEW, _LEANING_SHARE * off.numel()):
         return ""
-    leans, lower = _leaning(got32, want32, off)
+    leans, side = _leaning(got32, want32, off)
     if abs(leans) <= max(_SIGMAS * count**0.5, _LEANING * count):
         return ""
     if by_rows:
@@ -163,14 +162,14 @@ def leaning(got: torch.Tensor, want: torch.Tensor, *, by_rows: bool) -> str:
         sides = sides[sides != 0]
         if sides.numel() < _LEANING_ROWS or abs(int(sides.sum())) < (2 * _ROWS_SHARE - 1) * sides.numel():
             return ""
-    side = "towards zero" if leans > 0 else "away from zero"
-    return f"{max(lower, count - lower)} of the {count} elements that are off are rounded {side}"
+    return side
 
 
-def _leaning(got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> tuple[int, int]:
-    """Return how many more elements lie towards zero than away from zero, and how many lie towards zero."""
-    lower = int((off & (got.abs() < want.abs())).sum())
-    return 2 * lower - int(off.sum()), lower
+def _leaning(got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> tuple[int, str]:
+    """Return how many more of the elements that are off lie towards zero than away from zero, and a text for the larger part."""
+    count, lower = int(off.sum()), int((off & (got.abs() < want.abs())).sum())
+    side, larger = ("towards zero", lower) if 2 * lower > count else ("away from zero", count - lower)
+    return 2 * lower - count, f"{larger} of the {count} elements that are off are rounded {side}"
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:

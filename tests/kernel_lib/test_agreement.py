@@ -1,5 +1,6 @@
 """When two tensors agree."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -52,9 +53,16 @@ def test_within_a_step_finds_truncation_to_fp8_and_accepts_rounded_bf16() -> Non
     x = torch.randn(64, 256) * 10
     assert within_a_step("y", x.bfloat16().to(E4M3), x.to(E4M3)) == []
     (line,) = within_a_step("y", truncated(x), x.to(E4M3))
-    assert line.endswith("are a step off, at most 10% may be")
+    all_off = r"(\d+) of the \1 elements that are off are rounded towards zero"
+    assert re.fullmatch(rf"y: \d+ of 16384 are a step off, at most 10% may be: {all_off}", line)
     (line,) = within_a_step("y", truncated(x), x.to(E4M3), share=0.6)
-    assert line.endswith("are rounded towards zero")
+    assert re.fullmatch(f"y: {all_off}", line)
+
+
+def test_within_a_step_names_the_side_of_truncation_to_int8() -> None:
+    x = torch.randn(64, 256) * 10
+    (line,) = within_a_step("q", x.to(torch.int8), x.round().to(torch.int8))
+    assert line.endswith(" elements that are off are rounded towards zero")
 
 
 @pytest.mark.parametrize("pow2", [False, True])
