@@ -138,6 +138,7 @@ def capture(root: Path, **options: Any) -> None:
     def begin(autotuning: ModuleType) -> None:
         from kerneltune.adopt.recorder import Recorder
 
+        _forget_kernels()
         _installed["recorder"] = recorder = Recorder(root, **options)
         _patch(autotuning, recorder)
 
@@ -179,6 +180,7 @@ def install(
         from kerneltune.adopt.recorder import Recorder
         from kerneltune.adopt.serving import Server
 
+        _forget_kernels()
         missing = None
         if misses is not None:
             missing = Recorder(missed or root / "misses", max_bytes=_MISS_BYTES, most_classes=_MOST_MISSES)
@@ -226,6 +228,12 @@ def uninstall() -> None:
         for method in ("run", "__init__") if owner is not None else ():
             present = getattr(owner, method)
             setattr(owner, method, getattr(present, _MARK, present))
+    _forget_kernels()
+    _installed.clear()
+
+
+def _forget_kernels() -> None:
+    """Drop what an earlier capture or serving keeps of autotuners, and give them their authors' lists."""
     from kerneltune.adopt import kernels
 
     for autotuner in kernels.holders:
@@ -234,7 +242,6 @@ def uninstall() -> None:
             autotuner.configs = served.author.configs
         autotuner.__dict__.pop(kernels.RECORDED_ATTRIBUTE, None)
     kernels.holders.clear()
-    _installed.clear()
 
 
 def _patch(autotuning: ModuleType, by: Any, has_plain: bool = True) -> None:

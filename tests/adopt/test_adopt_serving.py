@@ -449,3 +449,15 @@ def test_install_with_an_unknown_policy_raises(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     with pytest.raises(ValueError, match="miss: 'guess': expected one of author, nearest, default, error"):
         startup.install(tmp_path, miss="guess")
+
+
+def test_serving_another_folder_in_the_same_process_serves_its_configs(tmp_path: Path) -> None:
+    module, chosen = example(), []
+    listed = list(module.row_sum.configs)
+    for folder, place in (("a", 3), ("b", 5)):
+        tuned_folder(tmp_path / folder, chosen=place)
+    for folder in ("a", "b"):
+        startup.install(tmp_path / folder, miss="default")
+        module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
+        chosen.append(module.row_sum.best_config)
+    assert chosen == [listed[3], listed[5]]
