@@ -116,6 +116,7 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
     targets = _targets(target)
     if baseline.endswith(".json") or Path(baseline).is_file():
         saved = static.load(Path(baseline))
+        targets = _targets(target or [row.target for row in saved.rows])
         rows = tuple(row for row in saved.rows if row.target in targets and (not wanted.ops or row.op in wanted.ops))
         for name in {row.op for row in rows}:
             o.choice(f"{baseline}: op", name, o.load_facts())
@@ -126,7 +127,7 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
-            "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static --op OP`"
+            "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static`"
         )
     runs = _runs(wanted, None, _GPU, configs)
     selecting = {"case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants, "target": targets, "gpu": (_GPU,)}
