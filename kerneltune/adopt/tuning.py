@@ -77,12 +77,12 @@ class TunedClass:
 
 @dataclass(slots=True)
 class TunedCapture:
-    """Hold the written table and its SHA-256, the tuned classes, a line for each other class, seconds of wall time."""
+    """Hold the written table and its SHA-256, the tuned classes, name and reason of each other class, seconds of wall time."""
 
     table: Path
     digest: str
     tuned: list[TunedClass]
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -90,16 +90,15 @@ _CLASS_S = 1.2
 """Seconds for a class beside its search, to make its arguments and to learn its results. H200, 16 cores."""
 
 
-def forecast(root: Path, share: float, workers: int | None) -> tuple[int, int, float, list[str]]:
+def forecast(root: Path, share: float, workers: int | None) -> tuple[int, int, float, list[tuple[str, str]]]:
     """Estimate what `tune_capture` will try; needs no GPU.
 
     Returns:
-        Number of classes, largest number of configs, seconds of wall time, and a line for each other class.
+        Number of classes, largest number of configs, seconds of wall time, and name and reason of each other class.
     """
     capture = read_capture(root, untried="")
-    skipped = list(capture.problems)
-    tasks = _tasks(capture, _chosen(capture, share, skipped, device_slug=None))
-    return len(tasks), *_work(tasks, Options(workers=workers)), skipped
+    chosen, reasons = _chosen(capture, share, device_slug=None)
+    return len(chosen), *_work(_tasks(capture, chosen), Options(workers=workers)), _skipped(capture, reasons)
 
 
 def _work(tasks: Sequence[Task], options: Options) -> tuple[int, float]:
@@ -130,8 +129,7 @@ def tune_capture(
     if added := add_misses(root):
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
     capture = read_capture(root)
-    skipped = list(capture.problems)
-    chosen = _chosen(capture, share, skipped, device.current().slug)
+    chosen, reasons = _chosen(capture, share, device.current().slug)
     if probe_blocks(capture, chosen):
         capture = read_capture(root)
         by_digest = {captured.digest: captured for captured in capture.classes}
@@ -144,10 +142,11 @@ def tune_capture(
     if missing and time.monotonic() >= until:
         needed = f"the command again takes about {max(_work(missing, options)[1], 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(missing), 'class', 'classes')} left: {needed}")
-    tuned = _collect(capture, skipped)
+    tuned, without_config = _collect(capture)
     table = _table(tuned)
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
+    skipped = _skipped(capture, reasons | without_config | reasons)
     return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
@@ -225,20 +224,27 @@ def _tasks(capture: Capture, classes: Sequence[LaunchClass]) -> list[Task]:
     ]
 
 
-def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str | None) -> list[LaunchClass]:
-    """Return the classes that are tuned, the most expensive first; a line in `skipped` for each that cannot be."""
-    chosen: list[LaunchClass] = []
+def _chosen(capture: Capture, share: float, device_slug: str | None) -> tuple[list[LaunchClass], dict[str, str]]:
+    """Return the classes that are tuned, the most expensive first, and by digest why each other class is not."""
+    chosen, reasons = list[LaunchClass](), dict[str, str]()
     covered, shares = 0.0, capture.shares()
     for captured in sorted(capture.classes, key=lambda captured: -shares[captured.digest]):
         if covered >= share and chosen:
-            skipped.append(f"{captured.label}: below --share {share:g}: keeps the author's choice")
+            reasons[captured.digest] = f"below --share {share:g}: keeps the author's choice"
             continue
         covered += shares[captured.digest]
         if reason := why_untunable(captured, device_slug):
-            skipped.append(f"{captured.label}: {reason}")
+            reasons[captured.digest] = reason
         else:
             chosen.append(captured)
-    return chosen
+    return chosen, reasons
+
+
+def _skipped(capture: Capture, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return name and reason of each file that cannot be read, and of each class that is not tuned."""
+    labels = {captured.digest: captured.label for captured in capture.classes}
+    damaged = [(name, reason) for name, _, reason in (text.partition(": ") for text in capture.problems)]
+    return damaged + [(labels[digest], reason) for digest, reason in reasons.items()]
 
 
 def why_untunable(captured: LaunchClass, device_slug: str | None = None) -> str:
@@ -261,22 +267,20 @@ def why_untunable(captured: LaunchClass, device_slug: str | None = None) -> str:
     return ""
 
 
-def _collect(capture: Capture, skipped: list[str]) -> list[TunedClass]:
-    """Return the config that the search has found for each class, with the times of all its configs."""
-    tuned = []
+def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
+    """Return the classes that the search has found a config for, with all times, and by digest why other classes have none."""
+    tuned, reasons = list[TunedClass](), dict[str, str]()
     tasks = _tasks(capture, capture.classes)
     for captured, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
         if stored is None:
-            reason = "no config passed its check" if tried else "not reached: run the command again"
-            if not any(line.startswith(f"{captured.label}:") for line in skipped):
-                skipped.append(f"{captured.label}: {reason}")
+            reasons[captured.digest] = "no config passed its check" if tried else "not reached: run the command again"
             continue
         entry, best = stored
         timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
         times = {candidate_of(config, captured).config: time_us for config, time_us in timed.items()}
         best_and_author = candidate_of(best, captured).config, captured.author_choice
         tuned.append(TunedClass(captured, task, *best_and_author, times, dict(entry.evidence), capture.cost_us(captured)))
-    return tuned
+    return tuned, reasons
 
 
 def _table(tuned: Sequence[TunedClass]) -> ServingTable:

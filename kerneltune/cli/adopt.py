@@ -219,13 +219,13 @@ def _show_forecast(folder: Path, share: float, workers: int | None, budget: floa
     show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
 
 
-def _show_skipped(lines: "Sequence[str]") -> None:
-    """Print the launches that are not tuned, given as `LAUNCH: REASON`, with a line for each reason."""
+def _show_skipped(skipped: "Sequence[tuple[str, str]]") -> None:
+    """Print name and reason of the launches that are not tuned, with a line for each reason."""
     from kerneltune.records import grouped
 
-    for reason, alike in grouped(lines, lambda line: line.partition(": ")[2]).items():
+    for reason, alike in grouped(skipped, lambda each: each[1]).items():
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        note(f"skipped: {alike[0].partition(': ')[0]}{more}: {reason}")
+        note(f"skipped: {alike[0][0]}{more}: {reason}")
 
 
 def tune_folder(folder: Path, budget: float | None, share: float | None, force: bool, workers: int | None, dry_run: bool) -> None:

@@ -243,14 +243,14 @@ def test_tune_with_a_share_skips_cheap_classes(tmp_path: Path, h200: type[SizedB
     capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Progress(), share=0.9)
     assert [one.captured.sizes["M"] for one in outcome.tuned] == [64]
-    assert [line for line in outcome.skipped if "below --share 0.9" in line]
+    assert [reason for _, reason in outcome.skipped if "below --share 0.9" in reason]
 
 
 def test_tune_out_of_time_names_classes_that_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Progress(), budget_s=1e-9)
     assert [one.captured.sizes["M"] for one in outcome.tuned] == [64]
-    assert outcome.skipped == ["row_sum 4x96 float32 M=4 N=96: not reached: run the command again"]
+    assert outcome.skipped == [("row_sum 4x96 float32 M=4 N=96", "not reached: run the command again")]
     assert [len(tune_capture(tmp_path, Progress()).tuned)] == [2]
 
 
@@ -261,7 +261,7 @@ def test_tune_of_a_capture_of_another_gpu_skips_its_classes(
     capture_sums(tmp_path, (4, 96))
     outcome = tune_capture(tmp_path, Progress())
     assert outcome.tuned == []
-    assert "captured on nvidia_b200, this is nvidia_h200: capture again here" in outcome.skipped[0]
+    assert "captured on nvidia_b200, this is nvidia_h200: capture again here" in outcome.skipped[0][1]
 
 
 def test_tune_of_a_changed_kernel_skips_it(tmp_path: Path, h200: type[SizedBench]) -> None:
@@ -270,7 +270,7 @@ def test_tune_of_a_changed_kernel_skips_it(tmp_path: Path, h200: type[SizedBench
     stored = json.loads(path.read_text())
     path.write_text(json.dumps(stored | {"source": "0" * 12, "bytecode": "0" * 16}))
     outcome = tune_capture(tmp_path, Progress())
-    assert "its source has changed since it was captured" in outcome.skipped[0]
+    assert "its source has changed since it was captured" in outcome.skipped[0][1]
 
 
 def test_tune_skips_a_damaged_class_with_one_line(tmp_path: Path, h200: type[SizedBench]) -> None:
@@ -279,16 +279,16 @@ def test_tune_skips_a_damaged_class_with_one_line(tmp_path: Path, h200: type[Siz
     path.write_text('{"kernel": ')
     outcome = tune_capture(tmp_path, Progress())
     assert len(outcome.tuned) == 1
-    assert len(outcome.skipped) == 1
-    assert outcome.skipped[0].startswith(f"{path}: JSON: input data was truncated")
+    ((name, reason),) = outcome.skipped
+    assert (name, reason) == (str(path), "JSON: input data was truncated")
 
 
 def test_tune_of_a_class_with_missing_values_skips_it_and_its_check_raises(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (4, 128))
     folder = sorted((tmp_path / CLASSES).iterdir())[0]
     (folder / VALUES).unlink()
-    (line,) = tune_capture(tmp_path, Progress()).skipped
-    assert line.endswith(f"{folder / VALUES}: missing: capture again")
+    ((_, reason),) = tune_capture(tmp_path, Progress()).skipped
+    assert reason == f"{folder / VALUES}: missing: capture again"
     with pytest.raises(ReplayError, match="missing: capture again"):
         make_replay(read_class(folder), folder, "cpu", 0)
 
@@ -308,13 +308,13 @@ def test_tune_of_a_kernel_that_its_module_lacks_skips_it(tmp_path: Path, h200: t
     stored = json.loads((folder / META).read_text())
     gone = {"module": stored["kernel"]["module"], "name": "row_gone"}
     (folder / META).write_text(json.dumps(stored | {"kernel": gone, "home": gone}))
-    assert "has no kernel of this name: capture again" in tune_capture(tmp_path, Progress()).skipped[0]
+    assert "has no kernel of this name: capture again" in tune_capture(tmp_path, Progress()).skipped[0][1]
 
 
 def test_tune_of_a_class_without_index_values_skips_it(tmp_path: Path, h200: type[SizedBench]) -> None:
     captured(tmp_path, max_bytes=8, pattern="scale_chosen")
     outcome = tune_capture(tmp_path, Progress())
-    assert "values were not kept" in outcome.skipped[0]
+    assert "values were not kept" in outcome.skipped[0][1]
 
 
 def test_tune_without_a_gpu_raises(tmp_path: Path) -> None:
