@@ -19,6 +19,7 @@ from dataclasses import replace
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.interpreter.modes import Launches, unlaunched
 from kerneltune.measuring.check import Checker, InPlace, Outcome, host_folder
+from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.wording import counted
@@ -91,6 +92,8 @@ def check_pairs(
         if outcome.status == "failed":
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
+    if not failures:
+        failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if isinstance(it, Checker)})
     layouts = _wrong_layouts(op, variant, checkers, configs) if not failures else []
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
     num_once = len(configs) - len(checkers)

@@ -1,0 +1,72 @@
+"""Check the look-up of a config: that a call without `config=` looks up the case that a sweep tunes, and gives right outputs."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from kerneltune.cache import Axes, CaseOptions, Chooser
+from kerneltune.errors import first_line, statement_in
+from kerneltune.measuring.check import Checker, Outcome, host_folder
+from kerneltune.spec import Case, Op, Variant
+
+_CALL = "a call without `config=`"
+
+
+def look_up_failures(op: Op, variant: Variant, checkers: Mapping[Case, Checker]) -> list[Outcome]:
+    """Return the first failure of `variant.run(inputs, None)`, on a case for each type, mode and value of an option.
+
+    No failure is returned of a variant without knobs, of a captured kernel, and where `run` looks nothing up.
+    """
+    if variant.config is None or op.origin is not None:
+        return []
+    seen = set[tuple[str, object]]()
+    for case in (case for case in checkers if all(size for _axis, size in case.axes)):
+        settings = {("dtype", case.dtype), ("quant", case.quant), *case.options}
+        if settings - seen and (lines := _errors(op, variant, case, checkers[case])):
+            return [Outcome("failed", line, None, case) for line in lines]
+        seen |= settings
+    return []
+
+
+def _errors(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]:
+    with _noting(op, variant) as looked_up:
+        try:
+            outputs = checker.outputs(variant, None)
+        except Exception as error:
+            if not looked_up and Chooser.__name__ not in str(error):  # `run` needs a config, or a keyword of the look-up is wrong
+                return []
+            return [f"{_CALL} fails: {statement_in(host_folder(op), error)}{first_line(error)}"]
+    tuned = op.called(case)
+    if looked_up and _without_free_options(op, tuned) not in [_without_free_options(op, asked) for asked in looked_up]:
+        return [f"{_CALL} looks up {looked_up[0].label}, where configs are stored for {tuned.label}"]
+    return [f"{_CALL}: {line}" for line in checker.disagreements(outputs)] if looked_up else []
+
+
+@contextmanager
+def _noting(op: Op, variant: Variant) -> Iterator[list[Case]]:
+    """List the cases whose configs a variant looks up."""
+    looked_up: list[Case] = []
+    choose = Chooser.__call__
+
+    def noted(chooser: Chooser, *arguments: Any, **named: Any) -> Any:
+        if (chooser.op.name, chooser.variant.name) == (op.name, variant.name):
+            with suppress(TypeError):  # which the call raises
+                looked_up.append(_case(*arguments, **named))
+        return choose(chooser, *arguments, **named)
+
+    Chooser.__call__ = noted  # type: ignore[method-assign,assignment]
+    try:
+        yield looked_up
+    finally:
+        Chooser.__call__ = choose  # type: ignore[method-assign]
+
+
+def _case(axes: Axes, dtype: str, quant: str = "none", options: CaseOptions = (), gpu: str | None = None) -> Case:
+    """Return the case of a look-up, whose arguments these are."""
+    return Case("", axes, dtype, quant, options)
+
+
+def _without_free_options(op: Op, case: Case) -> Case:
+    """Return a case without its name and free options, of which another value's config serves."""
+    return replace(case, name="", options=tuple(option for option in case.options if option[0] not in op.free_options))
