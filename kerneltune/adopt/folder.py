@@ -11,7 +11,7 @@ import shutil
 import struct
 import tempfile
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -271,19 +271,19 @@ def read_class(folder: Path) -> LaunchClass:
     return captured
 
 
-def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
-    """Yield the classes of a capture; a damaged class is skipped, and a line about it added to `problems`."""
-    parent = root / CLASSES
+def read_classes(root: Path) -> tuple[list[LaunchClass], list[str]]:
+    """Return the classes of a capture, and a line about each damaged class."""
+    parent, classes, problems = root / CLASSES, list[LaunchClass](), list[str]()
     if not parent.is_dir():
         raise ValueError(f"{root}: no capture: expected a folder that `kerneltune capture` wrote")
     for folder in sorted(parent.iterdir()):
         if folder.is_dir() and not folder.name.startswith("."):
             try:
                 captured = read_class(folder)
+                classes.append(replace(captured, problem=captured.problem or missing_values(captured, folder)))
             except ValueError as error:
                 problems.append(str(error))
-            else:
-                yield replace(captured, problem=captured.problem or missing_values(captured, folder))
+    return classes, problems
 
 
 def missing_values(captured: LaunchClass, folder: Path) -> str:
@@ -348,7 +348,7 @@ def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:
 
     launched: digests of the classes that were launched just now.
     """
-    classes = list(read_classes(root, []))
+    classes, _ = read_classes(root)
     present = {(each.kernel, each.source) for each in classes if each.digest in launched}
     kernels = {kernel for kernel, _ in present}
     stale = [each for each in classes if each.kernel in kernels and (each.kernel, each.source) not in present]
@@ -370,9 +370,9 @@ def process_files(root: Path) -> list[Path]:
     return sorted((root / LAUNCHES).glob("[!.]*"))
 
 
-def read_notes(files: Collection[Path], problems: list[str]) -> ProcessNotes:
-    """Return the notes and counts of processes as the notes of one; a line about each damaged file is added to `problems`."""
-    whole = ProcessNotes({})
+def read_notes(files: Collection[Path]) -> tuple[ProcessNotes, list[str]]:
+    """Return the notes and counts of processes as the notes of one, and a line about each damaged file."""
+    merged, problems = ProcessNotes({}), list[str]()
     for path in (path for path in files if path.suffix == ".json"):
         try:
             notes = read_json(path, ProcessNotes)
@@ -380,20 +380,20 @@ def read_notes(files: Collection[Path], problems: list[str]) -> ProcessNotes:
             problems.append(str(error))
             continue
         for digest, count in notes.launches.items():
-            total = whole.launches.setdefault(digest, Count())
+            total = merged.launches.setdefault(digest, Count())
             total.launches += count.launches
             if count.time_us is not None:
                 total.time_us = min(count.time_us, total.time_us or float("inf"))
-        whole.refused |= notes.refused
-        whole.misnamed += notes.misnamed
-        whole.autotuned |= {kernel: own for kernel, own in notes.autotuned.items() if own or kernel not in whole.autotuned}
-        whole.plain += notes.plain
-        whole.has_compiled |= notes.has_compiled
+        merged.refused |= notes.refused
+        merged.misnamed += notes.misnamed
+        merged.autotuned |= {kernel: own for kernel, own in notes.autotuned.items() if own or kernel not in merged.autotuned}
+        merged.plain += notes.plain
+        merged.has_compiled |= notes.has_compiled
     counts = read_counts(path for path in files if path.suffix == SUFFIX)
     for digest, launches in ((digest, launches) for digest, launches in counts.items() if launches):
-        total = whole.launches.setdefault(digest, Count())
+        total = merged.launches.setdefault(digest, Count())
         total.launches = max(total.launches, launches)  # a killed process has written its counts, but no notes
-    return whole
+    return merged, problems
 
 
 _RECORD = struct.Struct("q248s")

@@ -60,14 +60,14 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
 
     untried: why blocks of plain kernels may not change that no launch has tried yet; empty if they may.
     """
-    problems: list[str] = []
+    read, problems = read_classes(root)
     blocks = read_blocks(root)
-    read = [captured for captured in read_classes(root, problems) if captured.argument_bytes]
-    classes = [judged(captured, blocks.get(captured.digest, {}), untried) for captured in read]
+    classes = [judged(captured, blocks.get(captured.digest, {}), untried) for captured in read if captured.argument_bytes]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
-    return Capture(root, classes, read_notes(process_files(root), problems), problems)
+    notes, damaged = read_notes(process_files(root))
+    return Capture(root, classes, notes, problems + damaged)
 
 
 _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")

@@ -65,7 +65,7 @@ def command(
         environment["TORCHDYNAMO_DISABLE"] = "1"
     earlier = process_files(out)
     code = run_program(program, environment)
-    notes = read_notes([path for path in process_files(out) if path not in earlier], [])
+    notes, _ = read_notes([path for path in process_files(out) if path not in earlier])
     is_captured = bool(notes.launches) and _finish(out, notes.launches.keys(), ignore_arg or ())
     if notes.misnamed:
         error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")

@@ -54,8 +54,7 @@ def _class(path: Path) -> None:
 
 
 def _counts(path: Path) -> None:
-    problems: list[str] = []
-    capture.read_notes([path], problems)
+    _, problems = capture.read_notes([path])
     if problems:
         raise ValueError(problems[0])
 

@@ -57,7 +57,7 @@ def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Replay, list[dict[s
     startup.capture(folder)
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](*args)
     startup.uninstall()
-    (captured,) = read_classes(folder, [])
+    ((captured,), _) = read_classes(folder)
     launch = make_replay(captured, folder / CLASSES / captured.digest, "cpu", 0)
     return launch, [one.config for one in captured.candidates]
 

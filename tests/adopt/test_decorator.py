@@ -102,7 +102,7 @@ def test_capture_notes_kernels_that_autotune_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'ROWS'"):
         kerneltune.autotune([triton.Config({"ROWS": 2})], ["N"])(copied)
     startup.recorder().flush()
-    notes = read_notes(process_files(tmp_path), [])
+    notes, _ = read_notes(process_files(tmp_path))
     assert notes.misnamed == [f"{__name__}.copied"]
     assert "'ROWS'" in notes.refused[f"{__name__}.copied"]
 

@@ -412,7 +412,7 @@ def test_capture_notes_plain_kernels_launched_on_a_gpu(tmp_path: Path, monkeypat
     assert JITFunction(alone.fn).run(torch.ones(8), N=8, grid=(1,), warmup=False) == "launched"
     startup.recorder().flush()
     startup.uninstall()
-    assert read_notes(process_files(tmp_path), []).plain == [f"{__name__}.alone"]
+    assert read_notes(process_files(tmp_path))[0].plain == [f"{__name__}.alone"]
 
 
 def test_capture_of_an_argument_that_is_no_data_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -433,4 +433,4 @@ def test_capture_of_an_invalid_config_names_file_line_and_parameters(
         captured(tmp_path, pattern="row_sum")
     assert "two_kernels.py:" in caplog.text
     assert ": row_sum: configs[0]: 'ROWS': expected a parameter of the kernel: x_ptr, y_ptr, M, N, BLOCK" in caplog.text
-    assert read_notes(process_files(tmp_path), []).misnamed == ["two_kernels.row_sum"]
+    assert read_notes(process_files(tmp_path))[0].misnamed == ["two_kernels.row_sum"]
