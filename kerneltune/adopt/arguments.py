@@ -65,8 +65,8 @@ def _encode_function(function: Any) -> list[str]:
 
 def _names_function(value: Any) -> bool:
     """Return whether a value is the JSON of a function."""
-    what = value.get("function") if isinstance(value, dict) else None
-    return isinstance(what, list) and len(what) == 3 and all(isinstance(part, str) for part in what)
+    content = value.get("function") if isinstance(value, dict) else None
+    return isinstance(content, list) and len(content) == 3 and all(isinstance(part, str) for part in content)
 
 
 def _decode_function(stored: Sequence[str], load: Callable[[str, str], Any]) -> Any:
@@ -99,23 +99,23 @@ def decode_value(value: Any, load: Callable[[str, str], Any] = lambda module, _:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict) and len(value) == 1:
-        (kind, what), *_ = value.items()
-        if kind == "tuple" and isinstance(what, list):
-            return tuple(decode_value(item, load) for item in what)
-        if kind == "fields" and isinstance(what, dict):
-            return namedtuple("Fields", what)(*(decode_value(item, load) for item in what.values()))
+        (kind, content), *_ = value.items()
+        if kind == "tuple" and isinstance(content, list):
+            return tuple(decode_value(item, load) for item in content)
+        if kind == "fields" and isinstance(content, dict):
+            return namedtuple("Fields", content)(*(decode_value(item, load) for item in content.values()))
         if _names_function(value):
-            return _decode_function(what, load)
-        if kind == "float" and what in _NOT_FINITE:
-            return float(what)
-        if kind == "torch" and isinstance(what, str):
-            return torch_dtype(what)
-        if kind == "triton" and isinstance(what, str):
+            return _decode_function(content, load)
+        if kind == "float" and content in _NOT_FINITE:
+            return float(content)
+        if kind == "torch" and isinstance(content, str):
+            return torch_dtype(content)
+        if kind == "triton" and isinstance(content, str):
             language: Any = importlib.import_module("triton.language")
             try:
-                return language.dtype(what)
+                return language.dtype(content)
             except Exception as error:  # an assertion, in the versions seen
-                raise ValueError(f"dtype: {what!r}: expected the name of an element type of triton") from error
+                raise ValueError(f"dtype: {content!r}: expected the name of an element type of triton") from error
     raise ValueError(f"{value!r}: expected a plain value, an element type, a function or a tuple")
 
 

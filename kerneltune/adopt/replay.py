@@ -86,15 +86,15 @@ def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[s
     is_program = name.module == "__main__"
     if is_program and not path.is_file():
         raise ReplayError(f"{path}: the program's file is gone")
-    what, before = str(path) if is_program else f"{name.module} ({file})" if file else name.module, sys.argv
+    origin, before = str(path) if is_program else f"{name.module} ({file})" if file else name.module, sys.argv
     sys.argv = list(argv) or before
     try:
         with _first_configs():
             return load_program(path, name.name) if is_program else _import(name.module, path)
     except ModuleNotFoundError as error:
-        raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
+        raise ReplayError(f"{origin}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
-        raise ReplayError(f"{what}: importing fails here: {first_line(error)}") from error
+        raise ReplayError(f"{origin}: importing fails here: {first_line(error)}") from error
     finally:
         sys.argv = before
 
