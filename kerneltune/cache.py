@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kerneltune import device, misses
-from kerneltune.errors import unknown
 from kerneltune.files import (
     Versioned,
     bad,
@@ -289,7 +288,6 @@ class Chooser:
 
         Raises:
             LookupError: a miss, and KERNELTUNE_STRICT is on.
-            ValueError: a mode, axes or options that the operator does not have, or not even the default is valid for the case.
         """
         return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
 
@@ -422,12 +420,6 @@ def _architecture(gpu: str) -> tuple[str, int]:
 @lru_cache(maxsize=65536)
 def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: CaseOptions) -> Any:
     case = Case("", axes, dtype, quant, options)
-    if quant not in chooser.op.quants:
-        raise unknown(f"{chooser.op.name}: quant", quant, chooser.op.quants)
-    for kind, looked_up, names in (("axes", axes, chooser.op.axes), ("options", options, chooser.op.options)):
-        if dict(looked_up).keys() != set(names):
-            given, expected = (", ".join(each) or "none" for each in (dict(looked_up), names))
-            raise ValueError(f"{chooser.op.name}: {kind}: {given}: expected {expected}")
     choice = chooser.find(case, gpu)
     if choice.source != "own":
         key = TaskKey(chooser.op.name, chooser.variant.name, case, chooser.policy)

@@ -88,22 +88,6 @@ def test_near_entries_of_a_gpu_without_configs_are_those_that_its_calls_use(tmp_
     assert chooser.own(case, GPU) is not None
 
 
-@pytest.mark.parametrize(
-    ("axes", "quant", "options", "message"),
-    [
-        (("K", 8), "none", (), "axes: K: expected M"),
-        (("M", 8), "fp8", (), "quant: 'fp8': expected one of none"),
-        (("M", 8), "none", (("group", 128),), "options: group: expected none"),
-    ],
-)
-def test_call_with_names_that_the_operator_does_not_have_raises(
-    axes: tuple[str, int], quant: str, options: tuple[tuple[str, int], ...], message: str, tmp_path: Path
-) -> None:
-    choose = cache.Chooser.of(OP, SMALL, "cold", tmp_path)
-    with pytest.raises(ValueError, match=f"^{OP.name}: {message}"):
-        choose((axes,), "bfloat16", quant, options)
-
-
 def test_call_on_a_gpu_without_configs_warns_of_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: Device("NVIDIA H100 80GB HBM3", "sm_90", 132, 50 << 20, "580"))
     store(tmp_path, CASE["M"], 512)

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from kerneltune import cache, device
+from kerneltune import device
 from kerneltune.errors import first_line, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.modes import strict, unlaunched
+from kerneltune.interpreter.modes import strict
 from kerneltune.records import IMPORT_FAILED, Status
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -398,17 +398,6 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
         if (fault := fault_of(error)) is not None:
             return [str(fault)]
     return []
-
-
-def look_up_error(op: Op, case: Case, variant: Variant) -> str:
-    """Return the error of the config look-up in a call without a config, on tensors without memory; empty without a look-up."""
-    try:
-        with unlaunched():
-            variant.run(op.inputs(case, device="meta"), None)
-    except Exception as error:  # a variant that takes no call without a config fails before a look-up
-        if any(frame.f_code.co_filename == cache.__file__ for frame, _line in traceback.walk_tb(error.__traceback__)):
-            return f"{statement_in(host_folder(op), error)}call without a config: {first_line(error)}"
-    return ""
 
 
 def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unreached
 from kerneltune.interpreter.modes import Launches, unlaunched
-from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, look_up_error, memory_obstacle
+from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs, launched, settings
 from kerneltune.records import grouped
@@ -70,17 +70,12 @@ def case_job(runs: Sequence[Run]) -> Job:
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
-    """Return the job that checks pairs of config and case, see `check_pairs`, and a call without a config."""
+    """Return the job that checks pairs of config and case; see `check_pairs`."""
     op, variant = task.op, task.variant
 
     def work(begin: Begin) -> list[Outcome]:
         fitting = [case for case in cases if memory_obstacle(op, case) is None]
-        outcomes = check_pairs(op, variant, fitting, partial(check_cost, op), begin)
-        supported = [case for case in cases if variant.config is not None and not variant.unsupported(case)]
-        costliest = max(supported, key=partial(check_cost, op), default=None)  # the smallest may have no elements to launch for
-        if costliest is None or not (reason := look_up_error(op, costliest, variant)):
-            return outcomes
-        return [Outcome("failed", reason, None, costliest), *outcomes]
+        return check_pairs(op, variant, fitting, partial(check_cost, op), begin)
 
     checks = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
     return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks)

@@ -1,7 +1,6 @@
 """Checks in forks: results keep their order, and a kernel that ends its process fails its own check."""
 
 import os
-import re
 import signal
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import triton.language as tl
 from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
-from kerneltune import cache, ops
+from kerneltune import ops
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.jobs import (
     Job,
@@ -52,25 +51,6 @@ def test_jobs_give_the_outcomes_of_every_check(cores: set[int], monkeypatch: pyt
     assert results[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 19 of 48 pairs")]]
     assert [outcome.status for outcome in results[2]] == ["failed", "failed", "failed", "checked"]
     assert [outcome.status for outcome in results[3]] == ["checked", "failed"]
-
-
-@pytest.mark.parametrize(("option", "expected"), [("group", ""), ("gruop", "gruop: expected group")])
-def test_call_without_a_config_that_misspells_an_option_fails(option: str, expected: str) -> None:
-    choosers = list[cache.Chooser]()
-
-    def run(inputs: Inputs, config: Rows | None) -> Outputs:
-        axes = tuple(zip(("M", "N"), inputs["x"].shape, strict=True))
-        return right.run(inputs, config or choosers[0](axes, "float32", "none", ((option, 128),)))
-
-    op = op_with("")
-    right = op.variants[0]
-    op = replace(op, variants=(replace(right, run=run),), options={"group": (128,)})
-    choosers.append(cache.Chooser.of(op, op.variants[0]))
-    cases = [replace(case, options=(("group", 128),)) for case in CASES]
-    ((*failed, _coverage),) = outcomes(pairs_job(Task(op, cases[0], op.variants[0]), cases))
-    assert [(outcome.status, outcome.config, outcome.case) for outcome in failed] == [("failed", None, cases[2])] * bool(expected)
-    line = rf"test_jobs\.py:\d+: call without a config: ValueError: scaled: options: {expected}"
-    assert all(re.fullmatch(line, outcome.reason) for outcome in failed)
 
 
 def ending(task: Task, how: str, at_rows: int) -> Task:
