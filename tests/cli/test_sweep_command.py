@@ -64,6 +64,23 @@ def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(campaign:
     ]
 
 
+def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(campaign: dict[str, Any], tmp_path: Path) -> None:
+    failed: dict[str, Any] = {
+        "variant": "optimized",
+        "status": "failed",
+        "reason": "the launch failed: k.py:5: KeyError",
+        **NO_TIMES,
+    }
+    rows = [record(axes={"M": 2**at, "N": 64}, **failed) for at in range(3)]
+    campaign["answer"] = [*rows, record(axes={"M": 9, "N": 64}, **{**failed, "reason": "y: 3 of 4 wrong"})]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert result.stderr.splitlines()[-3:] == [
+        "failed: optimized: te-8192x4096 rmsnorm_fwd M=1 N=64 bfloat16 fp8 cold and 2 more cases: the launch",
+        "  failed: k.py:5: KeyError",
+        "failed: optimized: te-8192x4096 rmsnorm_fwd M=9 N=64 bfloat16 fp8 cold: y: 3 of 4 wrong",
+    ]
+
+
 def test_sweep_exits_with_1_if_an_own_variant_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
     failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
     campaign["answer"] = [record(), record(variant="optimized", **failed)]
