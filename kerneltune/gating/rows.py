@@ -107,7 +107,7 @@ def us_of(record: Record) -> float:
     return record.time_us
 
 
-def device_policy(record: Record) -> tuple[str, str]:
+def setup_of(record: Record) -> tuple[str, str]:
     """Return the device and the policy that a record was measured with."""
     return record.device, record.policy
 
@@ -133,9 +133,9 @@ def slower_groups(changes: Sequence[Change]) -> tuple[list[str], list[str]]:
 
 def _groups(changes: Sequence[Change]) -> dict[tuple[str, str, str], list[Change]]:
     """Return the rows of each variant of an operator; variants with few rows are a group of their family."""
-    variants = grouped(changes, lambda change: (f"{change.new.op} {change.new.variant}", *device_policy(change.new)))
+    variants = grouped(changes, lambda change: (f"{change.new.op} {change.new.variant}", *setup_of(change.new)))
     few = [change for rows in variants.values() if len(rows) < _GROUP_ROWS for change in rows]
-    families = grouped(few, lambda change: (change.new.family or change.new.op, *device_policy(change.new)))
+    families = grouped(few, lambda change: (change.new.family or change.new.op, *setup_of(change.new)))
     return {name: rows for name, rows in (variants | families).items() if len(rows) >= _GROUP_ROWS}
 
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
-from kerneltune.gating.rows import Change, device_policy, is_peer, pool, slower_groups, us_of
+from kerneltune.gating.rows import Change, is_peer, pool, setup_of, slower_groups, us_of
 from kerneltune.records import Defaults, Record, identity_of, newest_rows, other_run
 from kerneltune.spec import TaskKey
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
@@ -138,7 +138,7 @@ def gate(
         return Verdict((), UNUSABLE, obstacle)
     case_of = identity_of(baseline, new, defaults)
     of_old, of_new = (newest_rows(side, lambda record: (case_of(record), record.variant)) for side in (baseline, new))
-    old_places, new_places = ({device_policy(record) for record in side.values()} for side in (of_old, of_new))
+    old_setups, new_setups = ({setup_of(record) for record in side.values()} for side in (of_old, of_new))
     pairs = [(of_old.get(row), of_new.get(row)) for row in of_old | of_new]
     timed = [(old, fresh) for old, fresh in pairs if old and fresh and old.status == fresh.status == "passed"]
     by_process = shifts([(old.samples_us or (), fresh.samples_us or ()) for old, fresh in timed])
@@ -149,13 +149,13 @@ def gate(
     for group, note in ((judged, ""), (of_peers, A_PEER)):  # each group is corrected for multiple tests by itself
         p_values = holm([change.p for change in group])
         rows += [_judged(replace(change, p=p), margin, note) for change, p in zip(group, p_values, strict=True)]
-    rows += filter(None, (_not_compared(old, fresh, new_places, peers) for old, fresh in pairs))
+    rows += filter(None, (_not_compared(old, fresh, new_setups, peers) for old, fresh in pairs))
     notes = [
         _other_unit(changes),
         _too_short(changes, margin),
-        _left_out("baseline", of_old.values(), new_places),
-        _left_out("new", of_new.values(), old_places),
-        _added([fresh for key, fresh in of_new.items() if key not in of_old and device_policy(fresh) in old_places]),
+        _left_out("baseline", of_old.values(), new_setups),
+        _left_out("new", of_new.values(), old_setups),
+        _added([fresh for key, fresh in of_new.items() if key not in of_old and setup_of(fresh) in old_setups]),
     ]
     groups, doubtful = slower_groups(judged)
     unanswered = Verdict(tuple(rows), PASS, "", tuple(filter(None, [*notes, *doubtful])), tuple(stale), tuple(groups))
@@ -214,10 +214,10 @@ def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
     return ""
 
 
-def _left_out(side: str, records: Iterable[Record], places: Collection[tuple[str, str]]) -> str:
+def _left_out(side: str, records: Iterable[Record], setups: Collection[tuple[str, str]]) -> str:
     """Return a note with the number of timed rows whose GPU or policy is missing on the other side; empty if no row is."""
-    counts = Counter(device_policy(record) for record in records if record.status == "passed")
-    named = ", ".join(f"{count} of {' '.join(place)}" for place, count in sorted(counts.items()) if place not in places)
+    counts = Counter(setup_of(record) for record in records if record.status == "passed")
+    named = ", ".join(f"{count} of {' '.join(setup)}" for setup, count in sorted(counts.items()) if setup not in setups)
     return f"rows that only {side} has, left out: {named}" if named else ""
 
 
@@ -272,12 +272,12 @@ def _change(old: Record, new: Record, by_process: Shift | None) -> Change:
     return Change(old, new, shift.slowdown, after.low / before.high - 1, after.high / before.low - 1, shift.p_slower, "")
 
 
-def _not_compared(old: Record | None, new: Record | None, new_places: Collection[tuple[str, str]], peers: bool) -> GateRow | None:
+def _not_compared(old: Record | None, new: Record | None, new_setups: Collection[tuple[str, str]], peers: bool) -> GateRow | None:
     """Return a row whose new record failed, or is not timed where the baseline's is; None for any other row."""
     note = _FAILED_BEFORE if old is not None and old.status == "failed" else A_PEER if is_peer(old, new) and not peers else ""
     if new is not None and new.status == "failed":
         return GateRow(new, "failed", None, _one_line(note, new.reason), note)
-    if old is None or old.status != "passed" or device_policy(old) not in new_places or (new and new.status == "passed"):
+    if old is None or old.status != "passed" or setup_of(old) not in new_setups or (new and new.status == "passed"):
         return None
     reason = f"{new.status} in the new records: {new.reason or 'not timed'}" if new else "not in the new records"
     return GateRow(new or old, "missing", None, _one_line(note, reason), note)
