@@ -25,7 +25,7 @@ from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep import SweepCase
 from kerneltune.tune.run import renew
 from kerneltune.tune.session import TuningResult
-from kerneltune.wording import counted, differing, pairs
+from kerneltune.wording import counted, differing, first_of, pairs
 
 CONFIG_S = 0.6
 """Seconds of a paired final. H200, 2026-11-23: 96 configs took 54 s."""
@@ -196,15 +196,14 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
         if name not in ops:
             raise ValueError(f"op: {name!r}: in the records, but not loaded here: load it by --plugin, or pass --allow-stale")
         if variant not in {offered.name for offered in ops[name].variants}:
-            lines.append(f"{name} {variant}: {_share(of_variant, of_variant)} of no variant here: measure again")
+            lines.append(f"{name} {variant}: {counted(len(of_variant), 'row')} of no variant here: measure again")
             continue
         differences = [(row, _difference_of(row, ops[name], configs)) for row in of_variant]
         stale = [(row, differs) for row, differs in differences if differs is not None]
         for what, of_kind in grouped(stale, lambda pair: pair[1][0]).items():
-            shown = "; ".join(f"{_row_label(row, ops[name])} ({differs})" for row, (_, differs) in of_kind[:_NAMED])
-            more = "; …" if len(of_kind) > _NAMED else ""
-            measured = f"{_share(of_kind, of_variant)} measured with {what}"
-            lines.append(f"{name} {variant}: {measured}: {shown}{more}: measure again")
+            named = first_of((f"{_row_label(row, ops[name])} ({differs})" for row, (_, differs) in of_kind), _NAMED)
+            measured = f"{len(of_kind)} of {counted(len(of_variant), 'row')} measured with {what}"
+            lines.append(f"{name} {variant}: {measured}: {named}: measure again")
     return lines
 
 
@@ -212,10 +211,6 @@ def _row_label(row: Record, op: Op) -> str:
     """Return the case, the options that are not the default, the type and the mode of a record."""
     options = {name: value for name, value in row.options.items() if value not in op.options.get(name, ())[:1]}
     return " ".join(filter(None, [row.case, pairs(options), row.dtype, row.quant]))
-
-
-def _share(some: Sequence[object], rows: Sequence[object]) -> str:
-    return f"{len(some)} of {counted(len(rows), 'row')}"
 
 
 def _difference_of(row: Record, op: Op, configs: Path | None) -> Difference | None:

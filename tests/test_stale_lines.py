@@ -37,7 +37,11 @@ def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
     op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", options={"mode": ("a", "b")})
     (line,) = stale_lines(variants, {"mine": op}, None)
     assert f": {entry.case.name} {entry.case.dtype} {entry.case.quant} (" in line
-    assert f"; {entry.case.name} mode=b {entry.case.dtype} {entry.case.quant} (" in line
+    assert f"), {entry.case.name} mode=b {entry.case.dtype} {entry.case.quant} (" in line
+    (line,) = stale_lines(
+        [*variants, with_config({"warps": 2}, op="mine", options={"mode": "b"}, axes={"M": 1, "N": 8})], {"mine": op}, None
+    )
+    assert line.endswith(") and 1 more: measure again")
     (line,) = stale_lines([with_config(None)], OPS, None)
     assert "(none, here rows=" in line
 
@@ -46,7 +50,7 @@ def test_records_of_a_variant_that_was_renamed_are_stale() -> None:
     op = OPS["rmsnorm_fwd"]
     renamed = tuple(dataclasses.replace(each, name="tiled") if each.name == "optimized" else each for each in op.variants)
     (line,) = stale_lines([entry_record(h200_entries()[0])], {"rmsnorm_fwd": dataclasses.replace(op, variants=renamed)}, None)
-    assert line == "rmsnorm_fwd optimized: 1 of 1 row of no variant here: measure again"
+    assert line == "rmsnorm_fwd optimized: 1 row of no variant here: measure again"
 
 
 def test_records_of_the_cached_configs_are_fresh_in_any_order_of_axes_and_options() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver, note, width
+from kerneltune.cli.console import deliver, width
 from kerneltune.cli.files import SUFFIX, record_files, selected, tables_of_devices
 from kerneltune.cli.progress import Reporter
 from kerneltune.plan import Selection, load_plan
@@ -144,10 +144,7 @@ def _tables(a: str, b: str, of_a: list[Record], of_b: list[Record]) -> dict[str,
 
 
 def _render(names: tuple[str, str], tables: dict[str, list[Comparison]], style: str) -> str:
-    """Return the tables in a style; for CSV, as a single table, and print remarks on standard error."""
-    if style != "csv":
-        return join_tables([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())
-    table = ab_table([row for rows in tables.values() for row in rows], *names)
-    for line in table.foot[1:]:
-        note(line)
-    return table.csv()
+    """Return the tables in a style; for CSV, as a single table."""
+    if style == "csv":
+        tables = {"": [row for rows in tables.values() for row in rows]}
+    return join_tables([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())

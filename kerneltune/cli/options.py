@@ -314,12 +314,11 @@ def captured_ops(folder: str = "") -> dict[str, Op]:
 
 def damaged_classes() -> list[str]:
     """Return a line for each class of the capture in use that cannot be read."""
-    if not captured():
-        return []
-    from kerneltune.adopt.overview import read_capture
+    if captured():
+        from kerneltune.adopt.folder import read_classes
 
-    with suppress(ValueError):  # no class can be read, which the error of the command says
-        return read_capture(Path(captured())).problems
+        with suppress(ValueError):  # no capture, which the error of the command says
+            return read_classes(Path(captured()))[1]
     return []
 
 
