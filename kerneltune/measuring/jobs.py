@@ -208,7 +208,7 @@ def _shortened(
     case depend on values, as where it calls `torch.bincount`.
     """
     derived, facts = list[Case](), set[Fact]()
-    variants = [it for it in op.variants if not it.is_peer and all(_is_launched(op, it, case) for case in check)]
+    variants = _launched_variants(op, check)
     steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
     for configs in (_default_alone, around_default) if check else (_default_alone,):
         of_check = [launches for _case, launches in _launches(op, variants, configs, [*check, *derived])]
@@ -287,9 +287,15 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
     yield variant.default_config(case)
 
 
-def _is_launched(op: Op, variant: Variant, case: Case) -> bool:
-    """Return whether a variant's launches of a case are known without values; true for a case that it does not support."""
-    return bool(variant.unsupported(case) or launched(op, variant, case, _default_alone(variant, case)))
+def _launched_variants(op: Op, cases: Iterable[Case]) -> list[Variant]:
+    """Return the own variants whose launches are known without values, in all cases that they support until the time is over."""
+    variants = [variant for variant in op.variants if not variant.is_peer]
+    begun_s = time.thread_time()
+    for case in cases:
+        if time.thread_time() - begun_s > _LAUNCHES_S:
+            break
+        variants = [it for it in variants if it.unsupported(case) or launched(op, it, case, _default_alone(it, case))]
+    return variants
 
 
 def _launches(

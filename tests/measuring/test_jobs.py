@@ -1,8 +1,11 @@
 """Checks in forks: results keep their order, and a kernel that ends its process fails its own check."""
 
+import itertools
 import os
 import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +186,17 @@ def test_process_that_inputs_of_bench_cases_end_costs_derived_cases_and_fails_th
     op, large = replace(summing(), inputs=inputs), shifted("large", 100, 4096)
     assert derived_cases(op, [shifted("odd", 3, 70), shifted("wide", 4, 300)], [large]) == ([], [], set())
     assert outcomes(address_job(Task(op, large, op.variants[0]))) == [[Outcome("failed", "crashed: exit code 3", None, large)]]
+
+
+def test_launches_of_check_cases_end_with_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, op, clock = tmp_path / "cases", op_with(""), itertools.count(0, 6)
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        with log.open("a") as file:
+            file.write(f"{case.name} on {device}\n")
+        made: Inputs = op.inputs(case, device=device, seed=seed)
+        return made
+
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    derived_cases(replace(op, inputs=inputs), [case_of(f"odd-{N}", 7, N) for N in range(33, 53)], [])
+    assert log.read_text().splitlines() == ["odd-33 on meta"] * 3
