@@ -83,7 +83,7 @@ class _Group(TyperGroup):
             error_line(f"error: {error.name}: not installed: `{ctx.invoked_subcommand}` needs it")
             raise typer.Exit(2) from None
         except (ValueError, LookupError) as error:
-            for text in options.damaged_classes():  # a sweep file that names such a class has no other fault
+            for text in options.damaged_classes():  # the sweep file, which lists them, has no other fault
                 error_line(f"skipped: {text}")
             error_line(f"error: {error}")
             raise typer.Exit(2) from None
@@ -121,7 +121,7 @@ def without_family() -> str:
 
 
 def _holders(option: str) -> str:
-    """Return `; sweep and tune have it`, the commands that have an option; empty without such a command."""
+    """Return `; sweep and tune have it`, the commands that have an option; empty if no command has the option."""
     whole: Any = typer.main.get_command(app)
     commands = dict(whole.commands)
     for name in ("cache", "adopt"):

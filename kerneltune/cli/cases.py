@@ -27,7 +27,7 @@ def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batche
 
 
 def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
-    """Write the sweep of a model under `runs/models` of the results, say what was read, and return its path."""
+    """Write the sweep of a model under `runs/models` of the results, print the facts of the model, and return the path."""
     sweep = text(model, tokens, ep, batch)
     _, read_as, family, *_ = sweep.splitlines()
     note(f"{model}: {read_as.removeprefix('# ')}")

@@ -148,7 +148,7 @@ def _targets(names: list[str] | None) -> list[str]:
 
 
 def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: str, configs: Path | None) -> list[Run]:
-    """Return the selected cached configs of the rows' operators, and default configs of those rows whose operator has none."""
+    """Return the selected cached configs of the rows' operators; for an operator without any, the default configs of its rows."""
     from kerneltune.inspection.survey import cached_runs, default_runs
 
     ops = o.load_ops()

@@ -84,7 +84,7 @@ def existing_folder(folder: Path | None) -> Path | None:
 
 
 def gpu_folder(name: str | None) -> str | None:
-    """Return the name of a GPU's folder if it can be one."""
+    """Return a name that `--gpu` gives; raise ValueError for a name that no folder of a GPU has."""
     if name is not None and name != device.slug(name):
         raise ValueError(f"gpu: {name!r}: expected the name of a folder, like {device.slug(name) or 'nvidia_h200'}")
     return name
@@ -104,7 +104,7 @@ CaseNames = Annotated[list[str] | None, option("--case", "NAME", "Only cases who
 
 
 def whole_name(value: Any) -> Any:
-    """Return torch's name of an element type of `--dtype`, which may be short; of each type where it may be repeated."""
+    """Return torch's name of the element type of `--dtype`, which may be short, or the names of several types."""
     return [dtype_name(name) for name in value] if isinstance(value, list) else value and dtype_name(value)
 
 

@@ -26,7 +26,7 @@ def command(
     """Run a program with the tuned configs of a capture; nothing is timed at run time.
 
     Subprocesses are served as well. Launches that were not tuned are recorded in DIR/misses; `tune DIR` tunes them as well. The
-    program's exit code is that of this command. The program's output is untouched; the counts of launches by kernel go to
+    command ends with the program's exit code. The program's output is untouched; the counts of launches by kernel go to
     standard error at the end.
     """
     from kerneltune.adopt.folder import SUFFIX, read_counts

@@ -121,7 +121,7 @@ def parse_raw(text: str) -> list[Profile]:
 def parse_source(text: str) -> list[ConflictLine]:
     """Parse the lines of a page `--page source --csv` that have shared-memory conflicts.
 
-    If the page has no such source lines, parse its instructions. The page has a table per kernel and file, each with a header.
+    If no source line has a conflict, parse the page's instructions. The page has a table per kernel and file, each with a header.
     """
     lines: list[ConflictLine] = []
     instructions: list[ConflictLine] = []
