@@ -101,8 +101,8 @@ def deliver(text: str, output: Path | None) -> None:
     """Print `text`, or write it to a file."""
     if output is None:
         show(text)
-        return
-    write(output, text)
+    else:
+        write(output, text)
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -123,13 +123,13 @@ def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> N
         raise ValueError(f"results: {options.results}: no records of {', '.join(gpus) or 'any GPU'} that could be stale")
     elif not works:
         show_wrapped(f"nothing is stale for {', '.join(gpus)} in {options.results}")
-    for family in (family for one in by_gpu for family in one.families if family.orphans):
-        note(f"{family.plan.family}: {counted(family.orphans, 'record')} of no case of {family.plan.sweep.path}")
+    for gpu, family in ((of_gpu.gpu, family) for of_gpu in by_gpu for family in of_gpu.families if family.orphans):
+        note(f"{gpu}: {family.plan.family}: {counted(family.orphans, 'record')} of no case of {family.plan.sweep.path}")
     if not works:
         return
-    (one,) = by_gpu
+    (of_this_gpu,) = by_gpu
     with Reporter() as progress:
-        renewals, measured, remaining = stale.refresh(one, progress)
+        renewals, measured, remaining = stale.refresh(of_this_gpu, progress)
     broken = [(entry, result) for entry, result in renewals if result.status in ("failed", "dropped")]
     num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
     show_wrapped(
@@ -156,12 +156,14 @@ def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
     from kerneltune.stale import CONFIG_S
 
     rows = []
-    for one in by_gpu:
-        of_op = Counter(entry.op for entry in one.configs)
-        stale = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(one.cached.items())]
-        stale += [("cases", f.plan.family, len(f.stale), f.cases, f.seconds_a_case * len(f.stale)) for f in one.families]
-        stale.append(("all", "", len(one.configs) + one.cases, sum(row[3] for row in stale), sum(row[4] for row in stale)))
-        rows += [Row((one.gpu, kind, name, count, of, seconds / 60)) for kind, name, count, of, seconds in stale if count]
+    for of_gpu in by_gpu:
+        of_op = Counter(entry.op for entry in of_gpu.configs)
+        stale = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(of_gpu.cached.items())]
+        stale += [("cases", f.plan.family, len(f.stale), f.cases, f.seconds_a_case * len(f.stale)) for f in of_gpu.families]
+        stale.append(("all", "", len(of_gpu.configs) + of_gpu.cases, sum(row[3] for row in stale), sum(row[4] for row in stale)))
+        rows += [
+            Row((of_gpu.gpu, kind, name, count, known, seconds / 60)) for kind, name, count, known, seconds in stale if count
+        ]
     columns = (Column("gpu", shared=True), Column("of", shared=True), Column("op or family"))
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 
