@@ -14,8 +14,8 @@ from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.processes import start_server
-from kerneltune.records import Record
-from kerneltune.reporting.tables import check_table, sweep_table
+from kerneltune.records import Record, load
+from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, check_table, side, sweep_table
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, first_of, pairs
@@ -97,7 +97,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
     if capture and not timed:
         _show_unchecked(plan, swept.records, Path(capture))
     if not timed and not plan.options.check_only:
-        _show_further(plan, asked)
+        _show_recorded(plan, asked)
     for line in swept.coverage:
         show_wrapped(line)
     for path in swept.files:
@@ -205,10 +205,20 @@ def _show_unchecked(plan: Plan, checked: Sequence[Record], capture: Path) -> Non
         show_wrapped(f"not checked: {kernel}: {problem}")
 
 
-def _show_further(plan: Plan, asked: str) -> None:
-    """Say which command shows recorded GPU times of the family, and what `kerneltune sweep ASKED` would do on a GPU."""
-    if any(any(root.glob(f"*/{plan.family}.jsonl")) for root in (plan.options.results, data_root("results"))):
-        show_wrapped(f"recorded times of GPUs: `kerneltune compare --family {plan.family}`")
+def _show_recorded(plan: Plan, asked: str) -> None:
+    """Show the recorded GPU times of the family, and the steps that `kerneltune sweep ASKED` would add on a GPU."""
+    pattern = f"*/{plan.family}.jsonl"
+    files = sorted(plan.options.results.glob(pattern)) or sorted(data_root("results").glob(pattern))
+    recorded = [r for path in files for r in load(path) if r.op in plan.ops and r.policy == plan.policy(r.op)]
+    for name, others in (
+        ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),
+        ("the fastest peer of every case", side(recorded, BEST_PEER)),
+    ):
+        if rows := ab_rows(others, side(recorded, "optimized")):
+            table = ab_table(rows, name, "optimized")
+            show(f"\nRecorded: {name} (A) and optimized (B)")
+            for line in (*table.head[1:], *table.foot[-1:]):
+                show_wrapped(line)
     show_wrapped(
         f"On a GPU, `kerneltune sweep {asked}` also tunes what lacks a config, times all variants and peers, and writes "
         f"records and tables to {plan.options.results}."
