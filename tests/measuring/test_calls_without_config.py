@@ -100,7 +100,7 @@ def test_call_with_a_misspelt_keyword_of_the_look_up_fails_at_its_line() -> None
         return block
 
     (line,) = failures(op_with(look_up))
-    place = f"test_lookups.py:{look_up.__code__.co_firstlineno + 1}"
+    place = f"test_calls_without_config.py:{look_up.__code__.co_firstlineno + 1}"
     assert line.startswith(f"a call without `config=` fails: {place}: TypeError: Chooser.__call__() got an unexpected keyword")
 
 
