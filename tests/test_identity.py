@@ -144,6 +144,13 @@ def test_digest_does_not_depend_on_the_engine_s_wrapper(digest: Digest) -> None:
     assert one != digest(("2.0", "3.0"), more=more.replace("MADE", "run_of"), name="wrapped")
 
 
+def test_digest_tells_parts_of_slices_and_kinds_of_parameters_apart(digest: Digest) -> None:
+    """The parts of a slice, and the two kinds of further parameters, may each be missing."""
+    functions = [f"\n\ndef rest({parameters}):\n    return other\n" for parameters in ("*other", "**other", "other")]
+    functions += [f"\n\ndef rest(x):\n    return x[{part}]\n" for part in ("2:", ":2", "::2", "1:2", "1::2", ":1:2", "2")]
+    assert len({digest(more=function, name="rest") for function in functions}) == len(functions)
+
+
 def test_digest_of_code_moved_to_another_module_stays(digest: Digest) -> None:
     moved = HOST[HOST.index("@cache") : HOST.index("class Knobs")]
     there = ("WIDTH = 1 << 4\n", "WIDTH = 1 << 4\nfrom functools import cache\n" + moved)
