@@ -82,6 +82,16 @@ def noting() -> Iterator[Reached]:
             note(fact, count)
 
 
+@contextmanager
+def unnoted() -> Iterator[None]:
+    """Note no fact of the launches within."""
+    token = _REACHED.set(None)
+    try:
+        yield
+    finally:
+        _REACHED.reset(token)
+
+
 def note(fact: Fact, count: int = 1) -> None:
     """Note that a launch has a fact, or so many turns or programs."""
     if (reached := _REACHED.get()) is not None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -14,7 +14,7 @@ from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unreached
+from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unnoted, unreached
 from kerneltune.interpreter.modes import Launches, unlaunched
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
@@ -33,6 +33,8 @@ _FEW_PROGRAMS = 512
 """Programs that a derived case may have in any case: they take the interpreter half a second."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
+_ADDRESSES_S = 3.0
+"""Processor seconds after which no further config's addresses are checked. 16 of 24 variants need less for all of theirs."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 _Fork = Fork[tuple[list[Outcome], Reached]]
@@ -82,18 +84,26 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
 
 
 def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case] = ()) -> Job:
-    """Return the job that checks the addresses of a task's default config, and notes the facts of bench cases.
+    """Return the job that checks the addresses of a task's default config, and notes its facts and those of bench cases.
 
-    Its outcome names config and case. Check cases tell the limits of whole numbers in inputs.
+    Configs with another value of a knob follow, as many as _ADDRESSES_S allows. The outcome names config and case. Check cases
+    tell the limits of whole numbers in inputs.
     """
 
     def work(begin: Begin) -> list[Outcome]:
-        failed = Outcome("failed", "", task.default, task.case)
-        begin(failed)
         for fact in facts:
             note(fact)
-        lines = address_errors(task.op, task.case, task.variant, task.default, checks)
-        return [replace(failed, reason=line) for line in lines]
+        begun_s = time.thread_time()
+        for number, config in enumerate(around_default(task.variant, task.case)):
+            if number and time.thread_time() - begun_s > _ADDRESSES_S:
+                break
+            failed = Outcome("failed", "", config, task.case)
+            begin(failed)
+            with unnoted() if number else nullcontext():
+                lines = address_errors(task.op, task.case, task.variant, config, checks)
+            if lines:
+                return [replace(failed, reason=line) for line in lines]
+        return []
 
     return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work, is_largest=True)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from mistaken_ops import CASES, case_of, rows_of
+from mistaken_ops import CASES, LARGE, Knobs, case_of, rows_of
 from row_sums import BENCH, summing, sums_of_rows
 
 from kerneltune.interpreter import bounds
@@ -31,6 +31,30 @@ def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) 
     lines = [line for line in coverage_lines(jobs) if "last element" in line]
     line = "summed: the largest case stores no last element of y_ptr in sums_of_rows, as all checks do: a grid cut short?"
     assert lines == [line] * bool(mistake)
+
+
+@triton.jit
+def _blocks_of_sums(x_ptr, y_ptr, M, N, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    begin = row.to(tl.int64) * N if WIDE else row * N
+    tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + begin + at, (row < M) & (at < N), other=0.0), 1, keep_dims=True), row < M)
+
+
+@pytest.mark.parametrize("narrow", [0, 1, 4])
+def test_address_check_finds_an_overflow_that_one_config_alone_has(narrow: int) -> None:
+    def run(given: Inputs, config: Knobs) -> Outputs:
+        x = given["x"]
+        M, N = x.shape
+        y, wide = x.new_empty(M), config.parts != narrow
+        _blocks_of_sums[(triton.cdiv(M, config.parts),)](x, y, M, N, config.parts, wide, BLOCK=triton.next_power_of_2(N))
+        return {"y": y}
+
+    space = {"parts": (1, 2, 4), "block": (64,)}
+    variant = Variant("optimized", run, Knobs, lambda _case: space, default=lambda _case: Knobs(1, 64))
+    op = replace(summing(""), variants=(variant,))
+    ((_, outcomes),) = run_jobs([address_job(Task(op, LARGE, variant))])
+    found = [(outcome.config, outcome.case, outcome.reason.partition(" for")[0]) for outcome in outcomes]
+    assert found == [(Knobs(narrow, 64), LARGE, "int32 overflow detected")] * bool(narrow)
 
 
 @triton.jit
