@@ -24,7 +24,7 @@ from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import checked_space, pool_of, starting_points
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker
-from kerneltune.worker import WorkerCrashedError
+from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -178,17 +178,23 @@ class Tuner:
         incumbent, *challengers = finalists
         try:
             return incumbent, *self.run_final(finalists, default)
-        except WorkerCrashedError:
-            if not challengers:
+        except WorkerCrashedError as error:
+            if not challengers or isinstance(error, WorkerStoppedError):
                 raise
         try:
             alone = self.run_final([incumbent], default)
+        except WorkerStoppedError:
+            raise
         except WorkerCrashedError:
             return self._crashing_final(challengers, default)
         finals = []
         for challenger in challengers:
-            with suppress(WorkerCrashedError):
+            try:
                 finals.append(self.run_final([incumbent, challenger], default))
+            except WorkerStoppedError:
+                raise
+            except WorkerCrashedError:
+                continue
         return incumbent, *max((*finals, alone), key=lambda final: final[1]["speedup"])
 
     @cached_property

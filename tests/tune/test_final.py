@@ -12,7 +12,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
 from kerneltune.tune.tuner import _FINALISTS, Tuner
-from kerneltune.worker import WorkerCrashedError
+from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
 
 def test_tune_keeps_the_incumbent_that_wins_the_final(setting: Setting) -> None:
@@ -135,6 +135,25 @@ def test_final_whose_configs_all_crash_the_gpu_worker_stores_nothing(setting: Se
         setting.tune(tuner)
     assert setting.cached() is None
     assert set(map(tuple, tuner.finals)) >= {(config,) for config in tuner.finals[0]}
+
+
+@pytest.mark.parametrize("stopped", [1, 2, 3, 6])
+def test_final_in_which_the_gpu_worker_is_stopped_stores_nothing(stopped: int, setting: Setting) -> None:
+    """The first final and the finals of BEST crash; SIGTERM from outside ends the worker in one of six finals."""
+    tuner = setting.tuner(SMALL, small_time)
+
+    def winner(configs: Sequence[Config]) -> Config:
+        if len(tuner.finals) == stopped:
+            raise WorkerStoppedError("the GPU worker was stopped")
+        if BEST in configs:
+            raise WorkerCrashedError("took longer than 300 s")
+        return min(configs, key=small_time)
+
+    tuner.winner = winner
+    with pytest.raises(WorkerStoppedError):
+        setting.tune(tuner)
+    assert len(tuner.finals) == stopped
+    assert setting.cached() is None
 
 
 def test_final_contains_only_configs_close_to_the_best(setting: Setting) -> None:
