@@ -111,7 +111,7 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
             if _selects(first.selection, entry, uses):
                 cached[name] += 1
                 own = (variant for variant in op.variants if variant.name == entry.variant)
-                stale += [entry] if all(changed(variant, entry, here=False) for variant in own) else []
+                stale += [entry] if any(changed(variant, entry, here=False) for variant in own) else []
     stale.sort(key=lambda entry: (entry.variant != "optimized", uses.get((entry.op, entry.case), len(uses))))
     return Stale(gpu, cached, tuple(stale), tuple(families), tuple(plans))
 

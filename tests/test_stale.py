@@ -348,3 +348,11 @@ def test_sweep_stale_of_a_selection_without_a_case_raises(
     result = CliRunner().invoke(app, ["sweep", *asked, "--stale", "--check-only", "--case", "nope"])
     where = selection.family if family else "families"
     assert (result.exit_code, result.stderr) == (2, f"error: {where}: no case with case=nope\n")
+
+
+def test_config_of_a_variant_that_is_not_here_is_neither_stale_nor_dropped(selection: Selection, options: Options) -> None:
+    path = cache.path_of("stream", GPU, options.configs)
+    path.write_text(path.read_text().replace(f'"variant": "{OPS["stream"].variants[0].name}"', '"variant": "of_a_plugin"'))
+    assert {entry.variant for entry in cache.load("stream", GPU, options.configs)} == {"of_a_plugin"}
+    found = stale.find(stale.plans_of(OPS, selection, options), GPU)
+    assert found.configs == ()
