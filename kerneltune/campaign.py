@@ -132,7 +132,8 @@ class _Campaign:
         self._doubt_references(checked)
         path = plan.journal("check")
         of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
-        records.merge(path, checked, lambda record: record.key.of_case in of_sweep)
+        worst = {records.row_of(row): row for row in sorted(checked, key=lambda row: row.status == "failed")}
+        records.merge(path, list(worst.values()), lambda record: record.key.of_case in of_sweep)
         self.end_checks()
         return SweepResult(checked, [path], coverage)
 
@@ -258,7 +259,11 @@ class _Campaign:
     def _runs(self, entry: SweepCase) -> Runs:
         """Pair the variants of a case with their configs; a variant that the selection names twice is paired twice."""
         named = self.plan.selection.variants
-        runs = [Run(task, task.config_of_call(self.plan.options.configs)) for task in self.plan.tasks(entry.op, entry.case)]
+        configs = self.plan.options.configs
+        runs = [
+            Run(task, None if task.variant.unsupported(task.case) else task.config_of_call(configs))
+            for task in self.plan.tasks(entry.op, entry.case)
+        ]
         return [run for run in runs for _ in range(max(1, named.count(run.task.variant.name)))]
 
     def _compile(self, work: Sequence[Runs], purpose: str) -> None:

@@ -15,12 +15,13 @@ from asserting import every
 from literal_records import changed, to_json
 from small_sweeps import RMSNORM, STREAM
 
-from kerneltune import ops, records
+from kerneltune import cpu_checks, ops, records
 from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.journals import journalled
 from kerneltune.measuring import check, jobs
 from kerneltune.measuring.check import Checker, Outcome
+from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -94,6 +95,22 @@ def test_sweep_writes_check_records_into_ignored_runs_only(stream_sweep: Selecti
     assert options.records_folder == options.results / "runs" / "interpreter"  # type: ignore[operator]
     assert options.configs is not None
     assert not options.configs.exists()
+
+
+def test_check_file_keeps_the_failed_config_of_a_case(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checked(plan: Any, _progress: Progress, entries: Any) -> tuple[list[Record], list[str]]:
+        (task,) = plan.tasks(entries[0].op, entries[0].case)
+        right, wrong = (make_record("tiny", task, task.default, status, "y differs"[: 9 * (status == "failed")])
+                        for status in ("checked", "failed"))  # fmt: skip
+        return [right, changed(wrong, date="2020-01-01T00:00:00+00:00"), right], []
+
+    monkeypatch.setattr(cpu_checks, "check_on_cpu", checked)
+    swept = run_sweep(load_plan(OPS, stream_sweep, options), Progress())
+    assert [row.status for row in swept.records] == ["checked", "failed", "checked"]
+    (row,) = records.load(swept.files[0])
+    assert (row.status, row.reason) == ("failed", "y differs")
 
 
 def test_sweep_without_a_folder_uses_kerneltune_results(

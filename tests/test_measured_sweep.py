@@ -412,3 +412,24 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
     assert swept.files == [options.results / "nvidia_h200" / name for name in ("tiny.jsonl", "tiny.md", "tiny.csv")]
     assert records.load(swept.files[0]) == swept.records
     assert not journal.exists()
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_measured_case_asks_an_unsupported_variant_for_no_config(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def default(_case: Case) -> Any:
+        raise ZeroDivisionError
+
+    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        configs.update({run.task.variant.name: run.config for run in runs})
+        return []
+
+    configs: dict[str, Any] = {}
+    monkeypatch.setattr(campaign, "compare_in_worker", compared)
+    path = tmp_path / "norm.yaml"
+    path.write_text(RMSNORM)
+    op = replace(OP, variants=(BASELINE, replace(OPTIMIZED, default=default, unsupported=lambda _case: "needs more rows")))
+    measure_live(load_plan({**OPS, OP.name: op}, Selection(str(path), (OP.name,)), options), Progress(), "test")
+    assert set(configs) == {"baseline", "optimized"}
+    assert configs["optimized"] is None
