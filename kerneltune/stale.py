@@ -96,7 +96,7 @@ def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> l
 def find(plans: Sequence[Plan], gpu: str) -> Stale:
     """Find the stale configs and records of a GPU, named by its folder, in the plans of families.
 
-    A family without records of the GPU is stale only if it is the selected family and the GPU has records of other families.
+    Families without records are skipped, except the selected family once the GPU has any record.
     """
     first = plans[0]
     folder = first.options.results / gpu
