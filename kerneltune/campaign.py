@@ -201,7 +201,10 @@ class _Campaign:
                 self.progress.note(f"{op}: all {len(variants)} variants disagree with the reference: is the reference right?")
 
     def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable | None) -> None:
-        """Measure and show the headline cases without variants that compile for seconds, unless that is the whole run."""
+        """Show a first table: the headline cases without variants that compile for seconds.
+
+        There is none if the run continues another, or if these cases and variants are all.
+        """
         headlines = self.plan.headline()
         slow = dict.fromkeys(v.name for entry in headlines for v in self.plan.variants(entry.op) if v.compiles)
         resumes = any(self.plan.journal(name).exists() for name in ("journal", CHECKS))

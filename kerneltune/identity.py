@@ -73,8 +73,8 @@ class _Scope:
     """Hold the names inside a definition.
 
     Attributes:
-        local: local names by number, in the order of their first binding.
-        hidden: local names of functions inside the definition alone, and names that it declares global.
+        local: numbers of the names that the definition or a function inside it binds, in the order of their first binding.
+        hidden: numbered names that are not local to the definition: only a function inside it binds them, or they are `global`.
         imported: names that an import statement inside the definition binds: (module, attribute or "").
     """
 

@@ -40,22 +40,22 @@ class WorkerStoppedError(WorkerCrashedError):
 
 
 class State(Enum):
-    """Name what the process of a worker does; MISSING and STOPPED: there is none, and the next request starts one, or fails."""
+    """Name what the process of a worker does."""
 
-    MISSING = auto()
+    MISSING = auto()  # there is none; the next request starts one
     STARTING = auto()
     IDLE = auto()
     ANSWERING = auto()
-    STOPPED = auto()
+    STOPPED = auto()  # there is none, and the next request fails
 
 
 class Worker:
     """Send requests to an object in another process. Use as a context manager.
 
-    The next request after a crash, or after an exception, starts another process. One thread sends requests. Another
-    thread may call `stop`, or leave the context. A request raises WorkerCrashedError if the process crashes over it, or if the
-    worker is stopped. The object may call its attribute `tell` with a text before a step that may crash; the error then has the
-    text, and the time limit of the request begins anew.
+    After a crash the next request starts another process; after an exception too, as memory of the GPU may still be taken.
+    One thread sends requests. Another thread may call `stop`, or leave the context. A request raises WorkerCrashedError if the
+    process crashes over it, or if the worker is stopped. The object may call its attribute `tell` with a text before a step that
+    may crash; the error then has the text, and the time limit of the request begins anew.
 
     Attributes:
         state: what the process does.

@@ -49,10 +49,10 @@ def command(
     table of ten cases appears before anything is tuned and before peers that compile are measured; with --quick these cases are
     all, and nothing is tuned. A family may also be the folder of a capture, where configs and results then go.
 
-    --stale holds each config that other code chose to the clock beside its default, and stores the faster; it drops a config that
-    does not run where the default does. Then it measures the cases whose records are of other code or of another config. The most
-    used cases come first, and a run continues where the last run ended. Without a GPU, and with --check-only, it lists them and
-    the minutes that they take.
+    --stale times each config that other code chose against its default, and stores the faster; it drops a config that does not
+    run where the default does. Then it measures the cases whose records are of other code or of another config. The most used
+    cases come first, and a run continues where the last run ended. Without a GPU, and with --check-only, it lists them and the
+    minutes that they take.
 
     --mutate tests `compare`: one element, one row, a zeroed tail, truncation and a scale of 1.01 must be refused on some check
     case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a

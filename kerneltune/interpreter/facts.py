@@ -39,16 +39,19 @@ _OF_CODE = ("launch", "call", "branch")
 class Fact(NamedTuple):
     """Name something that launches have, or a place that they reach.
 
-    Attributes:
-        kind: `launch` of a kernel, `call` of a device function. `branch`: a branch on arguments, a flag, or sizes that are
-            compared, such as `N > BLOCK`. `condition`: an `if` whose side arguments do not tell. `choice`: the minimum or the
-            maximum of two values that arguments do not tell. `true` and `false`: a side that a condition takes, or the second and
-            the first operand of a choice. `loop`: turns of a loop. `programs`: programs along an axis of the grid. `tf32`: a
-            product whose fp32 operands are rounded. `last stored`, `last not stored`: whether programs at the corners of the grid
-            store the last element of an argument that they store to. `not judged`: a launch without memory that was given up, as
-            an earlier launch of the same host code.
-        name: the kernel, the function or the argument, or the text of a branch or a condition.
-        place: the kernel or the function, the axis, or PATH:LINE.
+    | kind | fact | name | place |
+    |---|---|---|---|
+    | launch | a kernel is launched | kernel | |
+    | call | a device function is called | function | |
+    | branch | a branch on arguments, a flag, or sizes that are compared, such as `N > BLOCK` | text | kernel, function |
+    | condition | an `if` whose side arguments do not tell | text | PATH:LINE |
+    | choice | a minimum or maximum of two values that arguments do not tell | text | PATH:LINE |
+    | true, false | the side that a condition takes; the second, the first operand of a choice | | PATH:LINE |
+    | loop | turns of a loop | | PATH:LINE |
+    | programs | programs along an axis of the grid | kernel | axis |
+    | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
+    | last stored, last not stored | whether the programs that run store an argument's last element | argument | kernel |
+    | not judged | a launch without memory was given up, as an earlier launch of the same host code was | kernel | |
     """
 
     kind: Kind

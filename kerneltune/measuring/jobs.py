@@ -50,8 +50,8 @@ class Job:
         work: function that runs the checks.
         parts: a job for each check alone; the parts run if an unknown check of the job ends the process.
         runs: the runs of a case that the job checks, with an outcome for each; empty for other checks.
-        is_largest: whether the job checks the addresses of the largest case.
-        checks: about how many checks of a case take as long as the job.
+        is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
+        checks: cost of the job, in checks of a case.
         reached: how far the job's launches went, after `run_jobs`.
     """
 

@@ -101,7 +101,7 @@ class TuningSession:
     def perform_shared(self, task: Task, following: Sequence[Task]) -> TuningResult:
         """Perform a task of a run that other processes share, whose trials and configs are read first.
 
-        The first task enters the session, once it is known which GPU this is. No task ends the process.
+        The first task enters the session, when the process has its GPU. A task that raises is `failed`, and the process goes on.
         """
         try:
             if self._entered is None:

@@ -229,7 +229,7 @@ class Tuner:
         return None if evaluation is None else self._remember(config, evaluation)
 
     def settle(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
-        """Return the stored evaluation of a config, or store its `refusal`, or measure the config and store the result."""
+        """Return the stored evaluation of a config; if there is none, make it, from `refusal` or by measuring, and store it."""
         evaluation = self.stored(config)
         if evaluation is None:
             evaluation = replace(
