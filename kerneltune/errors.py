@@ -83,9 +83,11 @@ def place_of(function: object, error: BaseException | None = None) -> str:
 
 
 def statement_in(folder: str, error: BaseException) -> str:
-    """Return `FILE:LINE: ` of the last statement that led to an error, of the files of a folder, with its last slash.
+    """Return `FILE:LINE: ` of the last statement in the files of a folder that led to an error.
 
-    It is empty if none did, without a folder, and if `first_line` names a statement of a kernel.
+    The text is empty if no statement there did, if the folder is empty, or if `first_line` names a statement of a kernel.
+
+    folder: path with a slash at its end.
     """
     import traceback
 

@@ -40,7 +40,7 @@ class WorkerStoppedError(WorkerCrashedError):
 
 
 class State(Enum):
-    """Name what the process of a worker does."""
+    """Name the states of a worker's process."""
 
     MISSING = auto()  # there is none; the next request starts one
     STARTING = auto()
@@ -58,7 +58,7 @@ class Worker:
     may crash; the error then has the text, and the time limit of the request begins anew.
 
     Attributes:
-        state: what the process does.
+        state: state of the process.
         process: the present process; None where there is none.
         started: number of processes so far.
     """

@@ -202,7 +202,7 @@ def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, opt
 
 
 def test_case_is_not_stale_for_a_peer_that_does_not_support_it(selection: Selection, options: Options) -> None:
-    """With quack installed, all fp8 cases of RMSNorm were listed, each time, for a peer that no measurement can time there."""
+    """Expect no row of a peer for a case that it does not support: no measurement can give it a time there."""
     stale.refresh(find(selection, options), Progress())
     (own,) = OPS["stream"].variants
     refuses = {"unsupported": lambda case: "too short" if case["read"] == 524288 else None, "requires": ("json",)}

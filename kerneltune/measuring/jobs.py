@@ -34,7 +34,8 @@ _FEW_PROGRAMS = 512
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
 _ADDRESSES_S = 3.0
-"""Processor seconds after which no further config's addresses are checked. 16 of 24 variants need less for all of theirs."""
+"""Processor seconds after which no further config's addresses are checked. 16 of 24 variants of six families need less for all of
+their configs (timed by a script, 2026-11-27)."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 _Fork = Fork[tuple[list[Outcome], Reached]]
@@ -84,10 +85,10 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
 
 
 def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case] = ()) -> Job:
-    """Return the job that checks the addresses of a task's default config, and notes its facts and those of bench cases.
+    """Return the job that checks the addresses of a task: of the default config, then of configs with another value of a knob.
 
-    Configs with another value of a knob follow, as many as _ADDRESSES_S allows. The outcome names config and case. Check cases
-    tell the limits of whole numbers in inputs.
+    _ADDRESSES_S limits the further configs. The job notes the facts of the default config and those of bench cases. The outcome
+    names config and case. Check cases tell the limits of whole numbers in inputs.
     """
 
     def work(begin: Begin) -> list[Outcome]:
@@ -214,8 +215,8 @@ def _shortened(
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
     Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case has
-    at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A variant is left out if its launches of a check
-    case depend on values, as where it calls `torch.bincount`.
+    at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A variant that calls `torch.bincount`, for
+    example, is left out: its launches depend on values.
     """
     derived, facts = list[Case](), set[Fact]()
     variants = _launched_variants(op, check)

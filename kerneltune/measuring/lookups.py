@@ -33,8 +33,8 @@ def _errors(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]
     with _noting(op, variant) as looked_up:
         try:
             outputs = checker.outputs(variant, None)
-        except Exception as error:
-            if not looked_up and Chooser.__name__ not in str(error):  # `run` needs a config, or a keyword of the look-up is wrong
+        except Exception as error:  # the author's code may fail in any way
+            if not looked_up and Chooser.__name__ not in str(error):  # `run` needs a config, and has no look-up
                 return []
             return [f"{_CALL} fails: {statement_in(host_folder(op), error)}{first_line(error)}"]
     tuned = op.called(case)
