@@ -26,6 +26,7 @@ from kerneltune.spec import Case, Config, TaskKey
 from kerneltune.sweep import SweepCase
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import pairs
+from kerneltune.worker import WorkerStoppedError
 
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
@@ -221,7 +222,7 @@ class _Campaign:
         journal = self.plan.journal("journal")
         try:
             measured = self.measure(entries, journal, stage)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, WorkerStoppedError):
             if journalled(journal):
                 self.write([])
             raise

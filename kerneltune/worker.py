@@ -20,7 +20,7 @@ _START_TIMEOUT_S = 300.0
 
 
 class WorkerCrashedError(Exception):
-    """Report that a worker crashed, hung, was killed or was stopped; the message says how.
+    """Report that a worker crashed, hung or was killed over a request; the message says how.
 
     Attributes:
         last_note: the last text that the request had told, see `Worker`; empty if there is none.
@@ -35,8 +35,8 @@ class WorkerHungError(WorkerCrashedError):
     """Report that a request took too long."""
 
 
-class WorkerStoppedError(WorkerCrashedError):
-    """Report that this process, or a signal from outside, ended the worker."""
+class WorkerStoppedError(Exception):
+    """Report that this process, or a signal from outside, ended the worker: the request is not to blame."""
 
 
 class State(Enum):
@@ -54,8 +54,8 @@ class Worker:
 
     After a crash the next request starts another process; after an exception too, as memory of the GPU may still be taken.
     One thread sends requests. Another thread may call `stop`, or leave the context. A request raises WorkerCrashedError if the
-    process crashes over it, or if the worker is stopped. The object may call its attribute `tell` with a text before a step that
-    may crash; the error then has the text, and the time limit of the request begins anew.
+    process crashes over it, and WorkerStoppedError if the worker is stopped. The object may call its attribute `tell` with a text
+    before a step that may crash; the error then has the text, and the time limit of the request begins anew.
 
     Attributes:
         state: state of the process.
@@ -153,12 +153,16 @@ class Worker:
                 last_note = message
         except (EOFError, OSError) as error:
             code = self.end()
-            error_type = WorkerStoppedError if self.is_stopped or code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
-            reason = "was stopped" if self.is_stopped else f"died: exit code {code}"
-            raise error_type(f"{self._name} {reason}", last_note) from error
-        finally:
-            with self._lock:
-                self.state = State.IDLE if self.state is State.ANSWERING else self.state
+            if self.is_stopped:
+                raise WorkerStoppedError(f"{self._name} was stopped") from error
+            if code in _ENDED_FROM_OUTSIDE:
+                raise WorkerStoppedError(f"{self._name} was ended from outside: exit code {code}") from error
+            raise WorkerCrashedError(f"{self._name} died: exit code {code}", last_note) from error
+        except BaseException:  # an interrupt: the process would send this answer to the next request
+            self.end()
+            raise
+        with self._lock:
+            self.state = State.IDLE if self.state is State.ANSWERING else self.state
         answer, problem = message
         if problem:
             self.end()

@@ -71,6 +71,16 @@ class FakeBench:
         """Do nothing: there is nothing to free."""
 
 
+class HangsInEveryRequest(FakeBench):
+    """Never answers `check` or `compare`."""
+
+    def check(self, *_: object) -> None:
+        """Sleep longer than any test."""
+        time.sleep(600)
+
+    compare = check
+
+
 class FakeCheck(FakeBench):
     """Checks that nothing is wrong; a block of 512 words takes the process along."""
 

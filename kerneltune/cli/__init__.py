@@ -36,6 +36,7 @@ from kerneltune.cli import (
 from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.files import RESULTS
 from kerneltune.sweep import NO_FAMILY, families
+from kerneltune.worker import WorkerStoppedError
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -56,9 +57,16 @@ class _Group(TyperGroup):
             raise _unwritten(error) from None
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; an interrupt ends it with exit code 130, even if another package caught the KeyboardInterrupt."""
+        """Run a command; an interrupt ends it with exit code 130, even if another package caught the KeyboardInterrupt.
+
+        SIGTERM to the GPU worker alone ends it with 143.
+        """
+        ended, exit_code = "interrupted", 130
         try:
             result = self._invoke(ctx)
+        except WorkerStoppedError as error:
+            if not interrupts.heard:
+                ended, exit_code = f"error: {error}", 143
         except (KeyboardInterrupt, Exception) as error:
             if not interrupts.heard and not isinstance(error, KeyboardInterrupt):
                 raise
@@ -67,8 +75,8 @@ class _Group(TyperGroup):
                 return result
         interrupts.end()
         kept = ": checks, trials and measurements so far are kept, and the same command goes on from there"
-        error_line(f"interrupted{kept if ctx.invoked_subcommand in _RESUMED else ''}")
-        raise typer.Exit(130) from None
+        error_line(f"{ended}{kept if ctx.invoked_subcommand in _RESUMED else ''}")
+        raise typer.Exit(exit_code) from None
 
     def _invoke(self, ctx: Any) -> Any:
         try:

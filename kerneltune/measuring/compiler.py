@@ -25,7 +25,7 @@ from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_a
 from kerneltune.processes import run_program
 from kerneltune.search.task import Task
 from kerneltune.spec import Config, Inputs
-from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError
+from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError, WorkerStoppedError
 
 COMPILE_TIMEOUT_S = 90.0
 _FOR_A_WORKER = 4
@@ -157,7 +157,7 @@ class CompilePool:
                     return CompileResult((), 0.0, f"inputs or run: expected functions of a module: {first_line(error)}")
                 except WorkerHungError as error:
                     return CompileResult((), timeout_s, f"compiling {error}", crashed=True)
-                except WorkerCrashedError as error:
+                except (WorkerCrashedError, WorkerStoppedError) as error:
                     if compiler.is_stopped:
                         raise
                     if has_died:

@@ -18,7 +18,7 @@ from kerneltune.progress import Progress
 from kerneltune.search.task import Task
 from kerneltune.spec import TaskKey
 from kerneltune.tune.session import TuningResult, TuningSession
-from kerneltune.worker import Worker, WorkerCrashedError
+from kerneltune.worker import Worker, WorkerCrashedError, WorkerStoppedError
 
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of processes of a GPU that may die without a finished task between."""
@@ -87,7 +87,7 @@ class Fleet:
                     task, following = self._queue.popleft(), list(self._queue)[ahead : ahead + 1]
                 self._finish(task, worker.ask("perform_shared", task, following))
                 self._deaths[gpu] = 0
-            except WorkerCrashedError as error:
+            except (WorkerCrashedError, WorkerStoppedError) as error:
                 if not worker.is_stopped:
                     self._on_dead(gpu, task, str(error))
 

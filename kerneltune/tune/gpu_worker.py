@@ -186,12 +186,10 @@ class GpuWorker(Worker):
             return Outcome("failed", f"crashed: {error}")
 
     def measure(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Call `GpuBench.measure` in the process; a process that ends without a signal from outside has crashed."""
+        """Call `GpuBench.measure` in the process; the evaluation is `crashed` if the process crashes."""
         self.prepare(task)
         try:
             return cast(Evaluation, self.ask("measure", task, config, best_us, samples, timeout_s=self.config_timeout_s))
-        except WorkerStoppedError:
-            raise
         except WorkerCrashedError as error:
             return Evaluation("crashed", reason=str(error))
 
@@ -207,7 +205,7 @@ class GpuWorker(Worker):
     def close(self) -> None:
         """Free the tensors of the process."""
         if self.state is State.IDLE:
-            with suppress(WorkerCrashedError):
+            with suppress(WorkerCrashedError, WorkerStoppedError):
                 self.ask("close", timeout_s=self.config_timeout_s)
 
 

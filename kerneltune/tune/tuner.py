@@ -24,7 +24,7 @@ from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import checked_space, pool_of, starting_points
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker
-from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
+from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -104,7 +104,8 @@ class Tuner:
 
         Raises:
             NothingPassedError: there is no config to store.
-            WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
+            WorkerCrashedError: the worker's process crashed over every finalist.
+            WorkerStoppedError: the worker was stopped.
         """
         with self:
             explored = self._explored(self._candidates(), self.options.search)
@@ -173,28 +174,22 @@ class Tuner:
         challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
 
         Raises:
-            WorkerCrashedError: all configs dropped out, or the worker stopped.
+            WorkerCrashedError: all configs dropped out.
         """
         incumbent, *challengers = finalists
         try:
             return incumbent, *self.run_final(finalists, default)
-        except WorkerCrashedError as error:
-            if not challengers or isinstance(error, WorkerStoppedError):
+        except WorkerCrashedError:
+            if not challengers:
                 raise
         try:
             alone = self.run_final([incumbent], default)
-        except WorkerStoppedError:
-            raise
         except WorkerCrashedError:
             return self._crashing_final(challengers, default)
         finals = []
         for challenger in challengers:
-            try:
+            with suppress(WorkerCrashedError):
                 finals.append(self.run_final([incumbent, challenger], default))
-            except WorkerStoppedError:
-                raise
-            except WorkerCrashedError:
-                continue
         return incumbent, *max((*finals, alone), key=lambda final: final[1]["speedup"])
 
     @cached_property

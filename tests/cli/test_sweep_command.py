@@ -12,6 +12,7 @@ from command_line import NO_TIMES, both, operators, record, refused, run
 from kerneltune.campaign import SweepResult
 from kerneltune.cli import console, progress
 from kerneltune.cli.options import load_ops
+from kerneltune.worker import WorkerStoppedError
 
 
 def test_sweep_passes_all_options_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
@@ -239,15 +240,28 @@ def test_sweep_of_a_broken_file_names_its_line(text: str, message: str, tmp_path
 
 
 @pytest.mark.usefixtures("campaign")
-def test_interrupted_command_prints_how_to_continue_and_exits_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            WorkerStoppedError("the GPU worker was ended from outside: exit code -15"),
+            143,
+            "error: the GPU worker was ended from outside: exit code -15",
+        ),
+    ],
+)
+def test_interrupted_command_prints_how_to_continue(
+    error: BaseException, exit_code: int, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", interrupted)
     result = run("sweep", "rmsnorm", "--results", tmp_path)
-    assert result.exit_code == 130
+    assert result.exit_code == exit_code
     kept = "checks, trials and measurements so far are kept, and the same command goes on from there"
-    assert result.stderr == f"interrupted: {kept}\n"
+    assert result.stderr == f"{message}: {kept}\n"
 
 
 def test_progress_without_a_terminal_prints_log_lines(

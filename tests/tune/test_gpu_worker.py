@@ -19,14 +19,14 @@ from typing import Any
 
 import bench_jobs
 import pytest
-from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens
+from bench_jobs import CASE, OPS, VARIANT, FakeBench, HangsInEveryRequest, Knobs, NeverOpens
 from subprocesses import environment
 
 from kerneltune.measuring.check import Outcome
-from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.tune import gpu_worker as tuning_bench
-from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
-from kerneltune.worker import State, WorkerCrashedError, _serve
+from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker, split_cores
+from kerneltune.worker import State, WorkerCrashedError, WorkerStoppedError, _serve
 
 TASK = Task(OPS[0], CASE, VARIANT)
 
@@ -159,7 +159,7 @@ def test_worker_stopped_by_another_thread_raises(
         process, began = worker.process, time.monotonic()
         end(worker)
         for trial in (running, queued):
-            with pytest.raises(WorkerCrashedError, match=r"^the GPU worker was stopped$"):
+            with pytest.raises(WorkerStoppedError, match=r"^the GPU worker was stopped$"):
                 trial.result(timeout=10)
     assert time.monotonic() - began < 5.0
     assert process is not None
@@ -184,9 +184,43 @@ def test_worker_sent_sigterm_raises(
             os.kill(server, signal.SIGKILL)
             os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
         os.kill(worker.process.pid, signal.SIGTERM)
-        with pytest.raises(WorkerCrashedError, match=f"^the GPU worker died: exit code {exit_code}$"):
+        with pytest.raises(WorkerStoppedError, match=f"^the GPU worker was ended from outside: exit code {exit_code}$"):
             running.result(timeout=10)
     assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
+
+
+@pytest.mark.parametrize(
+    "request_to",
+    [
+        lambda worker: worker.check(TASK, Knobs("hang", 0)),
+        lambda worker: compare_in_worker(worker, "f", [Run(TASK, Knobs("hang", 0))], None),
+    ],
+    ids=["check", "compare"],
+)
+def test_request_of_a_worker_that_is_sent_sigterm_is_not_the_variants_failure(
+    request_to: Callable[[GpuWorker], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GpuWorker(HangsInEveryRequest, config_timeout_s=60.0) as worker, ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(request_to, worker)
+        patience = time.monotonic() + 20
+        while worker.state is not State.ANSWERING and time.monotonic() < patience:
+            time.sleep(0.01)
+        assert worker.process is not None
+        worker.process.terminate()
+        with pytest.raises(WorkerStoppedError, match=r"^the GPU worker was ended from outside: exit code -15$"):
+            answer.result(timeout=10)
+
+
+def test_request_after_an_interrupted_request_gets_its_own_answer(worker: GpuWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker.measure(TASK, Knobs("run", 1), None).time_us == 11.0
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(worker, "_receive", interrupted)
+        worker.ask("measure", TASK, Knobs("run", 2), None, 5)
+    assert worker.measure(TASK, Knobs("run", 3), None).time_us == 13.0
 
 
 def test_worker_has_a_core_that_no_compiler_uses() -> None:
