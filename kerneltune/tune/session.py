@@ -10,6 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Literal
 
 from kerneltune import cache, device
+from kerneltune.errors import first_line
 from kerneltune.measuring.compare import obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options
@@ -20,7 +21,7 @@ from kerneltune.search.task import Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
 from kerneltune.wording import pairs
-from kerneltune.worker import WorkerCrashedError
+from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -101,34 +102,38 @@ class TuningSession:
     def perform_shared(self, task: Task, following: Sequence[Task]) -> TuningResult:
         """Perform a task of a run that other processes share, whose trials and configs are read first.
 
-        The first task enters the session, when the process has its GPU. A task that raises is `failed`, and the process goes on.
+        The first task enters the session, when the process has its GPU.
         """
-        try:
-            if self._entered is None:
-                self.__enter__()
-            cache.clear()
-            for store in self._stores.values():
-                store.refresh()
-            return self.perform(task, following)
-        except Exception as error:  # an operator or the GPU may fail in any way: other cases go on
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            return TuningResult("failed", reason=f"not tuned: {task.op.name} {task.case.name}: {text}")
+        if self._entered is None:
+            self.__enter__()
+        cache.clear()
+        for store in self._stores.values():
+            store.refresh()
+        return self.perform(task, following)
 
     def perform(self, task: Task, following: Sequence[Task]) -> TuningResult:
         """Search a task, or measure its whole space.
 
-        `following` are the tasks that this session will probably perform next, in order.
+        `following` are the tasks that this session will probably perform next, in order. A task whose operator or kernels fail is
+        `failed`.
+
+        Raises:
+            OSError: trials or the config cannot be stored.
+            WorkerStoppedError: a signal from outside ended the GPU worker.
         """
-        if (reason := obstacle(task)) is not None:
-            return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
-        tuner = self.tuner(task)
         try:
+            if (reason := obstacle(task)) is not None:
+                return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
+            tuner = self.tuner(task)
             with self.deciding():
                 return self._measured(tuner) if self.options.exhaustive else self._tuned(tuner, following)
+        except (OSError, WorkerStoppedError):  # not the task's fault
+            raise
         except NothingPassedError as error:
             return TuningResult("failed", reason=str(error))
-        except WorkerCrashedError as error:
-            return TuningResult("failed", reason=f"not tuned: {task.key.label}: {error}")
+        except Exception as error:  # an operator's own code may fail in any way: other tasks go on
+            text = str(error) if isinstance(error, WorkerCrashedError) else first_line(error)
+            return TuningResult("failed", reason=f"not tuned: {task.key.label}: {text}")
         finally:
             self.queue.forget(task)
 

@@ -29,7 +29,7 @@ from kerneltune.search.task import Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.tune.run import renew, run_tune
-from kerneltune.worker import WorkerCrashedError
+from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
 SWEEP = """
 family: tiny
@@ -184,6 +184,39 @@ def test_run_tune_of_a_case_that_cannot_be_prepared_notes_it_as_failed(
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert [result.status for result in tuned] == ["failed"]
     assert notes[:1] == ["not tuned: stream baseline big int32 none: MemoryError: inputs do not fit"]
+
+
+def test_run_tune_of_an_operator_whose_code_raises_notes_it_as_failed(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    def broken(*_: object) -> None:
+        raise TypeError("no axis of this name")
+
+    monkeypatch.setattr(Bench, "measure", broken)
+    tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
+    assert [result.status for result in tuned] == ["failed"]
+    assert notes[:1] == ["not tuned: stream baseline big int32 none: TypeError: no axis of this name"]
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        ("fake_gpu.Bench.measure", WorkerStoppedError("the GPU worker was ended from outside: exit code -15")),
+        ("kerneltune.cache.store", PermissionError(13, "Permission denied")),
+    ],
+)
+def test_run_tune_ends_where_the_task_is_not_to_blame(
+    target: str, error: Exception, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(target, ended)
+    with pytest.raises(type(error)) as raised:
+        run_tune(load_plan(OPS, selection, options), Progress())
+    assert raised.value is error
 
 
 def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
