@@ -53,7 +53,7 @@ class FakeBench:
         """Check that the worker finds the task by name."""
         assert task.key == ("fake", "optimized", CASE, "cold")
 
-    def measure(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
+    def measure(self, task: Task, config: Config, best_us: float | None) -> Evaluation:
         """Return in the detail the how-manieth config of the worker this is."""
         self.tried += 1
         if LOG in os.environ:

@@ -99,7 +99,7 @@ class Bench:
     def prepare(self, task: Task) -> None:
         """Do nothing: there is nothing to make."""
 
-    def measure(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
+    def measure(self, task: Task, config: Config, best_us: float | None) -> Evaluation:
         """Return the time by the formula."""
         return Evaluation("failed", reason="off by one") if config.block == 2 else Evaluation("passed", time_us(config))
 

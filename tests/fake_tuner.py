@@ -65,7 +65,13 @@ LARGE = Variant("optimized", nothing, Large, large_space, default=lambda _: Larg
 
 def small_time(config: Small) -> float:
     """Return a time that is least at block 512, warps 8; every config has a time of its own."""
-    return 10.0 + abs(BLOCKS.index(config.block) - 3) + 0.1 * abs(WARPS.index(config.warps) - 3) + config.block / 1e4
+    return (
+        10.0
+        + abs(BLOCKS.index(config.block) - 3)
+        + 0.1 * abs(WARPS.index(config.warps) - 3)
+        + config.block / 1e4
+        + config.warps / 1e5
+    )
 
 
 def tables(seed: int) -> Callable[[Large], float]:
@@ -199,7 +205,7 @@ class Setting:
 
 def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:
     """Compile on the thread that asks."""
-    return tuner.settle(config, compiled, tuner.refusal(config, compiled))
+    return tuner.evaluated_once(config, compiled, tuner.refusal(config, compiled))
 
 
 def compiled(_config: object = None) -> "Future[CompileResult]":

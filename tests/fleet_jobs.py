@@ -34,7 +34,7 @@ WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for siz
 class LoggedBench(Bench):
     """Writes down what it is asked for; takes its whole process along where it is told to."""
 
-    def measure(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
+    def measure(self, task: Task, config: Config, best_us: float | None) -> Evaluation:
         """Ten milliseconds of work; a case's best config may be the last that a process evaluates."""
         time.sleep(0.01)
         deadly = Path(os.environ[DIE]) / task.case.name
@@ -45,7 +45,7 @@ class LoggedBench(Bench):
             os._exit(9)
         with open(os.environ[LOG], "a") as file:
             file.write(f"{task.case.name} {config.block} {config.warps} {os.getpid()}\n")
-        return super().measure(task, config, best_us, samples)
+        return super().measure(task, config, best_us)
 
 
 def fake_session(options: Options, _cores: frozenset[int] | None) -> TuningSession:

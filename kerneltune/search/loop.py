@@ -21,8 +21,6 @@ from kerneltune.spec import Config
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
-ENUMERATE_UP_TO = 120
-"""Largest number of configs of a space that a search without limits tries completely, in order."""
 AHEAD = 8
 """Configs in flight while a compiled config waits for its measurement.
 
@@ -54,7 +52,7 @@ class Search:
     Attributes:
         budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
         trials: largest number of configs.
-        sampler: a name of search.SAMPLERS; a search without limits of a small space tries all configs in order instead.
+        sampler: a name of search.SAMPLERS.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.
     """
@@ -64,11 +62,6 @@ class Search:
     sampler: str = "ours"
     seed: int = 0
     until_gain: float = 0.0
-
-    def enumerates(self, configs: int) -> bool:
-        """Return whether a space with this number of configs is tried completely, in order."""
-        unlimited = self.budget_s is None and not self.until_gain and (self.trials or configs) >= configs
-        return unlimited and configs <= ENUMERATE_UP_TO
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +80,7 @@ class Candidates:
         """Return all configs in the order in which a search tries them before the first times are known."""
         first = list(dict.fromkeys(self.first))
         rest = [config for config in self.pool if config not in set(first)]
-        if not search.enumerates(len(self.pool)):
-            rest = _drawn(rest, () if search.sampler == "random" else first, search.seed)
-        return first + rest
+        return first + _drawn(rest, () if search.sampler == "random" else first, search.seed)
 
 
 class Evaluator(Protocol):
@@ -187,7 +178,7 @@ class SearchState:
 
         self._order = candidates.in_order(search)
         knobs = [knobs_of(config) for config in self._order]
-        is_blind = search.sampler == "random" or search.enumerates(len(knobs))
+        is_blind = search.sampler == "random"
         self.ahead = _AHEAD_BLIND if is_blind else AHEAD
         self.sampler = ListSampler(knobs)
         if not is_blind:

@@ -185,11 +185,11 @@ class GpuWorker(Worker):
         except WorkerCrashedError as error:
             return Outcome("failed", f"crashed: {error}")
 
-    def measure(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
+    def measure(self, task: Task, config: Config, best_us: float | None) -> Evaluation:
         """Call `GpuBench.measure` in the process; the evaluation is `crashed` if the process crashes."""
         self.prepare(task)
         try:
-            return cast(Evaluation, self.ask("measure", task, config, best_us, samples, timeout_s=self.config_timeout_s))
+            return cast(Evaluation, self.ask("measure", task, config, best_us, timeout_s=self.config_timeout_s))
         except WorkerCrashedError as error:
             return Evaluation("crashed", reason=str(error))
 

@@ -23,13 +23,15 @@ from kerneltune.search.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import checked_space, pool_of, starting_points
-from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker
+from kerneltune.tune.gpu_worker import TRIED_WHOLE, GpuWorker
 from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
 
 _POLL_S = 0.001
+_REFUSED = ("spills", "occupancy")
+"""Statuses of configs that a search drops without a measurement."""
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
 _AHEAD = 256
@@ -94,7 +96,6 @@ class Tuner:
         self.task, self.store, self.worker, self.queue, self.options = task, store, worker, queue, options
         self.compilers = queue.compilers
         self.resources: dict[Config, int] = {}
-        self.samples_per_config = SCREEN_SAMPLES
         self._best_us: float | None = None
         self.requests = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
@@ -117,8 +118,7 @@ class Tuner:
             return self._decide(before, times, len(explored))
 
     def measure_space(self) -> dict[Config, Evaluation]:
-        """Evaluate all valid configs in random order with three times the samples of a search; store nothing in the cache."""
-        self.samples_per_config = 3 * SCREEN_SAMPLES
+        """Evaluate all valid configs in random order, and store nothing in the cache."""
         with self:
             return self._explored(Candidates(checked_space(self.task)), Search(sampler="random"))
 
@@ -195,7 +195,7 @@ class Tuner:
     @cached_property
     def prune(self) -> bool:
         """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
-        return sum(1 for _ in self.task.variant.configs(self.task.case)) > TRIED_WHOLE
+        return not self.options.exhaustive and sum(1 for _ in self.task.variant.configs(self.task.case)) > TRIED_WHOLE
 
     def begin(self, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config."""
@@ -209,9 +209,9 @@ class Tuner:
         compiled = compilation.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
-            return self.requests.submit(self.settle, config, compiled, None)
+            return self.requests.submit(self.evaluated_once, config, compiled, None)
         refused: Future[Evaluation] = Future()
-        refused.set_result(self.settle(config, compiled, refusal))
+        refused.set_result(self.evaluated_once(config, compiled, refusal))
         return refused
 
     def use_idle_time(self) -> None:
@@ -219,12 +219,14 @@ class Tuner:
         self.queue.fill()
 
     def stored(self, config: Config) -> Evaluation | None:
-        """Return the stored evaluation of a config, or None."""
+        """Return the stored evaluation of a config; None if there is none, or if it refused a config that is to be measured."""
         evaluation = self.store.get(self.task, config)
-        return None if evaluation is None else self._remember(config, evaluation)
+        if evaluation is None or (self.options.exhaustive and evaluation.status in _REFUSED):
+            return None
+        return self._remember(config, evaluation)
 
-    def settle(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
-        """Return the stored evaluation of a config; if there is none, make it, from `refusal` or by measuring, and store it."""
+    def evaluated_once(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
+        """Return the stored evaluation of a config; if there is none, measure the config unless it is refused, and store it."""
         evaluation = self.stored(config)
         if evaluation is None:
             evaluation = replace(
@@ -256,9 +258,8 @@ class Tuner:
         return None
 
     def measure(self, config: Config) -> Evaluation:
-        """Check and time a config on the GPU."""
-        best_us = self._best_us if self.samples_per_config == SCREEN_SAMPLES else None
-        return self.worker.measure(self.task, config, best_us, self.samples_per_config)
+        """Check and time a config on the GPU; if the whole space is measured, with all samples also far behind the best."""
+        return self.worker.measure(self.task, config, None if self.options.exhaustive else self._best_us)
 
     def prepare(self) -> None:
         """Let the worker make inputs and the reference while the first configs compile."""

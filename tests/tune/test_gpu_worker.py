@@ -219,7 +219,7 @@ def test_request_after_an_interrupted_request_gets_its_own_answer(worker: GpuWor
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(worker, "_receive", interrupted)
-        worker.ask("measure", TASK, Knobs("run", 2), None, 5)
+        worker.ask("measure", TASK, Knobs("run", 2), None)
     assert worker.measure(TASK, Knobs("run", 3), None).time_us == 13.0
 
 

@@ -5,6 +5,7 @@ import statistics
 from concurrent.futures import Future
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import SAMPLERS, loop
-from kerneltune.search.loop import ENUMERATE_UP_TO, Search
+from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
@@ -54,7 +55,7 @@ def test_tuner_visits_a_small_space_once_with_the_default_first(setting: Setting
     seen: list[Config] = []
     entry = setting.tune(tuner, on_trial=lambda config, _trial: seen.append(config))
     assert tuner.evaluated[0] == Small(256, 4)
-    assert len(tuner.evaluated) == len(BLOCKS) * len(WARPS) <= ENUMERATE_UP_TO
+    assert len(tuner.evaluated) == len(BLOCKS) * len(WARPS)
     assert set(tuner.evaluated) == {Small(b, w) for b, w in itertools.product(BLOCKS, WARPS)}
     assert seen == tuner.evaluated
     assert entry.config == {"block": 512, "warps": 8} == setting.cached()
@@ -113,7 +114,7 @@ def test_tuner_without_a_budget_visits_a_large_space_whole(setting: Setting) -> 
     )
     tuner = setting.tuner(narrow, tables(0))
     setting.tune(tuner, Search(sampler="random"))
-    assert len(tuner.evaluated) == 150 > ENUMERATE_UP_TO
+    assert len(tuner.evaluated) == 150
     assert set(tuner.evaluated) == set(narrow.configs(CASE))
 
 
@@ -289,7 +290,7 @@ def test_pool_is_narrowed_to_the_best_configs_of_the_other_16_bit_dtype(setting:
 
     half = setting.tuner(SMALL, small_time, HALF)
     setting.tune(half)
-    assert half.evaluated == pool
+    assert sorted(half.evaluated, key=small_time) == sorted(pool, key=small_time)
     assert setting.cached(HALF) == {"block": 512, "warps": 8}
 
 
@@ -320,6 +321,29 @@ def test_starting_points_include_configs_of_other_free_options(setting: Setting)
 
 
 # before the GPU is touched
+
+
+def test_whole_space_measures_configs_that_a_search_refused(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search has kept a trial of a config that spills. The whole space comes in random order, with all samples."""
+    spilling, order = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0), list(SMALL.configs(CASE))
+    searching = setting.tuner(SMALL, small_time)
+    refusal = Tuner.refusal(searching, Small(64, 2), spilling)
+    assert refusal == Evaluation("spills", reason="96 bytes per thread")
+    searching.evaluated_once(Small(64, 2), spilling, refusal)
+    whole = setting.tuner(SMALL, small_time)
+    assert whole.stored(Small(64, 2)) is not None
+    whole.options = Options(exhaustive=True, configs=setting.root)
+    assert Tuner.refusal(whole, Small(64, 2), spilling) is None
+    assert {config for config, one in whole.measure_space().items() if one.time_us} == set(order) == set(whole.evaluated)
+    assert whole.evaluated != order
+    assert len(whole.evaluated) == len(order)
+    asked: list[float | None] = []
+    monkeypatch.setattr(whole, "worker", SimpleNamespace(measure=lambda _task, _config, best_us: asked.append(best_us)))
+    Tuner.measure(whole, Small(64, 2))
+    assert asked == [None]
+    kept = setting.store().get(whole.task, Small(64, 2))
+    assert kept is not None
+    assert kept.status == "passed"
 
 
 def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) -> None:
