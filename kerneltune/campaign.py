@@ -182,6 +182,7 @@ class _Campaign:
         checked = []
         for runs, rows in work:
             if rows is None:
+                self.worker.close()  # `check_only` asks how much memory is free
                 outcomes = check_only(runs, self.worker.check)
                 rows = [checked_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
                 records.append(journal, rows)

@@ -24,7 +24,7 @@ from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.search.task import Run, Task, config_values
-from kerneltune.spec import Case
+from kerneltune.spec import Case, Config
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
 from kerneltune.worker import WorkerCrashedError
 
@@ -69,6 +69,33 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (check, compare):
         monkeypatch.setattr(module, "memory_obstacle", lambda *_: None)
     monkeypatch.setattr(campaign, "compile_ahead", lambda *_: None)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_free_memory_is_asked_while_the_worker_holds_no_other_case(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Case] = []
+    asked: list[Case] = []
+
+    class Holding(GpuWorker):
+        def check(self, task: Task, config: Config) -> Outcome:
+            held[:] = [task.case]
+            return Outcome("checked")
+
+        def close(self) -> None:
+            held.clear()
+
+    def memory_obstacle(_op: object, case: Case) -> None:
+        assert held in ([], [case])
+        asked.append(case)
+
+    (tmp_path / "tiny.yaml").write_text(STREAM)
+    monkeypatch.setattr(campaign, "GpuWorker", Holding)
+    monkeypatch.setattr(check, "memory_obstacle", memory_obstacle)
+    plan = load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True))
+    assert {row.status for row in run_sweep(plan, Progress()).records} == {"checked"}
+    assert len(set(asked)) > 1
 
 
 @pytest.mark.usefixtures("an_h200")
