@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kerneltune.adopt import arguments, kernels, program
 from kerneltune.adopt.configs import (
@@ -37,6 +37,27 @@ if TYPE_CHECKING:
 
 SERVED, MISSED = "served", "missed"
 """Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
+_FALLING_BACK = Lock()
+"""Held while a choice is replaced: threads may fail with the same choice at once."""
+
+
+class Choice(NamedTuple):
+    """Hold a config and the keyword arguments of a launch with it.
+
+    Attributes:
+        config: the live config object; None for a kernel without an autotuner.
+        options: the arguments; without an autotuner only those that differ from the program's.
+    """
+
+    config: Any
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Return the values in a message."""
+        if self.config is not None:
+            return StoredConfig.of(self.config).label
+        return pairs(self.options) or "the program's own arguments"
 
 
 @dataclass(slots=True)
@@ -44,33 +65,30 @@ class ServedConfig:
     """Hold the config of the launches of a key.
 
     Attributes:
-        options: keyword arguments of the launch; without an autotuner only the arguments that differ from the program's.
+        choices: the choice in use, then those that replace it if it fails to launch.
         count: index of the count of these launches.
-        config: the live config object; None for a kernel without an autotuner.
-        fallbacks: configs that replace the config if it fails to launch; without an autotuner the program's own arguments do.
     """
 
-    options: dict[str, Any]
+    choices: list[Choice]
     count: int
-    config: Any = None
-    fallbacks: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, configs: Sequence[Any], count: int) -> "ServedConfig":
         """Serve the first config, and fall back to the others."""
-        return cls(configs[0].all_kwargs(), count, configs[0], list(configs[1:]))
+        return cls([Choice(config, config.all_kwargs()) for config in configs], count)
 
-    def fall_back(self, kernel: Any, error: Exception) -> None:
-        """Replace a config that fails to launch by the next config, from now on; raise any other error."""
-        if not program.is_launch_failure(error) or not (self.fallbacks if self.config is not None else self.options):
+    def fall_back(self, kernel: Any, failed: Choice, error: Exception) -> None:
+        """Replace a choice that fails to launch by the next, unless another thread has done so; raise any other error."""
+        if not program.is_launch_failure(error):
             raise error
-        if self.config is None:
-            failed, to = pairs(self.options), "the program's own arguments"
-            self.options = {}
-        else:
-            failed, self.config = StoredConfig.of(self.config).label, self.fallbacks.pop(0)
-            self.options, to = self.config.all_kwargs(), StoredConfig.of(self.config).label
-        warn_once(f"{kernel_name(kernel).text}: config {failed} fails here ({first_line(error)}): falling back to {to}")
+        with _FALLING_BACK:
+            if self.choices[0] is not failed:
+                return
+            if len(self.choices) == 1:
+                raise error
+            del self.choices[0]
+            to = self.choices[0].label
+        warn_once(f"{kernel_name(kernel).text}: config {failed.label} fails here ({first_line(error)}): falling back to {to}")
 
 
 @dataclass(slots=True)
@@ -131,7 +149,7 @@ class ServedList:
         """Return the configs that the author's pruning, without the performance model, leaves for a launch; None for none."""
         if not launch.autotuner.early_config_prune:
             return served
-        configs = [served.config, *served.fallbacks]
+        configs = [choice.config for choice in served.choices]
         allowed = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
         kept = [config for config in configs if config in allowed]
         return ServedConfig.of(kept, served.count) if kept else None
@@ -173,10 +191,11 @@ class ServedPlainKernel:
     def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Launch the kernel with the changes of the launch's key. The hot path of serving."""
         served = self.by_launch.find(args, kwargs) or self._resolve(Launch(kernel, args, kwargs))
+        choice = served.choices[0]
         try:
-            result = original(kernel, *args, **{**kwargs, **served.options})
+            result = original(kernel, *args, **{**kwargs, **choice[1]})
         except Exception as error:  # Triton's launch errors share no type
-            served.fall_back(kernel, error)
+            served.fall_back(kernel, choice, error)
             return self.launch(original, kernel, args, kwargs)
         self.counters.add(served.count)
         return result
@@ -189,7 +208,8 @@ class ServedPlainKernel:
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
         key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
-        return self.by_launch.remember(launch, key_names, ServedConfig(changes or {}, self.counts[changes is None]))
+        choices = [*([Choice(None, changes)] if changes else ()), Choice(None, {})]
+        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.counts[changes is None]))
 
     def _changes(self, launch: Launch) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
@@ -352,16 +372,17 @@ class Server:
             if not isinstance(resolved, ServedConfig):
                 return resolved[0]
             served = resolved
-        options = served.options
+        choice = served.choices[0]
+        config, options = choice
         kwargs.update(options)
-        if served.config.pre_hook is not None:
-            served.config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
-        tuner.best_config = served.config
+        if config.pre_hook is not None:
+            config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
+        tuner.best_config = config
         try:
             result = tuner.fn.run(*args, **kwargs)
         except Exception as error:  # Triton's launch errors share no type
             rest = {name: value for name, value in kwargs.items() if name not in options}
-            served.fall_back(tuner, error)
+            served.fall_back(tuner, choice, error)
             return self._launch(served_list, original, tuner, args, rest)
         self.counters.add(served.count)
         return result
@@ -454,10 +475,10 @@ class Server:
         nearest = kernel.nearest(launch.sizes(), launch.dtypes()) if kernel is not None else None
         (configs,) = served_list.live_rows([nearest.configs if nearest is not None else ()])
         near = served_list.unpruned(launch, ServedConfig.of(configs, served_list.counts[1])) if configs else None
-        label = "" if near is None else StoredConfig.of(near.config).label
+        label = "" if near is None else near.choices[0].label
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
         warn_once(f"{launch.name.text}: a launch that was not tuned: served with {used}")
-        return [*([near.config, *near.fallbacks] if near else ()), *launch.pruned(served_list.configs)]
+        return [*([choice.config for choice in near.choices] if near else ()), *launch.pruned(served_list.configs)]
 
     def _by_author(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> tuple[Any]:
         """Let the author's autotuner tune if necessary and launch, and remember its choice."""

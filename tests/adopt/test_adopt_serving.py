@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,31 @@ def test_serving_a_config_that_cannot_launch_falls_back_to_the_next_with_a_warni
     assert launched == [*expected, expected[2]]
     assert caplog.text.count("fails here (OutOfResources: shared memory): falling back to") == 2
     assert startup.server().counters.by_name()["served two_kernels.row_sum"] == 2  # failed tries are no launches
+
+
+def test_config_that_fails_in_two_threads_at_once_uses_up_one_fallback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = tuned_folder(tmp_path)
+    module = example()
+    launched: list[int] = []
+    both = threading.Barrier(2)
+
+    def run(*_: Any, **kwargs: Any) -> None:
+        if (kwargs["BLOCK"], kwargs["num_warps"]) == (order[0].kwargs["BLOCK"], order[0].num_warps):
+            both.wait(timeout=10)
+            raise OutOfResources("shared memory")
+        launched.append(kwargs["BLOCK"])
+
+    monkeypatch.setattr(module.row_sum.fn, "run", run)
+    served(tmp_path, miss="error")
+    monkeypatch.setattr(startup.server(), "miss", "default")
+    with ThreadPoolExecutor(2) as pool:
+        launches = [pool.submit(module.row_sum[(4,)], torch.ones(4, 96), torch.empty(4), 4, 96) for _ in range(2)]
+        for launch in launches:
+            launch.result(timeout=20)
+    assert launched == [order[1].kwargs["BLOCK"]] * 2
+    assert caplog.text.count("falling back to") == 1
 
 
 @pytest.mark.usefixtures("untimed")
