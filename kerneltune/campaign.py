@@ -133,8 +133,7 @@ class _Campaign:
         self._doubt_references(checked)
         path = plan.journal("check")
         of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
-        worst = {records.row_of(row): row for row in sorted(checked, key=lambda row: row.status == "failed")}
-        records.merge(path, list(worst.values()), lambda record: record.key.of_case in of_sweep)
+        records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep)
         self.end_checks()
         return SweepResult(checked, [path], coverage)
 

@@ -27,7 +27,7 @@ def journalled(journal: Path) -> list[Record]:
     if not journal.exists():
         return []
     whole, end, _cut = read_bytes(journal).rpartition(b"\n")
-    return records.parse((whole + end).splitlines(keepends=True), str(journal), is_journal=True)
+    return records.parse((whole + end).splitlines(keepends=True), str(journal), None)
 
 
 def finished_rows(of_key: Mapping[TaskKey, Sequence[Record]], runs: Runs) -> list[Record] | None:

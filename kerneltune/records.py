@@ -32,6 +32,8 @@ IMPORT_FAILED = "cannot be imported: "
 Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""
 
+Identity = Callable[["Record"], object]
+"""Returns what no two records may share."""
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -163,17 +165,35 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or denominator is None else numerator / denominator
 
 
-def load(path: Path) -> list[Record]:
-    """Return all records of a file, oldest first."""
+def row_of(record: Record) -> object:
+    """Return the identity of a row: variant, case, policy and device."""
+    return record.variant, case_on_device(record)
+
+
+def check_of(record: Record) -> object:
+    """Return the identity of a row in a file of checks: the row, and the config."""
+    return row_of(record), record.config_label
+
+
+def case_on_device(record: Record) -> object:
+    """Return what the rows of all variants of a case share: operator, device, policy, types, sizes and options."""
+    names = record.op, record.device, record.policy, record.dtype, record.quant
+    return *names, *sorted(record.axes.items()), tuple(sorted(record.options.items()))
+
+
+def load(path: Path, identity: Identity = row_of) -> list[Record]:
+    """Return all records of a file, oldest first; see `parse`."""
     with opened(path) as file:
-        return parse(file, str(path))
+        return parse(file, str(path), identity)
 
 
-def parse(lines: Iterable[bytes], name: str, is_journal: bool = False) -> list[Record]:
+def parse(lines: Iterable[bytes], name: str, identity: Identity | None = row_of) -> list[Record]:
     """Return all records on lines of JSON, oldest first; errors call the lines `name`.
 
+    identity: None for a journal, where rows repeat.
+
     Raises:
-        ValueError: a line is broken, or two lines that are not of a journal have the same row.
+        ValueError: a line is broken, or two lines share an identity.
     """
     records: list[Record] = []
     line_of: dict[object, int] = {}
@@ -187,7 +207,7 @@ def parse(lines: Iterable[bytes], name: str, is_journal: bool = False) -> list[R
         except ValueError as error:
             raise ValueError(f"{name}:{len(records) + 1}: {error}") from error
         record, number = records[-1], len(records)
-        first = number if is_journal else line_of.setdefault(row_of(record), number)
+        first = line_of.setdefault(identity(record), number) if identity else number
         if first != number:
             row = f"{record.label} {record.variant} on {record.device}"
             raise ValueError(f"{name}:{number}: {record.case}: {row}: the row of line {first} again; delete one of the two lines")
@@ -199,14 +219,26 @@ def append(path: Path, records: Sequence[Record]) -> None:
     append_lines(path, _lines(records))
 
 
-def merge(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool] = lambda _record: True) -> None:
-    """Replace the rows of a file that `new` measured later, and keep the other rows that `is_kept` accepts.
+def merge(path: Path, new: Sequence[Record]) -> None:
+    """Replace the rows of a file that `new` measured later, and keep the other rows.
 
     The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
     """
     with locked(path):
-        rows = newest([*(filter(is_kept, load(path)) if path.exists() else []), *new])
-        replace_bytes(path, _lines(rows))
+        replace_bytes(path, _lines(newest([*(load(path) if path.exists() else []), *new])))
+
+
+def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool]) -> None:
+    """Replace the rows of the variants and cases of `new` in a file of checks, and keep the other rows that `is_kept` accepts.
+
+    A file of checks has a row for each config, the failed row of several. It changes as `merge` changes a file.
+    """
+    checked = set(map(row_of, new))
+    worst = {check_of(record): record for record in sorted(new, key=lambda record: record.status == "failed")}
+    with locked(path):
+        before = load(path, check_of) if path.exists() else []
+        kept = [record for record in before if is_kept(record) and row_of(record) not in checked]
+        replace_bytes(path, _lines([*kept, *worst.values()]))
 
 
 def other_run(a: Record, b: Record) -> list[str]:
@@ -215,18 +247,7 @@ def other_run(a: Record, b: Record) -> list[str]:
     return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
 
 
-def row_of(record: Record) -> object:
-    """Return the identity of a row: variant, case, policy and device."""
-    return record.variant, case_on_device(record)
-
-
-def case_on_device(record: Record) -> object:
-    """Return what the rows of all variants of a case share: operator, device, policy, types, sizes and options."""
-    names = record.op, record.device, record.policy, record.dtype, record.quant
-    return *names, *sorted(record.axes.items()), tuple(sorted(record.options.items()))
-
-
-def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> Callable[[Record], object]:
+def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> Identity:
     """Return the function that gives a record's case: operator, types, sizes, options, policy and device.
 
     An operator may get a new option, which older records lack. If any record of the operator lacks an option, the function drops
@@ -267,7 +288,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
     return list(newest_rows(records, row_of).values())
 
 
-def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
+def newest_rows(records: Iterable[Record], identity: Identity) -> dict[object, Record]:
     """Return row -> its newest record, in order of the rows' first records; `identity` returns the row of a record.
 
     A failure, and a case that is no longer supported, replace a time. Because a failed import says nothing about the peer, its

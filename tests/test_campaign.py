@@ -97,20 +97,30 @@ def test_sweep_writes_check_records_into_ignored_runs_only(stream_sweep: Selecti
     assert not options.configs.exists()
 
 
-def test_check_file_keeps_the_failed_config_of_a_case(
+def test_check_file_keeps_every_config_of_the_last_check_of_a_case(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failing = {512: "x differs", 4096: "y differs"}
+
     def checked(plan: Any, _progress: Progress, entries: Any) -> tuple[list[Record], list[str]]:
         (task,) = plan.tasks(entries[0].op, entries[0].case)
-        right, wrong = (make_record("tiny", task, task.default, status, "y differs"[: 9 * (status == "failed")])
-                        for status in ("checked", "failed"))  # fmt: skip
-        return [right, changed(wrong, date="2020-01-01T00:00:00+00:00"), right], []
+        rows = []
+        for block in (512, 1024, 4096):
+            reason = failing.get(block, "")
+            rows.append(make_record("tiny", task, replace(task.default, block=block), "failed" if reason else "checked", reason))
+        passes_elsewhere = make_record("tiny", task, replace(task.default, block=4096), "checked", "")
+        return [*rows, passes_elsewhere], []
+
+    def kept() -> dict[Any, str]:
+        rows = records.load(swept.files[0], records.check_of)
+        return {row.config["block"]: row.reason for row in rows if row.config is not None}
 
     monkeypatch.setattr(cpu_checks, "check_on_cpu", checked)
     swept = run_sweep(load_plan(OPS, stream_sweep, options), Progress())
-    assert [row.status for row in swept.records] == ["checked", "failed", "checked"]
-    (row,) = records.load(swept.files[0])
-    assert (row.status, row.reason) == ("failed", "y differs")
+    assert kept() == {512: "x differs", 1024: "", 4096: "y differs"}
+    del failing[512], failing[4096]
+    run_sweep(load_plan(OPS, stream_sweep, options), Progress())
+    assert kept() == {512: "", 1024: "", 4096: ""}
 
 
 def test_sweep_without_a_folder_uses_kerneltune_results(
@@ -129,9 +139,8 @@ def test_sweep_run_again_replaces_its_rows_and_keeps_the_others(stream_sweep: Se
     again = run(replace(stream_sweep, cases=("od*",)), options)
     assert [record.case for record in again] == ["odd"]
     after = records.load(path)
-    assert [record.case for record in after] == ["odd", "even"]
-    assert after == [again[0], old[1]]
-    assert after[0].date != old[0].date
+    assert after == [old[1], again[0]]
+    assert after[1].date != old[0].date
 
 
 def test_sweep_drops_rows_of_cases_that_the_sweep_file_lacks(stream_sweep: Selection, options: Options) -> None:

@@ -317,7 +317,7 @@ def test_append_replaces_a_truncated_last_line(tmp_path: Path) -> None:
 
 def test_parse_of_a_row_twice_raises_unless_the_file_is_a_journal() -> None:
     lines = [f"{line()}\n".encode()] * 2
-    assert len(records.parse(lines, "r.jsonl", is_journal=True)) == 2
+    assert len(records.parse(lines, "r.jsonl", None)) == 2
     with pytest.raises(ValueError, match=r"^r.jsonl:2: te-8192x4096: rmsnorm_fwd .* the row of line 1 again; delete one of"):
         records.parse(lines, "r.jsonl")
 
