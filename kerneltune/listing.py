@@ -184,6 +184,8 @@ def _check_variant(op: Op, variant: Variant) -> None:
 def check_case(op: Op, case: Case) -> None:
     """Check an operator's functions on a case of a sweep: the traffic, and the space and default of each variant with knobs.
 
+    Space and default are checked on the case, and on the case as calls look it up.
+
     Raises:
         ValueError: a function fails or contradicts the contract; the message is one line, `FILE:LINE: field: …`.
     """
@@ -195,7 +197,8 @@ def check_case(op: Op, case: Case) -> None:
         raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
     for variant in op.variants:
         if variant.config is not None and variant.default is not None:
-            _check_knobs(f"{op.name} {variant.name} {case.label}", variant, variant.default, variant.config, case)
+            for one in dict.fromkeys((case, op.called(case))):
+                _check_knobs(f"{op.name} {variant.name} {one.label}", variant, variant.default, variant.config, one)
 
 
 def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: type[Any], case: Case) -> bool:

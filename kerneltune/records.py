@@ -34,6 +34,8 @@ Defaults = Callable[[str], Mapping[str, Option]]
 
 Identity = Callable[["Record"], object]
 """Returns what no two records may share."""
+CHECK_SUFFIX = ".check.jsonl"
+"""End of the name of a file of checks."""
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -181,10 +183,10 @@ def case_on_device(record: Record) -> object:
     return *names, *sorted(record.axes.items()), tuple(sorted(record.options.items()))
 
 
-def load(path: Path, identity: Identity = row_of) -> list[Record]:
-    """Return all records of a file, oldest first; see `parse`."""
+def load(path: Path) -> list[Record]:
+    """Return all records of a file, oldest first; a file of checks may have several configs of a row."""
     with opened(path) as file:
-        return parse(file, str(path), identity)
+        return parse(file, str(path), check_of if path.name.endswith(CHECK_SUFFIX) else row_of)
 
 
 def parse(lines: Iterable[bytes], name: str, identity: Identity | None = row_of) -> list[Record]:
@@ -236,7 +238,7 @@ def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], 
     checked = set(map(row_of, new))
     worst = {check_of(record): record for record in sorted(new, key=lambda record: record.status == "failed")}
     with locked(path):
-        before = load(path, check_of) if path.exists() else []
+        before = load(path) if path.exists() else []
         kept = [record for record in before if is_kept(record) and row_of(record) not in checked]
         replace_bytes(path, _lines([*kept, *worst.values()]))
 

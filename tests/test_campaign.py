@@ -112,7 +112,7 @@ def test_check_file_keeps_every_config_of_the_last_check_of_a_case(
         return [*rows, passes_elsewhere], []
 
     def kept() -> dict[Any, str]:
-        rows = records.load(swept.files[0], records.check_of)
+        rows = records.load(swept.files[0])
         return {row.config["block"]: row.reason for row in rows if row.config is not None}
 
     monkeypatch.setattr(cpu_checks, "check_on_cpu", checked)

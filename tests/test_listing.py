@@ -224,3 +224,11 @@ def test_operator_that_contradicts_itself_on_a_case_raises_one_line(
 )
 def test_short_names_of_dtypes_apply_to_each_part_of_a_joined_name(short: str, whole: str) -> None:
     assert (short_dtype(whole), dtype_name(short)) == (short, whole)
+
+
+def test_default_that_is_not_valid_for_the_case_of_the_look_up_raises_one_line() -> None:
+    """A call looks up another case than the case of the sweep, which has a valid default."""
+    refuses = replace(op().variants[0], valid=lambda case, _config: "odd" if dict(case.axes)["M"] == 7 else None)
+    wrong = op(variants=(refuses,), as_called=lambda case: replace(case, axes=(("M", 7), ("N", 8))))
+    with pytest.raises(ValueError, match=r"^test_listing.py:\d+: default: .*: not valid \(odd\), for .* M=7 N=8 "):
+        check_case(wrong, Case("a", (("M", 6), ("N", 8)), "bfloat16", options=(("layout", "row"),)))

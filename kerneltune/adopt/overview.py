@@ -11,7 +11,7 @@ from kerneltune.adopt.arguments import signature
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
 from kerneltune.adopt.table import read_table
-from kerneltune.records import Record, check_of, grouped, load
+from kerneltune.records import Record, grouped, load
 from kerneltune.search.task import store_path
 from kerneltune.wording import counted
 
@@ -187,7 +187,7 @@ def _last_checks(root: Path) -> dict[str, dict[str, Record]]:
     last: dict[str, dict[str, Record]] = {}
     for path in sorted((root / "results" / "runs").glob("*/captured.check.jsonl")):
         with suppress(ValueError):
-            for record in load(path, check_of):
+            for record in load(path):
                 last.setdefault(str(record.options.get("launch")), {})[f"{record.variant} {record.config}"] = record
     return last
 
