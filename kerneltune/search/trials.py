@@ -36,7 +36,7 @@ TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 STATUS_NOW: dict[str, TrialStatus] = {"ok": "passed", "wrong": "failed", "memory": "skipped", "lost": "crashed"}
 """Status in journals of 2026-11-26 and before -> status now."""
 _MOVE = "move the file away to start anew"
-_RESULT = {name: name for name in ("status", "resources", "spill_bytes", "shared_bytes", "commit")} | {"detail": "reason"}
+_RESULT = {name: name for name in ("status", "resources", "spill_bytes", "shared_bytes", "commit", "date")} | {"detail": "reason"}
 """Name of a user attribute of a trial -> name of the field of `Evaluation`."""
 
 
@@ -207,7 +207,7 @@ def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
     """Return a stored trial of a study that is described by its user attributes."""
     evaluation = {field: stored.user_attrs[name] for name, field in _RESULT.items() if name in stored.user_attrs}
     evaluation["time_us"] = time_us = stored.value if stored.state is TrialState.COMPLETE else None
-    if ended := stored.datetime_complete:
+    if (ended := stored.datetime_complete) and "date" not in evaluation:  # of an earlier version: local time of its machine
         evaluation["date"] = ended.astimezone(UTC).isoformat(timespec="seconds")
     try:
         evaluation["status"] = STATUS_NOW.get(evaluation["status"], evaluation["status"])

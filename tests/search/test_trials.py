@@ -92,6 +92,19 @@ def test_stored_trial_has_the_time_of_its_measurement(path: Path) -> None:
     assert before <= datetime.fromisoformat(stored.date) <= datetime.now(UTC)
 
 
+def test_date_of_a_trial_does_not_depend_on_the_time_zone_of_the_reader(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    date = "2026-11-25T01:30:00+00:00"
+    with monkeypatch.context() as patch:
+        for zone in ("America/New_York", "Asia/Tokyo"):
+            patch.setenv("TZ", zone)
+            time.tzset()
+            if not path.exists():
+                put(open_store(path), Knobs(1, True), Evaluation("passed", 1.0, date=date))
+            (trial,) = history(path)
+            assert trial.evaluation.date == date
+    time.tzset()
+
+
 def test_store_looks_trials_up_by_op_case_variant_policy_and_config(path: Path) -> None:
     store, config = open_store(path), Knobs(1, True)
     put(store, config, Evaluation("passed", 2.0))
@@ -210,7 +223,7 @@ def test_store_with_a_broken_line_amid_others_raises_with_its_number(path: Path,
         ("axes", {"M": 8.5}),
         ("axes", {"M": True}),
         ("fingerprint", {"driver": 1}),
-        *((field, 7) for field in ("op", "variant", "dtype", "quant", "policy", "status", "detail", "commit")),
+        *((field, 7) for field in ("op", "variant", "dtype", "quant", "policy", "status", "detail", "commit", "date")),
         *(("status", value) for value in (["passed"], {}, None)),
         ("block", [[0], [1], [2]]),
         *((field, "7") for field in ("resources", "spill_bytes", "shared_bytes")),
