@@ -41,6 +41,10 @@ _BYTE = re.compile(r"\(byte (\d+)\)$")
 T = TypeVar("T")
 
 
+class UnwritableError(ValueError):
+    """Report that a file cannot be written, in a line with the file."""
+
+
 def data_root(folder: str) -> Path:
     """Return `folder` of the checkout that holds this package; without a checkout its packaged copy."""
     package = Path(__file__).resolve().parent
@@ -156,12 +160,12 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Create the folders of a file that is written within; raise an error of the system as the ValueError of this file."""
+    """Create the folders of a file that is written within; raise an error of the system as an UnwritableError of this file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UnwritableError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:

@@ -71,6 +71,7 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         has_children: bool = False,
         problem: Callable[[], str] = str,
+        passed_on: tuple[type[Exception], ...] = (),
         exit_grace_s: float = 0.0,
     ) -> None:
         """Start no process yet.
@@ -81,9 +82,11 @@ class Worker:
             environment: `os.environ` of the process; None for the environment of this process.
             has_children: the process may start processes.
             problem: importable function that returns why the process is of no further use after a request; empty if it is.
+            passed_on: types of the object's exceptions that a request raises as they are, not as a WorkerCrashedError.
             exit_grace_s: seconds that a process has to end by itself.
         """
-        self._start = partial(start, _serve, make, problem, environment=environment, is_daemon=not has_children)
+        self._start = partial(start, _serve, make, problem, passed_on, environment=environment, is_daemon=not has_children)
+        self._passed_on = passed_on
         self._name, self._exit_grace_s = name, exit_grace_s
         self.process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
@@ -167,6 +170,8 @@ class Worker:
         if problem:
             self.end()
             raise WorkerCrashedError(problem, last_note)
+        if isinstance(answer, self._passed_on):
+            raise answer
         return answer
 
     def _receive(self, pipe: Connection, timeout_s: float | None, last_note: str) -> Any:
@@ -176,7 +181,9 @@ class Worker:
         return pipe.recv()
 
 
-def _serve(pipe: Connection, make: Callable[[], Any], problem_of: Callable[[], str]) -> None:
+def _serve(
+    pipe: Connection, make: Callable[[], Any], problem_of: Callable[[], str], passed_on: tuple[type[Exception], ...] = ()
+) -> None:
     """Answer requests in the worker's process until the process has a problem or the parent closes the pipe."""
     served = make()
     served.tell = pipe.send
@@ -186,6 +193,8 @@ def _serve(pipe: Connection, make: Callable[[], Any], problem_of: Callable[[], s
             method, arguments = pipe.recv()
             try:
                 answer, problem = getattr(served, method)(*arguments), ""
+            except passed_on as error:
+                answer, problem = error, ""
             except Exception as error:  # also missing memory for the inputs: the next request finds a clean process
                 answer, problem = None, first_line(error)
             problem = problem or problem_of()

@@ -2,13 +2,14 @@
 
 Environment: LOG, a file that every evaluation is appended to; DIE, a folder of files named after a case, each of which the
 process that first comes to its best config names after itself and dies of; DEADLY, a case whose best config
-every process dies of; MODEL, the GPU's name.
+every process dies of; STOPPED, a case and what ends at its first config; MODEL, the GPU's name.
 
 Run as `python fleet_jobs.py FOLDER` it is a whole run on two GPUs, which test_fleet.py interrupts. Like the command line it
 ends with 130 then and says nothing of where it was, so that whatever stands on stderr is of another process.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,9 +26,10 @@ from kerneltune.spec import Case, Config
 from kerneltune.tune import session
 from kerneltune.tune.fleet import Fleet
 from kerneltune.tune.session import TuningSession
+from kerneltune.worker import WorkerStoppedError
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
-DEADLY = "KERNELTUNE_TEST_DEADLY"
+DEADLY, STOPPED = "KERNELTUNE_TEST_DEADLY", "KERNELTUNE_TEST_STOPPED"
 WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
 
 
@@ -38,6 +40,9 @@ class LoggedBench(Bench):
         """Ten milliseconds of work; a case's best config may be the last that a process evaluates."""
         time.sleep(0.01)
         deadly = Path(os.environ[DIE]) / task.case.name
+        case, _, ended = os.environ.get(STOPPED, "").partition(" ")
+        if task.case.name == case:
+            _end(ended)
         if config == Knobs(3, 8) and os.environ.get(DEADLY) == task.case.name:
             os._exit(9)
         if config == Knobs(3, 8) and deadly.exists():
@@ -46,6 +51,15 @@ class LoggedBench(Bench):
         with open(os.environ[LOG], "a") as file:
             file.write(f"{task.case.name} {config.block} {config.warps} {os.getpid()}\n")
         return super().measure(task, config, best_us)
+
+
+def _end(what: str) -> None:
+    if what == "its code":
+        raise OSError("no table of shapes")
+    if what == "its GPU worker":
+        raise WorkerStoppedError("the GPU worker was ended from outside: exit code -15")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
 
 
 def fake_session(options: Options, _cores: frozenset[int] | None) -> TuningSession:

@@ -1,7 +1,8 @@
 """Tune on several GPUs of this host, each with a process of its own.
 
 The processes share the folders of the run: each stores its trials, configs and measured spaces where a single process stores
-them, under the same locks. If a process dies over a task, another process performs the task and finds the stored trials.
+them, under the same locks. If a process dies over a task, another process performs the task and finds the stored trials. As on
+one GPU, an error that `TuningSession.perform` raises ends the run.
 """
 
 import os
@@ -47,7 +48,14 @@ class Fleet:
         for index, gpu in enumerate(gpus):
             make_here = partial(make, options, share_of_cores(index, len(gpus)))
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-            self._workers[gpu] = Worker(make_here, "the process", environment=environment, has_children=True, exit_grace_s=0.2)
+            self._workers[gpu] = Worker(
+                make_here,
+                "the process",
+                environment=environment,
+                has_children=True,
+                passed_on=(ValueError, WorkerStoppedError),
+                exit_grace_s=0.2,
+            )
         self._queue: deque[Task] = deque()
         self._lock = Lock()
         self._deaths: Counter[str] = Counter()
@@ -87,9 +95,14 @@ class Fleet:
                     task, following = self._queue.popleft(), list(self._queue)[ahead : ahead + 1]
                 self._finish(task, worker.ask("perform_shared", task, following))
                 self._deaths[gpu] = 0
-            except (WorkerCrashedError, WorkerStoppedError) as error:
-                if not worker.is_stopped:
-                    self._on_dead(gpu, task, str(error))
+            except WorkerCrashedError as error:
+                self._on_dead(gpu, task, str(error))
+            except (ValueError, WorkerStoppedError):  # of a folder or of the machine, as any other GPU would find
+                if worker.is_stopped:
+                    return
+                for other in self._workers.values():
+                    other.stop()
+                raise
 
     def _on_dead(self, gpu: str, task: Task | None, reason: str) -> None:
         """Put the task of a dead process at the end of the queue, or give the task up.

@@ -3,7 +3,7 @@
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Literal
 
 from kerneltune import cache, device
 from kerneltune.errors import first_line
+from kerneltune.files import UnwritableError
 from kerneltune.measuring.compare import obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options
 from kerneltune.processes import start_server
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Task
+from kerneltune.search.task import Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
 from kerneltune.wording import pairs
@@ -118,16 +119,16 @@ class TuningSession:
         `failed`.
 
         Raises:
-            OSError: trials or the config cannot be stored.
+            ValueError: the stored trials cannot be read, or trials or the config cannot be written.
             WorkerStoppedError: a signal from outside ended the GPU worker.
         """
+        tuner = self.tuner(task)
         try:
             if (reason := obstacle(task)) is not None:
                 return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
-            tuner = self.tuner(task)
             with self.deciding():
                 return self._measured(tuner) if self.options.exhaustive else self._tuned(tuner, following)
-        except (OSError, WorkerStoppedError):  # not the task's fault
+        except (UnwritableError, WorkerStoppedError):  # not the task's fault
             raise
         except NothingPassedError as error:
             return TuningResult("failed", reason=str(error))
@@ -138,12 +139,17 @@ class TuningSession:
             self.queue.forget(task)
 
     def _tuned(self, tuner: Tuner, following: Sequence[Task]) -> TuningResult:
-        later = [self.tuner(task) for task in following[:_CASES_AHEAD]]
-        self.queue.look_ahead(run for one in later for run in one.first_runs())
+        self.queue.look_ahead(self._first_runs(following[:_CASES_AHEAD]))
         entry = tuner.tune()
         gain, before = entry.evidence.get("speedup"), entry.evidence.get("before")
         over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain and before else ""
         return TuningResult("tuned", entry, best=pairs(entry.config) + over)
+
+    def _first_runs(self, tasks: Sequence[Task]) -> Iterator[Run]:
+        """Yield what the searches of later tasks try first; a task that fails says so at its own turn."""
+        for task in tasks:
+            with suppress(Exception):
+                yield from self.tuner(task).first_runs()
 
     def _measured(self, tuner: Tuner) -> TuningResult:
         """Measure the space of a case; the result says how many configs have a time, and the best time."""

@@ -8,13 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import fleet_jobs
 import pytest
 from fake_gpu import entries_of
 from fake_operator import H200
-from fleet_jobs import DEADLY, DIE, LOG, WORKS
+from fleet_jobs import DEADLY, DIE, LOG, STOPPED, WORKS
 from subprocesses import TESTS, environment, interrupted_stops, running, wait_for
 
 from kerneltune import cache, device, ops
@@ -24,6 +25,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
 from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
 from kerneltune.tune.run import run_tune
+from kerneltune.worker import WorkerStoppedError
 
 
 class Spoken(Progress):
@@ -156,6 +158,37 @@ def test_fleet_of_one_gpu_tunes_cases_behind_one_that_kills_processes(
     run.run(WORKS)
     assert [entry.case.name for entry in entries_of(run.finished)] == ["m16", "m32", "m64", "m128"]
     assert [result.reason.partition(":")[0] for result in run.finished if result.status == "failed"] == ["not tuned"]
+
+
+@pytest.mark.parametrize("folder", ["configs", "results"])
+def test_fleet_ends_if_a_folder_cannot_be_written(folder: str, options: Options, log: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = fleet_of(["0", "1"], replace(options, **{folder: tmp_path / "file"}), progress := Spoken())
+    with pytest.raises(ValueError, match=rf"^cannot write {tmp_path}/file/"):
+        run.run(WORKS)
+    assert len({case for case, *_ in evaluations(log)}) <= 2, "a task for each GPU at most"
+    assert (run.finished, progress.notes) == ([], [])
+
+
+@pytest.mark.parametrize("who", ["its GPU worker", "the process"])
+def test_fleet_ends_if_a_process_is_sent_sigterm(who: str, options: Options, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STOPPED, f"m8 {who}")
+    log.touch()
+    run = fleet_of(["0", "1"], options, progress := Spoken())
+    with pytest.raises(WorkerStoppedError, match=r"was ended from outside: exit code -15$"):
+        run.run(WORKS)
+    assert "m8" not in {case for case, *_ in evaluations(log)}
+    assert (progress.notes, [result for result in run.finished if result.status == "failed"]) == ([], [])
+
+
+def test_fleet_fails_only_the_task_whose_code_raises(options: Options, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STOPPED, "m8 its code")
+    run = fleet_of(["0", "1"], options)
+    run.run(WORKS[:3])
+    assert [result.reason for result in run.finished if result.status == "failed"] == [
+        "not tuned: fake optimized m8 bfloat16 none: OSError: no table of shapes"
+    ]
+    assert {entry.case.name for entry in entries_of(run.finished)} == {"m16", "m32"}
 
 
 def test_fleet_leaves_out_a_gpu_of_another_model(options: Options, log: Path) -> None:

@@ -25,10 +25,11 @@ from kerneltune.ops.stream import StreamConfig
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Task, knob_pairs
+from kerneltune.search.task import Run, Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.tune.run import renew, run_tune
+from kerneltune.tune.tuner import Tuner
 from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
 SWEEP = """
@@ -200,23 +201,54 @@ def test_run_tune_of_an_operator_whose_code_raises_notes_it_as_failed(
     assert notes[:1] == ["not tuned: stream baseline big int32 none: TypeError: no axis of this name"]
 
 
-@pytest.mark.parametrize(
-    ("target", "error"),
-    [
-        ("fake_gpu.Bench.measure", WorkerStoppedError("the GPU worker was ended from outside: exit code -15")),
-        ("kerneltune.cache.store", PermissionError(13, "Permission denied")),
-    ],
-)
-def test_run_tune_ends_where_the_task_is_not_to_blame(
-    target: str, error: Exception, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+def test_run_tune_ends_if_the_gpu_worker_is_stopped(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended(*_: object) -> None:
-        raise error
+        raise WorkerStoppedError("the GPU worker was ended from outside: exit code -15")
 
-    monkeypatch.setattr(target, ended)
-    with pytest.raises(type(error)) as raised:
+    monkeypatch.setattr(Bench, "measure", ended)
+    with pytest.raises(WorkerStoppedError, match=r"^the GPU worker was ended from outside: exit code -15$"):
         run_tune(load_plan(OPS, selection, options), Progress())
-    assert raised.value is error
+
+
+@pytest.mark.parametrize("folder", ["configs", "results"])
+def test_run_tune_ends_at_the_first_task_if_a_folder_cannot_be_written(folder: str, options: Options, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(SWEEP + "  - {name: twice, read: 2097152, write: 2097152}\n")
+    (tmp_path / "file").touch()
+    notes: list[str] = []
+    plan = load_plan(OPS, Selection(str(tmp_path / "two.yaml")), replace(options, **{folder: tmp_path / "file"}))
+    with pytest.raises(ValueError, match=rf"^cannot write {tmp_path}/file/"):
+        run_tune(plan, Spoken(notes))
+    assert notes == []
+
+
+def test_run_tune_with_a_damaged_journal_ends_before_it_measures(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"op_code": 0}\nno trial\n')
+    monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=rf"^{path}:2: not a trial: 'no trial'; move the file away to start anew$"):
+        run_tune(load_plan(OPS, selection, options), Progress())
+
+
+def test_run_tune_does_not_blame_a_task_for_the_error_of_a_later_task(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidates of the later task are made while the first task is searched."""
+    candidates = Tuner.first_runs
+
+    def raising(tuner: Tuner) -> Iterator[Run]:
+        if tuner.task.case.name == "twice":
+            raise TypeError("no axis of this name")
+        return candidates(tuner)
+
+    monkeypatch.setattr(Tuner, "first_runs", raising)
+    (tmp_path / "two.yaml").write_text(SWEEP + "  - {name: twice, read: 2097152, write: 2097152}\n")
+    tuned = run_tune(load_plan(OPS, Selection(str(tmp_path / "two.yaml")), options), Progress())
+    assert [result.status for result in tuned] == ["tuned", "tuned"]
 
 
 def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
