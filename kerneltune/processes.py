@@ -203,15 +203,15 @@ def start_server() -> None:
     forkserver.set_forkserver_preload([__name__, "torch", *triton])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with _STARTING:  # another thread may start a process, too
-        config = vars(multiprocessing.current_process())["_config"]  # multiprocessing.util.get_temp_dir() reads "tempdir" of it
-        folder = "" if "tempdir" in config else config.setdefault("tempdir", str(process_folder()))
-        os.environ[_SERVER] = f"{os.getpid()} {folder}"
-        try:
+    try:
+        with _STARTING:  # another thread may start a process, too
+            config = vars(multiprocessing.current_process())["_config"]  # multiprocessing.util.get_temp_dir() reads "tempdir"
+            folder = "" if "tempdir" in config else config.setdefault("tempdir", str(process_folder()))
+            os.environ[_SERVER] = f"{os.getpid()} {folder}"
             forkserver.ensure_running()
-        finally:
-            del os.environ[_SERVER]
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    finally:
+        os.environ.pop(_SERVER, None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:

@@ -43,6 +43,21 @@ with get_context("forkserver").Pool(1) as pool:
 """
 
 
+def test_fork_server_without_a_folder_leaves_interrupts_as_they_were() -> None:
+    """A block of SIGINT would stay in this thread."""
+    code = """
+import os, signal, tempfile
+from kerneltune.processes import start_server
+tempfile.tempdir = "/nowhere"
+try:
+    start_server()
+except FileNotFoundError:
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "KERNELTUNE_FORK_SERVER" in os.environ)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.stdout == "False False\n", done.stderr
+
+
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_fork_server_imports_triton_unless_kernels_are_interpreted(interpreted: bool) -> None:
     env = {name: value for name, value in environment().items() if name != "TRITON_INTERPRET"}
