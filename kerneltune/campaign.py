@@ -261,14 +261,14 @@ class _Campaign:
         return measured
 
     def _runs(self, entry: SweepCase) -> Runs:
-        """Pair the variants of a case with their configs; a variant that the selection names twice is paired twice."""
+        """Pair the variants of a case with their configs; a single variant that the selection names twice is paired twice."""
         named = self.plan.selection.variants
         configs = self.plan.options.configs
         runs = [
             Run(task, None if task.variant.unsupported(task.case) else task.config_of_call(configs))
             for task in self.plan.tasks(entry.op, entry.case)
         ]
-        return [run for run in runs for _ in range(max(1, named.count(run.task.variant.name)))]
+        return runs * 2 if len(named) == 2 and named[0] == named[1] else runs
 
     def _compile(self, work: Sequence[Runs], purpose: str) -> None:
         """Compile the runs that have a config on all cores, before they are checked or measured."""

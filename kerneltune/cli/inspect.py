@@ -20,7 +20,7 @@ from kerneltune.measuring.assembly import LIMITS
 from kerneltune.plan import Selection
 from kerneltune.records import grouped
 from kerneltune.search.task import Run
-from kerneltune.spec import PLUGINS, Op
+from kerneltune.spec import PLUGINS, Case, Op, TaskKey
 from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
@@ -123,7 +123,10 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
         if not rows:
             raise ValueError(f"{baseline}: no row of {' '.join(wanted.ops) or 'any operator'} for {' '.join(targets)}")
         runs = _runs_of_rows(baseline, rows, wanted, saved.gpu or _GPU, configs)
-        return static_gate(replace(saved, rows=rows), _compiled(runs, targets, workers))
+        new = _compiled(runs, targets, workers)
+        compared = {row.key for row in new.rows}  # a case that was renamed since is compared, too
+        selected = tuple(row for row in rows if row.key in compared or _is_wanted(row, wanted))
+        return static_gate(replace(saved, rows=selected), new)
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
@@ -145,6 +148,13 @@ def _targets(names: list[str] | None) -> list[str]:
     for name in names or ():
         o.choice("target", name, (*LIMITS, _ALL))
     return [name for name in LIMITS if not names or _ALL in names or name in names]
+
+
+def _is_wanted(row: StaticRow, wanted: Selection) -> bool:
+    """Return whether a row belongs to the selection; its case is a text `NAME M=8 bfloat16 fp8`."""
+    name, *words = row.case.split()
+    dtype, quant, *_ = *(word for word in words if "=" not in word), "", ""
+    return wanted.takes(TaskKey(row.op, row.variant, Case(name, (), dtype, quant), row.policy))
 
 
 def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: str, configs: Path | None) -> list[Run]:
