@@ -7,6 +7,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from threading import Lock
 from typing import Any, Self
 
@@ -144,6 +145,7 @@ class Worker:
 
     def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the object in the process; after `timeout_s` seconds the process is ended."""
+        request = ForkingPickler.dumps((method, arguments))  # an argument that cannot be pickled leaves the process as it is
         with self._lock:
             pipe = self._connect()
             is_starting, self.state = self.state is State.STARTING, State.ANSWERING
@@ -151,7 +153,7 @@ class Worker:
         try:
             if is_starting:
                 self._receive(pipe, _START_TIMEOUT_S, last_note)
-            pipe.send((method, arguments))
+            pipe.send_bytes(request)
             while isinstance(message := self._receive(pipe, timeout_s, last_note), str):
                 last_note = message
         except (EOFError, OSError) as error:

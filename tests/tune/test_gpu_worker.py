@@ -223,6 +223,14 @@ def test_request_after_an_interrupted_request_gets_its_own_answer(worker: GpuWor
     assert worker.measure(TASK, Knobs("run", 3), None).time_us == 13.0
 
 
+def test_request_that_cannot_be_pickled_leaves_the_process(worker: GpuWorker) -> None:
+    assert worker.measure(TASK, Knobs("run", 1), None).time_us == 11.0
+    with pytest.raises(Exception, match="pickle"):
+        worker.ask("measure", lambda: None)
+    assert worker.measure(TASK, Knobs("run", 2), None).time_us == 12.0
+    assert worker.started == 1
+
+
 def test_worker_has_a_core_that_no_compiler_uses() -> None:
     measuring, compiling = split_cores()
     available = os.sched_getaffinity(0)
