@@ -164,13 +164,13 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
     case = entry.case
     try:
         variant = op.variant(entry.variant)
-        own, present = ({*dict(case.axes), *dict(case.options)}, {*op.axes, *op.options})
-        if own != present:
-            raise ValueError(f"axes and options {', '.join(sorted(own))}: expected {', '.join(sorted(present))}")
+        names, expected = {*dict(case.axes), *dict(case.options)}, {*op.axes, *op.options}
+        if names != expected:
+            raise ValueError(f"axes and options {', '.join(sorted(names))}: expected {', '.join(sorted(expected))}")
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
         if reason := variant.unsupported(case) or variant.valid(case, config):
             raise ValueError(reason)
-        return [Run(task, one) for one in dict.fromkeys([config, task.default])]
+        return [Run(task, distinct) for distinct in dict.fromkeys([config, task.default])]
     except Exception as error:  # an operator's own code may fail in any way on an old entry
         is_refusal = isinstance(error, ValueError | ArithmeticError)  # any other error is a mistake of the operator
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -180,8 +180,9 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
 def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntry) -> TuningResult:
     """Return an entry with the faster of its config and the default, and with new evidence; or why its config does not run."""
     task, configs = runs[0].task, [run.config for run in runs]
+    tuner = session.tuner(task)
     try:
-        with session.tuner(task) as tuner:
+        with tuner:
             compilations = [tuner.begin(config) for config in configs]
             tuner.prepare()
             session.queue.fill()
@@ -194,7 +195,8 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
                 default_runs = any(evaluation.time_us is not None for evaluation in others)
                 is_own_fault = default_runs and own.status != "skipped"
                 return TuningResult("dropped" if is_own_fault else "failed", reason=f"{own.status}: {own.reason}")
-            timed = [config for config, one in zip(configs, (own, *others), strict=True) if one.time_us is not None]
+            evaluations = zip(configs, (own, *others), strict=True)
+            timed = [config for config, evaluation in evaluations if evaluation.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
     except (WorkerCrashedError, ValueError) as error:
         return TuningResult("failed", reason=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")

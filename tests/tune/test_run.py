@@ -394,6 +394,17 @@ def test_renewal_times_stale_entries_of_this_gpu_again(
     assert "gone" in renewed_as(variant="gone")[0][1]
 
 
+def test_renewal_with_a_damaged_journal_ends_before_it_measures(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
+    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    path.write_text('{"op_code": 0}\nno trial\n')
+    monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=rf"^{path}:2: not a trial: 'no trial'; move the file away to start anew$"):
+        renew(load_plan(OPS, selection, options), [entry], Progress())
+
+
 # spaces that make no sense
 
 
