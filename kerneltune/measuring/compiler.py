@@ -173,15 +173,15 @@ def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int
     Jobs that no other process can import are left out.
     """
     reasons: dict[int, str] = {}
-    left = [number for number, job in enumerate(jobs) if is_picklable(job)]
+    numbers = [number for number, job in enumerate(jobs) if is_picklable(job)]
     for name, target in TARGETS.items():
-        if not left:
+        if not numbers:
             break
-        with CompilePool(target, min(workers or 2, -(-len(left) // _FOR_A_WORKER))) as pool:
-            errors = [result.error for result in pool.compile([jobs[number] for number in left])]
-        refused = {number: error for number, error in zip(left, errors, strict=True) if _is_refusal(error)}
+        with CompilePool(target, min(workers or 2, -(-len(numbers) // _FOR_A_WORKER))) as pool:
+            errors = [result.error for result in pool.compile([jobs[number] for number in numbers])]
+        refused = {number: error for number, error in zip(numbers, errors, strict=True) if _is_refusal(error)}
         reasons = {number: reasons.get(number, f"does not compile for {name}: {error}") for number, error in refused.items()}
-        left = list(refused)
+        numbers = list(refused)
     return reasons
 
 
@@ -359,8 +359,8 @@ def _code(cubin: bytes) -> Iterator[bytes]:
     """Yield the sections of a 64-bit ELF file that hold instructions."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count = struct.unpack_from("<HH", cubin, 0x3A)
-    for place in range(table, table + size * count, size):
-        _name, _kind, flags, _address, offset, length = struct.unpack_from("<IIQQQQ", cubin, place)
+    for header in range(table, table + size * count, size):
+        _name, _kind, flags, _address, offset, length = struct.unpack_from("<IIQQQQ", cubin, header)
         if flags & 0x4:  # executable
             yield cubin[offset : offset + length]
 

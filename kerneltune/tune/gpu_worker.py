@@ -58,9 +58,9 @@ class GpuBench:
         self._checker: Checker | None = None
         self._inputs: list[Any] = []
         self._in_place = InPlace()
-        beside = ThreadPoolExecutor(1)
-        self._launchable = beside.submit(open_driver)
-        beside.shutdown(wait=False)
+        opener = ThreadPoolExecutor(1)
+        self._launchable = opener.submit(open_driver)
+        opener.shutdown(wait=False)
 
     def _open(self, task: Task) -> Checker:
         """Free inputs and reference of another case, and return the checker of this case."""
@@ -127,9 +127,9 @@ class GpuBench:
         # every other config is compared with the first config, so a failure of the first config fails the request
         contenders = {"0": self._contender(task, configs[0])}
         for i, config in enumerate(configs[1:], start=1):
-            beside = affordable(partial(self._contender, task, config))
-            if not isinstance(beside, Outcome):
-                contenders[str(i)] = beside
+            challenger = affordable(partial(self._contender, task, config))
+            if not isinstance(challenger, Outcome):
+                contenders[str(i)] = challenger
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
         return [samples.get(str(i)) for i in range(len(configs))]
 

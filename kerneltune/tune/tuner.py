@@ -262,16 +262,12 @@ class Tuner:
         return self.worker.measure(self.task, config, None if self.options.exhaustive else self._best_us)
 
     def prepare(self) -> None:
-        """Let the worker make inputs and the reference while the first configs compile."""
-        self._preparing = self.requests.submit(self._prepare)
+        """Let the worker make inputs and the reference while the first configs compile; a measurement tells why it cannot."""
+        self._preparing = self.requests.submit(self.worker.prepare, self.task)
 
     def is_ready(self) -> bool:
         """Return whether inputs and the reference are made."""
         return self._preparing is None or self._preparing.done()
-
-    def _prepare(self) -> None:
-        with suppress(WorkerCrashedError):  # the first measurement starts another process, or says so
-            self.worker.prepare(self.task)
 
     def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         """Time correct configs interleaved and return the best config with its evidence.
@@ -302,11 +298,11 @@ class Tuner:
             "default_us": None,
         }
         if default in configs:
-            of_default = samples[configs.index(default)]
-            over = ratio_interval(of_default, samples[chosen])
+            default_samples = samples[configs.index(default)]
+            default_ratio = ratio_interval(default_samples, samples[chosen])
             evidence |= {
-                "default_us": round(median_interval(of_default).median, 4),
-                "over_default": [round(over.low, 4), round(over.high, 4)],
+                "default_us": round(median_interval(default_samples).median, 4),
+                "over_default": [round(default_ratio.low, 4), round(default_ratio.high, 4)],
             }
         return configs[chosen], evidence
 
