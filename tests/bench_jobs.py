@@ -1,6 +1,7 @@
 """An operator and a bench without a GPU, for test_gpu_worker.py and test_kill.py, importable by a GPU worker."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,9 @@ class FakeCompare(FakeBench):
 def _do(does: str) -> None:
     if does == "abort":
         os.abort()
+    if does == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
     if does == "exit":
         os._exit(7)
     if does == "slow":

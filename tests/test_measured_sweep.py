@@ -15,7 +15,7 @@ from literal_records import from_json, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import measure_live, run_sweep
+from kerneltune.campaign import measure_batches, measure_live, run_sweep
 from kerneltune.journals import finished_rows, journalled
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import Outcome
@@ -26,7 +26,7 @@ from kerneltune.records import Record
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
-from kerneltune.worker import WorkerCrashedError
+from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -154,6 +154,23 @@ def test_launch_that_crashes_the_gpu_worker_fails_only_its_row(
     assert {key: outcome for key, outcome in outcomes.items() if outcome[0] == "failed"} == {("big", "pr593"): ("failed", reason)}
     assert len(outcomes) == 6
     assert workers[0].started == 2
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_gpu_worker_that_is_sent_sigterm_leaves_the_rows_before_and_none_that_failed(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(bench_jobs.DOES, "stop")
+    monkeypatch.setattr(campaign, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
+    (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
+    selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
+    plan = load_plan(OPS, selection, options)
+    big, other = plan.cases()
+    with pytest.raises(WorkerStoppedError, match=r"^the GPU worker was ended from outside: exit code -15$"):
+        measure_batches([(plan, [other, big])], Progress(), 1e300)
+    written = records.load(options.records_folder / "norm.jsonl")
+    assert {(record.case, record.status) for record in written} == {("other", "passed")}
+    assert len(written) == 3
 
 
 @pytest.mark.usefixtures("an_h200")

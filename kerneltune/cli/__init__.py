@@ -59,7 +59,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an interrupt ends it with exit code 130, even if another package caught the KeyboardInterrupt.
 
-        SIGTERM to the GPU worker alone ends it with 143.
+        SIGTERM to another process of the command alone ends it with 143.
         """
         ended, exit_code = "interrupted", 130
         try:
@@ -230,7 +230,8 @@ def _show_warning(message: Warning | str, category: type[Warning], filename: str
 def main() -> None:
     """Run the command line and exit: 0 done, 1 a check or the gate failed, 2 bad input, 3 ambiguous, 130 interrupted.
 
-    SIGTERM, which batch systems and `timeout` send, has the effect of Ctrl-C.
+    SIGTERM, which batch systems and `timeout` send, has the effect of Ctrl-C. If another process of the command alone gets
+    it, the exit code is 143.
     """
     try:
         interrupts.take()
