@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, untraced
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
@@ -30,6 +30,7 @@ from kerneltune.interpreter.faults import (
     statement,
     time_limit,
 )
+from kerneltune.interpreter.host_code import untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text

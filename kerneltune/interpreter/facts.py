@@ -3,15 +3,11 @@
 `kernel_code` reads facts from code and arguments; other facts are noted while a launch runs.
 """
 
-import functools
-import linecache
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from kerneltune.interpreter.faults import statement
 
@@ -112,50 +108,6 @@ def turns_of(turns: range) -> Sequence[int]:
     note_here("loop", len(turns))
     is_whole = len(turns) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
     return turns if is_whole else [*turns[: _LONG_LOOP // 2], *turns[-_LONG_LOOP // 2 :]]
-
-
-@contextmanager
-def noting_host(folder: str, note: Callable[[Fact], object] = note) -> Iterator[None]:
-    """Note the lines that follow an `if` in host code of a folder, unless a debugger traces this process."""
-
-    def begin(frame: FrameType, _event: str, _arg: object) -> Any:
-        code, before = frame.f_code, 0
-
-        def step(frame: FrameType, event: str, _arg: object) -> Any:
-            nonlocal before
-            if event == "line":
-                if condition := _condition(code.co_filename, before):
-                    note(Fact("branch", f"line {frame.f_lineno} after `{condition}`", code.co_name))
-                before = frame.f_lineno
-            return step
-
-        return step if code.co_filename.startswith(folder) else None
-
-    outer = sys.gettrace()
-    if folder and outer is None:
-        sys.settrace(begin)
-    try:
-        yield
-    finally:
-        sys.settrace(outer)
-
-
-@contextmanager
-def untraced() -> Iterator[None]:
-    """Switch the trace function off: it takes longer than the kernels and sources that it would trace."""
-    trace = sys.gettrace()
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(trace)
-
-
-@functools.cache
-def _condition(file: str, line: int) -> str:
-    """Return the `if` at a line, empty for other statements."""
-    text = linecache.getline(file, line).strip().removesuffix(":")
-    return text if text.startswith(("if ", "elif ")) else ""
 
 
 def merged(parts: Iterable[Reached]) -> Reached:

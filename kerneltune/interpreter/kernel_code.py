@@ -189,9 +189,9 @@ class _Reading:
         is_reduction = _text(node.func).rpartition(".")[0] and not _text(node.func).endswith("imum")
         if value is _UNKNOWN and len(node.args) == _OPERANDS and not is_reduction:
             self.facts.add(Fact("choice", f"`{_text(node)}`", self._place(node)))
-        for operand in node.args if type(value) is int else ():
-            if self._value(operand) == value:
-                self._note(f"{_text(node)} = {_text(operand)}")
+        taken = [operand for operand in node.args if type(value) is int and self._value(operand) == value]
+        if len(taken) == 1:  # a limit that a size equals cuts nothing
+            self._note(f"{_text(node)} = {_text(taken[0])}")
 
     def _call(self, node: ast.Call) -> None:
         """Read a device function with the arguments whose values are known."""

@@ -20,7 +20,8 @@ import numpy as np
 
 from kerneltune.interpreter.bounds import strict_parts
 from kerneltune.interpreter.corrections import mend
-from kerneltune.interpreter.facts import Fact, noting_host, untraced
+from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.host_code import noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 
 

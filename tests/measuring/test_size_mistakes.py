@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from mistaken_ops import CASES, case_of
-from row_sums import BENCH, findings, summing
+from row_sums import BENCH, findings, summing, sums_of_rows
 from test_pairs import op_with
 
 from kerneltune.interpreter.facts import Fact
@@ -101,6 +101,42 @@ def test_coverage_names_a_size_too_costly_for_a_check(mistake: str, named: str) 
     assert line.startswith("summed: no check has ")
     assert named in line
     assert named not in "".join(coverage_lines([*checks, addresses]))
+
+
+def _limited(form: str, x: torch.Tensor, N: int) -> torch.Tensor:
+    match form:
+        case "min":
+            return x * (min(N, 2048) // N)
+        case "max":
+            return x + max(N - 2048, 0)
+        case "ternary":
+            return x if N <= 2048 else 2 * x
+        case "comparison":
+            return x * (1 + (N > 2048))
+        case "slice":
+            return torch.nn.functional.pad(x[:, :2048], (0, 0 if x.shape[1] <= 2048 else N - 2048))
+        case "division":
+            return x * (1 + N // 2050)
+        case "clamp":
+            places = torch.arange(N, device=x.device)
+            return x[:, places.clamp(max=2047)]
+    return x
+
+
+def sums_with_limit(form: str, inputs: Inputs, _config: None) -> Outputs:
+    """Sum rows; a limit of host code, without an `if`, makes rows of more than 2048 columns wrong."""
+    x = _limited(form, inputs["x"], inputs["x"].shape[1])
+    y = x.new_empty(x.shape[0])
+    sums_of_rows[(x.shape[0],)](x.contiguous(), y, x.shape[1], BLOCK=1024, IS_LONG=False, MISTAKE="")
+    return {"y": y}
+
+
+@pytest.mark.parametrize("form", ["", "min", "max", "ternary", "comparison", "slice", "division", "clamp"])
+def test_limit_of_host_code_without_an_if_is_checked_in_a_derived_case(form: str) -> None:
+    op = replace(summing("", elements=16), variants=(Variant("optimized", partial(sums_with_limit, form)),))
+    assert findings(op, CASES) == []
+    derived, _, _ = derived_cases(op, CASES, [case_of("huge", 4096, 1 << 20)])
+    assert ("y: wrong" in findings(op, derived)) == bool(form)
 
 
 @triton.jit
