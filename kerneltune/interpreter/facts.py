@@ -13,7 +13,7 @@ from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "loop", "programs", "tf32",
-    "last stored", "last not stored", "not judged",
+    "last stored", "last not stored", "not judged", "whole",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {name}",
@@ -25,8 +25,9 @@ _TEXTS: Mapping[str, str] = {
     "programs": "programs of {name} along axis {place}",
     "tf32": "products of fp32 are rounded to tf32, {place}",
     "last not stored": "{name} in {place}",
+    "whole": "{name}, {place}",
 }
-"""Texts of the kinds that users see."""
+"""Texts of the kinds that users and tests see."""
 _COUNTED = ("loop", "programs")
 """Kinds of which a check needs two: two turns, two programs."""
 _OF_CODE = ("launch", "call", "branch")
@@ -47,6 +48,7 @@ class Fact(NamedTuple):
     | programs | programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
     | last stored, last not stored | whether the programs that run store an argument's last element | argument | kernel |
+    | whole | several blocks, none of them ragged | text | size of the block |
     | not judged | a launch without memory was given up, as an earlier launch of the same host code was | kernel | |
     """
 

@@ -172,6 +172,8 @@ class _Reading:
                     self._compared[block].add(name)
                     if self._known[name] > block[1]:
                         self._note(f"{name} > {block[0]}")
+                        if block[1] > 1 and self._known[name] % block[1] == 0:
+                            self.facts.add(Fact("whole", f"{name} % {block[0]} == 0 in {self._name}", str(block[1])))
 
     def _sizes_in(self, node: ast.AST) -> set[str]:
         """Return the names of known whole numbers in an expression."""

@@ -234,8 +234,10 @@ def _shortened(
                 continue
             is_new = partial(_has_new_fact, op, variants, configs, launches.facts, known)
             least = _with_least_sizes(case, [*smaller_of[:1], *smaller_of[1:][-1:]], steps, is_new)
-            smaller_cases = itertools.chain(_with_sizes_of(case, smaller_of), least)
-            for smaller, its in _launches(op, variants, configs, (it for it in smaller_cases if check_cost(op, it) <= most)):
+            doublings = partial(_doublings, op, most / _MOST_COST)
+            cheap_first = sorted(_with_sizes_of(case, smaller_of), key=doublings)
+            affordable = (it for it in itertools.chain(cheap_first, least) if check_cost(op, it) <= most)
+            for smaller, its in _launches(op, variants, configs, affordable):
                 if its.num_programs <= most_programs and its.facts & launches.facts - known and not _obstacle(op, smaller, tell):
                     derived.append(smaller)
                     known |= its.facts
@@ -244,6 +246,11 @@ def _shortened(
             known |= launches.facts
         bench = [*of_facts.values()]
     return derived, facts
+
+
+def _doublings(op: Op, costliest: float, case: Case) -> int:
+    """Return how often the cost of the costliest check case must be doubled to reach that of a case; 0 for a cheaper case."""
+    return max(0, math.ceil(math.log2(check_cost(op, case) / costliest)))
 
 
 def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
@@ -262,12 +269,15 @@ def _with_least_sizes(
 
     Args:
         steps: the number of which all sizes of an axis are multiples.
-        is_new: whether a case is new; if it is, then so is a case whose size of the axis is larger.
+        is_new: whether a case is new; if it is, then so is a case whose size of the axis is larger, but for whole blocks, of
+            which `step` times a power of two is tried.
     """
     for other, (axis, size) in itertools.product(others, case.axes):
         sized = partial(_with_size, case, other, axis)
-        least, below, step = size, other[axis], max(1, steps[axis])
+        below, step = other[axis], max(1, steps[axis])
         if below < size and is_new(sized(size)):
+            doubled = (step << power for power in range((size // step).bit_length()))
+            least = next((it for it in doubled if below < it < size and is_new(sized(it))), size)
             while least - below > step:
                 middle = below + (least - below) // 2 // step * step
                 least, below = (middle, below) if is_new(sized(middle)) else (least, middle)
@@ -314,7 +324,7 @@ def _launches(
 ) -> Iterator[tuple[Case, Launches]]:
     """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
 
-    Cases whose launches depend on values are left out.
+    Cases whose launches depend on values are left out. Whole blocks of any size are one fact.
     """
     begun_s = time.thread_time()
     for case in cases:
@@ -325,7 +335,8 @@ def _launches(
         if all(made):
             each = [launches for of_variant in made for launches in of_variant.values()]
             most = sum(max(launches.num_programs for launches in of_variant.values()) for of_variant in made)
-            yield case, Launches({fact for launches in each for fact in launches.facts}, most)
+            facts = {fact for launches in each for fact in launches.facts}
+            yield case, Launches({fact._replace(place="") if fact.kind == "whole" else fact for fact in facts}, most)
 
 
 def _size(case: Case) -> int:

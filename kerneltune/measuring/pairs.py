@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kerneltune.forked import Fork, ForkCrashedError, Tell
+from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import Launches, unlaunched
 from kerneltune.measuring.check import Checker, InPlace, Outcome, host_folder
 from kerneltune.measuring.lookups import look_up_failures
@@ -68,7 +69,7 @@ def check_pairs(
     """
     configs = configs_by_case(variant, cases)
     launches = _launched_in_fork(op, variant, sorted(configs, key=cost))
-    leading = _leading(launches)
+    leading = _with_new_facts(launches, of_whole_blocks=False)
     done: set[Pair] = {(of_case[0], case) for case, of_case in configs.items()}
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
@@ -76,7 +77,7 @@ def check_pairs(
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
     covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), launches[case], config))
-    for config, case in itertools.chain(leading, covered, defaults):
+    for config, case in itertools.chain(leading, covered, _with_new_facts(launches, of_whole_blocks=True), defaults):
         is_first = case not in checkers
         if (config, case) in done and not is_first:
             continue
@@ -219,15 +220,26 @@ def _launched_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[C
     return {case: {} for case in cases}
 
 
-def _leading(launches: Mapping[Case, Mapping[Config, Launches]]) -> list[Pair]:
-    """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has."""
-    known = {fact for of_case in launches.values() for of_config in [*of_case.values()][:1] for fact in of_config.facts}
-    leading = list[Pair]()
+def _with_new_facts(launches: Mapping[Case, Mapping[Config, Launches]], of_whole_blocks: bool) -> list[Pair]:
+    """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
+
+    Facts of whole blocks, which hide no mistake in a ragged one, count for blocks whose size is the value of a knob.
+    """
+
+    def facts_of(config: Config, of_config: Launches) -> set[Fact]:
+        sizes = {str(value) for _knob, value in values(config)}
+        if of_whole_blocks:
+            return {fact for fact in of_config.facts if fact.kind == "whole" and fact.place in sizes}
+        return {fact for fact in of_config.facts if fact.kind != "whole"}
+
+    known = {fact for of_case in launches.values() for default in [*of_case][:1] for fact in facts_of(default, of_case[default])}
+    pairs = list[Pair]()
     for case, of_case in launches.items():
         for config, of_config in of_case.items():
-            leading += [(config, case)] if of_config.facts - known else []
-            known |= of_config.facts
-    return leading
+            facts = facts_of(config, of_config)
+            pairs += [(config, case)] if facts - known else []
+            known |= facts
+    return pairs
 
 
 def _cost_of_pair(of_case: float, launches: Mapping[Config, Launches], config: Config) -> float:

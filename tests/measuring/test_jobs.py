@@ -154,7 +154,7 @@ def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, la
 
 def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     check = [shifted("one", 1, 1), shifted("odd", 3, 70), shifted("wide", 4, 300)]
-    bench = [shifted("a", 100, 4096, 5), shifted("b", 100, 4096, 9), shifted("c", 100, 4096)]
+    bench = [shifted("a", 100, 4095, 5), shifted("b", 100, 4095, 9), shifted("c", 100, 4095)]
     derived, without, _ = derived_cases(summing(), check, bench)
     assert [(case.name, case.axes, case.option("shift")) for case in derived] == [("odd,shift=5", check[1].axes, 5)]
     tall, _, _ = derived_cases(summing(), check, [shifted("tall", 8192, 64)])
