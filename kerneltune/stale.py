@@ -89,7 +89,7 @@ def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> l
     """Return the plan of the selected family, or of each family where none is selected."""
     names = [selection.family] if selection.family else sweep.families()
     loaded = [sweep.load(sweep.find(name), ops, selection.max_cases) for name in names]
-    require_case(selection, selection.family or "families", [entry for family in loaded for entry in family.bench])
+    require_case(selection, selection.family or "families", [sweep_case for family in loaded for sweep_case in family.bench])
     return [Plan(ops, family, selection, options) for family in loaded]
 
 
@@ -118,10 +118,14 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
 
 def _uses(plans: Sequence[Plan]) -> _Uses:
     """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
-    entries = [(not plan.sweep.is_headline(entry), plan.ops[entry.op], entry) for plan in plans for entry in plan.cases()]
+    ordered = [
+        (not plan.sweep.is_headline(sweep_case), plan.ops[sweep_case.op], sweep_case)
+        for plan in plans
+        for sweep_case in plan.cases()
+    ]
     ranks: dict[tuple[str, Case], int] = {}
-    for _, op, entry in sorted(entries, key=lambda entry: entry[0]):
-        ranks.setdefault((entry.op, op.called(entry.case)), len(ranks))
+    for _, op, sweep_case in sorted(ordered, key=lambda each: each[0]):
+        ranks.setdefault((sweep_case.op, op.called(sweep_case.case)), len(ranks))
     return ranks
 
 
@@ -133,23 +137,26 @@ def _selects(selection: Selection, entry: CacheEntry, uses: _Uses) -> bool:
 
 def _family(plan: Plan, folder: Path) -> StaleFamily:
     path = folder / f"{plan.family}.jsonl"
-    policies = {plan.policy(entry.op) for entry in plan.sweep.bench}
+    policies = {plan.policy(sweep_case.op) for sweep_case in plan.sweep.bench}
     recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
     rows = {row.key: row for row in recorded}
     measured, keys = {row.key.of_case for row in recorded}, set(map(plan.key, plan.sweep.bench))
-    ranks = {entry: 0 if plan.sweep.is_headline(entry) else 1 if plan.key(entry) in measured else 2 for entry in plan.cases()}
-    in_order = sorted(ranks, key=lambda entry: ranks[entry] > 0)
-    stale = {entry: ranks[entry] for entry in in_order if not _is_fresh(plan, entry, rows, folder.name)}
+    ranks = {
+        sweep_case: 0 if plan.sweep.is_headline(sweep_case) else 1 if plan.key(sweep_case) in measured else 2
+        for sweep_case in plan.cases()
+    }
+    in_order = sorted(ranks, key=lambda sweep_case: ranks[sweep_case] > 0)
+    stale = {sweep_case: ranks[sweep_case] for sweep_case in in_order if not _is_fresh(plan, sweep_case, rows, folder.name)}
     orphans = sum(row.key.of_case not in keys for row in recorded)
     return StaleFamily(plan, len(ranks), stale, _seconds_a_case(recorded, policies), orphans)
 
 
-def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[TaskKey, Record], gpu: str) -> bool:
+def _is_fresh(plan: Plan, sweep_case: SweepCase, rows: Mapping[TaskKey, Record], gpu: str) -> bool:
     """Return whether every selected variant has a record of its present code and config, and no own variant failed.
 
     A variant that does not support the case needs no record, because no measurement can give it a time.
     """
-    for task in plan.tasks(entry.op, entry.case):
+    for task in plan.tasks(sweep_case.op, sweep_case.case):
         row = rows.get(task.key)
         if (row is None or row.status == "skipped") and task.variant.unsupported(task.case) is not None:
             continue
@@ -245,7 +252,7 @@ def refresh(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, Tu
     """
     budget_s = stale.plans[0].options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
-    renewals = renew(stale.plans[0], stale.configs, progress, until) if stale.configs else []
+    renewals = renew(stale.plans[0].ops, stale.plans[0].options, stale.configs, progress, until) if stale.configs else []
     if renewals:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_batches(list(_batches(stale)), progress, until)
@@ -258,6 +265,6 @@ def _batches(stale: Stale) -> Iterator[tuple[Plan, list[SweepCase]]]:
     """Yield stale cases by rank, then family by family, `_AT_ONCE` at a time."""
     for rank in range(3):
         for family in stale.families:
-            cases = [entry for entry, of_case in family.stale.items() if of_case == rank]
+            cases = [sweep_case for sweep_case, of_case in family.stale.items() if of_case == rank]
             for first in range(0, len(cases), _AT_ONCE):
                 yield family.plan, cases[first : first + _AT_ONCE]

@@ -6,7 +6,7 @@ A task, a variant on a case, is the unit of work on every GPU: its config is sea
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kerneltune import cache, device
@@ -133,7 +133,7 @@ def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, unti
 
 
 def renew(
-    plan: Plan, configs: Sequence[cache.CacheEntry], progress: Progress, until: float = math.inf
+    ops: Mapping[str, Op], options: Options, configs: Sequence[cache.CacheEntry], progress: Progress, until: float = math.inf
 ) -> list[tuple[cache.CacheEntry, TuningResult]]:
     """Time configs of this GPU against their default in interleaved rounds, store the faster, and return entries with results.
 
@@ -141,8 +141,8 @@ def renew(
 
     until: time of the monotonic clock in s, after which no further config is timed.
     """
-    renewals, options, here = list[tuple[cache.CacheEntry, TuningResult]](), plan.options, device.current().slug
-    work = [(entry, _runs_of(plan.ops[entry.op], entry)) for entry in configs]
+    renewals, here = list[tuple[cache.CacheEntry, TuningResult]](), device.current().slug
+    work = [(entry, _runs_of(ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
         for number, (entry, runs) in enumerate(work, start=1):

@@ -363,7 +363,7 @@ def test_renewal_times_stale_entries_of_this_gpu_again(
         stale = [replace(entry, **changes)]
         return [
             (result.entry is not None and result.entry.config == before.config, result.reason)
-            for before, result in renew(load_plan(OPS, selection, options), stale, Progress(), until)
+            for before, result in renew(OPS, options, stale, Progress(), until)
         ]
 
     def stored() -> cache.CacheEntry:
@@ -402,7 +402,7 @@ def test_renewal_with_a_damaged_journal_ends_before_it_measures(
     path.write_text('{"op_code": 0}\nno trial\n')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(ValueError, match=rf"^{path}:2: not a trial: 'no trial'; move the file away to start anew$"):
-        renew(load_plan(OPS, selection, options), [entry], Progress())
+        renew(OPS, options, [entry], Progress())
 
 
 # spaces that make no sense
