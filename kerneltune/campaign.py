@@ -13,7 +13,7 @@ from pathlib import Path
 from kerneltune import device, records
 from kerneltune.files import replace_text
 from kerneltune.journals import CHECKS, Runs, journalled, with_finished_rows
-from kerneltune.measuring.check import LAUNCH_FAILURE, check_only
+from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome, check_only
 from kerneltune.measuring.compare import ceiling_task, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
@@ -233,13 +233,17 @@ class _Campaign:
     def measure(
         self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
     ) -> list[Record]:
-        """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again."""
-        runs_of = [[run for run in self._runs(entry) if run.task.variant.name not in without] for entry in entries]
-        work = with_finished_rows(list(filter(None, runs_of)), journal)
+        """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again.
+
+        A variant that no config can run in a case has a failed row, which no journal keeps.
+        """
+        runs_of = [self._runs(entry, without) for entry in entries]
+        failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
+        runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
+        work = with_finished_rows(list(filter(None, runnable)), journal)
         lacking = [runs for runs, rows in work if rows is None]
         tasks = [ceiling_task(self.plan.ops, task.op, task.case, task.policy) for task in (runs[0].task for runs in lacking)]
-        configs = self.plan.options.configs
-        ceilings = [None if task is None else Run(task, task.config_of_call(configs)) for task in tasks]
+        ceilings = [run if task is not None and isinstance(run := self._run(task), Run) else None for task in tasks]
         to_compile = [*lacking, *([run] for run in ceilings if run is not None)]
         if sum(config is not None for runs in to_compile for _, config in runs) >= _WORTH_A_POOL:
             self._compile(to_compile, "measure")
@@ -258,17 +262,22 @@ class _Campaign:
                     self.progress.best(f"{best.variant} {best.time_us:.1f} µs, {best.gbps:.0f} GB/s")
                 self.progress.advance(runs[0].task.case_label)
             measured += rows
-        return measured
+        return [*failed, *measured]
 
-    def _runs(self, entry: SweepCase) -> Runs:
-        """Pair the variants of a case with their configs; a single variant that the selection names twice is paired twice."""
+    def _runs(self, entry: SweepCase, without: Collection[str]) -> list[Run | Record]:
+        """Return `_run` of each variant but `without`; of a single variant that the selection names twice, return it twice."""
         named = self.plan.selection.variants
-        configs = self.plan.options.configs
-        runs = [
-            Run(task, None if task.variant.unsupported(task.case) else task.config_of_call(configs))
-            for task in self.plan.tasks(entry.op, entry.case)
-        ]
+        tasks = self.plan.tasks(entry.op, entry.case)
+        runs = [self._run(task) for task in tasks if task.variant.name not in without]
         return runs * 2 if len(named) == 2 and named[0] == named[1] else runs
+
+    def _run(self, task: Task) -> Run | Record:
+        """Pair a task with the config of a call, None in a case that is not supported; return a failed row if none is valid."""
+        try:
+            unsupported = task.variant.unsupported(task.case)
+            return Run(task, None if unsupported else task.config_of_call(self.plan.options.configs))
+        except ValueError as error:
+            return checked_record(self.plan.family, Run(task, None), Outcome("failed", str(error)))
 
     def _compile(self, work: Sequence[Runs], purpose: str) -> None:
         """Compile the runs that have a config on all cores, before they are checked or measured."""

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_jobs
@@ -25,6 +26,7 @@ from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config
+from kerneltune.stale import plans_of
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
 from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
@@ -208,6 +210,31 @@ def test_sweep_of_a_single_variant_measures_it_twice(tmp_path: Path, options: Op
     for named, measured in (("pr593", "pr593"), 2), (("baseline", "optimized"), 2), (("baseline", "optimized", "optimized"), 2):
         records_of = measure_live(load_plan(OPS, replace(selection, variants=named), options), Progress(), "test")
         assert [(record.case, record.variant) for record in records_of] == [("big", name) for name in named[:measured]]
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_stale_case_that_a_variant_cannot_run_with_any_config_fails_in_its_row(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other variants and cases are measured; a ceiling that no config can run leaves the column of ceilings empty."""
+
+    def refused(case: Case, _config: Config) -> str | None:
+        return "N must not be 64" if dict(case.axes).get("N", 64) == 64 else None
+
+    op = replace(OP, variants=(BASELINE, replace(OPTIMIZED, valid=refused)))
+    stream = replace(OPS["stream"], variants=(replace(OPS["stream"].variants[0], valid=refused),))
+    monkeypatch.setattr(campaign, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
+    monkeypatch.setattr(GpuWorker, "compare", lambda _worker, *request: FakeCompare.compare(SimpleNamespace(tell=str), *request))
+    (tmp_path / "norm.yaml").write_text(RMSNORM.replace("rmsnorm_fwd, ", "") + "  - {name: other, M: 32, N: 128}\n")
+    (plan,) = plans_of({op.name: op, "stream": stream}, Selection(str(tmp_path / "norm.yaml")), options)
+    rows = measure_batches([(plan, plan.cases())], Progress(), 1e300)
+    reason = "rmsnorm_bwd: M=64 N=64 float32 none zero_centered=False: expected sizes that some config can run: N must not be 64"
+    assert {(row.case, row.variant): (row.status, row.reason) for row in rows} == {
+        ("big", "optimized"): ("failed", reason), ("big", "baseline"): ("passed", ""),
+        ("other", "optimized"): ("passed", ""), ("other", "baseline"): ("passed", ""),
+    }  # fmt: skip
+    assert {row.ceiling_gbps for row in rows} == {None}
+    assert len(records.load(options.records_folder / "norm.jsonl")) == len(rows)
 
 
 @pytest.mark.usefixtures("an_h200")
