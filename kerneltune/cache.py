@@ -165,10 +165,14 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file.
 
     Raises:
-        ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
+        ValueError: the entries are not of one operator, the folder cannot be written, or the existing file is broken; nothing is
+            changed then.
     """
     new = {entry.key: entry for entry in ([entries] if isinstance(entries, CacheEntry) else entries)}
-    op_name = next(iter(new)).op
+    ops = sorted({key.op for key in new})
+    if len(ops) != 1:
+        raise bad("entries", ops, "entries of one operator")
+    (op_name,) = ops
     return _rewrite(device_slug, op_name, root, lambda stored: [*(e for e in stored if e.key not in new), *new.values()])
 
 

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,13 @@ def test_store_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest
     assert str(error.value) == f"cannot write {path}: No space left on device"
     assert path.read_text() == before
     assert not list(path.parent.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(("ops", "named"), [((), r"\[\]"), (("a", "b"), r"\['a', 'b'\]")])
+def test_store_of_no_entry_or_of_two_operators_raises_and_writes_nothing(tmp_path: Path, ops: Sequence[str], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"^entries: {named}: expected entries of one operator$"):
+        cache.store(GPU, [replace(entry(), op=op) for op in ops], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_store_of_an_infinite_knob_raises(tmp_path: Path) -> None:
