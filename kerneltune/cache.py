@@ -376,10 +376,8 @@ class _Entries:
     groups: Mapping[_Group, Sequence[tuple[Place, CacheEntry]]]
 
 
-@lru_cache(maxsize=1024)
-def _loaded(path: Path) -> tuple[CacheEntry, ...]:
-    """Return the readable entries of a file, which is read once for all variants."""
-    return tuple(load(path.stem, path.parent.name, path.parent.parent))
+_loaded = lru_cache(maxsize=1024)(load)
+"""Function `load` that reads a file once for all variants."""
 
 
 @lru_cache(maxsize=1024)
@@ -390,7 +388,8 @@ def _entries(chooser: Chooser, gpu: str) -> _Entries:
     own: dict[Case, CacheEntry] = {}
     groups: dict[_Group, list[tuple[Place, CacheEntry]]] = {}
     defects = []
-    of_variant = in_order(entry for entry in _loaded(path) if entry.variant == chooser.variant.name)
+    of_op = _loaded(chooser.op.name, folder, chooser.root)
+    of_variant = in_order(entry for entry in of_op if entry.variant == chooser.variant.name)
     for entry in (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in of_variant if e.policy == policy):
         if (reason := chooser.defect(entry)) is not None:
             defects.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
