@@ -76,8 +76,9 @@ class Outcome:
     case: Case | None = None
 
 
-InPlace = dict[tuple[object, str, str], tuple[bool, Case]]
-"""Function of a variant, mode, name of an output -> whether it is written over an input, and the first case that was checked."""
+FirstSeen = dict[tuple[object, ...], tuple[object, Case]]
+"""Function of a variant, a setting, and the name of an output -> what the output was in the first case checked, and this case:
+whether it is written over an input, and its element type."""
 
 
 class CaseError(ValueError):
@@ -94,7 +95,7 @@ class Checker:
     Inputs that a variant changes, such as an accumulated amax, are restored before every run.
 
     Args:
-        in_place: the outputs that variants wrote over inputs in the cases checked so far; checkers of several cases share it.
+        first_seen: how variants gave their outputs in the cases checked so far; checkers of several cases share it.
         has_gaps: whether inputs of a second run have gaps between rows, if host code accepts them.
 
     Raises:
@@ -103,10 +104,10 @@ class Checker:
     """
 
     def __init__(
-        self, op: Op, case: Case, device: str, seed: int = 0, in_place: InPlace | None = None, has_gaps: bool = False
+        self, op: Op, case: Case, device: str, seed: int = 0, first_seen: FirstSeen | None = None, has_gaps: bool = False
     ) -> None:
         self.op, self.case, self._device, self._seed, self._has_gaps = op, case, device, seed, has_gaps
-        self._in_place = InPlace() if in_place is None else in_place
+        self._first_seen = FirstSeen() if first_seen is None else first_seen
         asked, field = op.inputs, "inputs"
         where = f"for {op.name} {case.label}"
         try:
@@ -159,19 +160,42 @@ class Checker:
             if owner and (owner not in self.inputs_before or _same(self.inputs[owner], self.inputs_before[owner])):
                 continue  # unknown, or an input that is returned
             key = variant.run, self.case.quant, name
-            is_over, case = self._in_place.setdefault(key, (owner is not None, self.case))
+            is_over, case = self._first_seen.setdefault(key, (owner is not None, self.case))
             if is_over != (owner is not None):
                 here, there = (f"{it.name} {it.dtype} {it.quant}" for it in ((self.case, case) if owner else (case, self.case)))
                 return [f"outputs: {name} is written over an input in case {here}, and not in case {there}"]
         return []
 
+    def _other_types(self, variant: Variant, outputs: Outputs) -> list[str]:
+        """Return a line for an output whose element type is wider than the reference's, or depends on the config or the sizes.
+
+        A reference may compute in fp32 for a variant that returns 16 bits, and may give other whole numbers in every case.
+        """
+        of_case = self.case.dtype, self.case.quant, self.case.options
+        for name, tensor in outputs.items():
+            wanted = self._expected.get(name)
+            if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+                continue
+            given, in_reference = tensor.dtype, wanted.dtype
+            first, case = self._first_seen.setdefault((variant.run, of_case, name, "type"), (given, self.case))
+            if first != given:
+                return [f"{name}: {given}, and {first} with another config or in case {case.name}"]
+            if given.is_floating_point and in_reference.is_floating_point and given.itemsize > in_reference.itemsize:
+                return [f"{name}: {given}, expected {in_reference} as of the reference"]
+            if _is_whole(given) and _is_whole(in_reference):
+                key = variant.run, of_case[:2], name, "reference's type"
+                is_equal, case = self._first_seen.setdefault(key, (given == in_reference, self.case))
+                if is_equal != (given == in_reference):
+                    return [f"{name}: {given}, {in_reference} in the reference; equal types in case {case.name}, or inversely"]
+        return []
+
     @classmethod
     def make(
-        cls, op: Op, case: Case, device: str = "cpu", in_place: InPlace | None = None, has_gaps: bool = False
+        cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, has_gaps: bool = False
     ) -> "Checker | Outcome":
         """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
         try:
-            return affordable(partial(cls, op, case, device, in_place=in_place, has_gaps=has_gaps))
+            return affordable(partial(cls, op, case, device, first_seen=first_seen, has_gaps=has_gaps))
         except CaseError as error:
             return Outcome("failed", str(error))
 
@@ -195,7 +219,7 @@ class Checker:
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
             try:
-                checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run, self._in_place)
+                checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run, self._first_seen)
             except CaseError as error:
                 return [f"run {run + 1}: {error}"]
             outputs, lines = (checker.run_with_gaps if run and self._has_gaps else checker.run)(variant, config)
@@ -235,7 +259,7 @@ class Checker:
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
             return outputs, [*lines, *sorted(str(fact) for fact in reached if fact.kind == "tf32")]
-        return outputs, self._sometimes_in_place(variant, outputs)
+        return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
 
     def run_with_gaps(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Run a variant as `run` does, on inputs with gaps between rows where host code accepts them.
@@ -342,6 +366,10 @@ def _noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
     finally:
         for name, method in methods.items():
             setattr(torch.Tensor, name, method)
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import Launches, unlaunched
-from kerneltune.measuring.check import Checker, InPlace, Outcome, host_folder
+from kerneltune.measuring.check import Checker, FirstSeen, Outcome, host_folder
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
@@ -73,7 +73,7 @@ def check_pairs(
     done: set[Pair] = {(of_case[0], case) for case, of_case in configs.items()}
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
-    in_place = InPlace()
+    first_seen = FirstSeen()
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
     covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), launches[case], config))
@@ -85,7 +85,9 @@ def check_pairs(
             break
         begin(Outcome("failed", "", config, case))
         checker = (
-            checkers.setdefault(case, Checker.make(op, case, in_place=in_place, has_gaps=True)) if is_first else checkers[case]
+            checkers.setdefault(case, Checker.make(op, case, first_seen=first_seen, has_gaps=True))
+            if is_first
+            else checkers[case]
         )
         if isinstance(checker, Outcome):
             continue  # the record of the default config says why

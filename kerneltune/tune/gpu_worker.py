@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker, InPlace, Outcome, affordable, broken_context, out_of_memory_reason
+from kerneltune.measuring.check import CaseError, Checker, FirstSeen, Outcome, affordable, broken_context, out_of_memory_reason
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
@@ -57,7 +57,7 @@ class GpuBench:
         self._task: Task | None = None
         self._checker: Checker | None = None
         self._inputs: list[Any] = []
-        self._in_place = InPlace()
+        self._first_seen = FirstSeen()
         opener = ThreadPoolExecutor(1)
         self._launchable = opener.submit(open_driver)
         opener.shutdown(wait=False)
@@ -71,7 +71,7 @@ class GpuBench:
             self._inputs = []
         self._launchable.result()
         if self._checker is None:
-            self._checker = Checker(task.op, task.case, "cuda", in_place=self._in_place)
+            self._checker = Checker(task.op, task.case, "cuda", first_seen=self._first_seen)
         return self._checker
 
     def prepare(self, task: Task) -> None:

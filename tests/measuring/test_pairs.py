@@ -313,3 +313,19 @@ def test_covering_has_no_pairs_of_unsupported_cases_or_variants_without_knobs() 
     ragged = replace(variant, unsupported=lambda case: "ragged" if case["N"] % 16 else None)
     assert set(pairs.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}
     assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda inputs, _: inputs), CASES), cost_of_pair)) == []
+
+
+@interpreted
+@pytest.mark.parametrize("mistake", ["", "other type of a config", "wider than the reference"])
+def test_check_of_pairs_finds_an_output_of_another_type(mistake: str) -> None:
+    def run(inputs: Inputs, config: Rows) -> Outputs:
+        y = _run("", inputs, config)["y"]
+        if mistake == "other type of a config" and config.rows == 4:
+            y = y.half()
+        return {"y": y.double() if mistake == "wider than the reference" else y}
+
+    op = op_with("")
+    op = replace(op, compare=lambda _case, _inputs, outputs, expected: close("y", outputs["y"], expected["y"], 1e-2, 1e-3))
+    *failed, _coverage = pairs.check_pairs(op, replace(op.variants[0], run=run), CASES, elements)
+    text = "with another config or in case" if mistake == "other type of a config" else "y: torch.float64, expected torch.float32"
+    assert [text in outcome.reason for outcome in failed] == [True] * (3 if mistake else 0), failed
