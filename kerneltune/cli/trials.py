@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kerneltune import device
@@ -39,7 +40,11 @@ def command(
     by_title = searches_of(plan, gpu)
     if not by_title:
         folder = store_folder(plan.options.results, gpu)
-        show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
+        patterns = {str(store_path(Path(), "*", entry.op)) for entry in plan.cases()}
+        stores = (path for pattern in patterns for path in plan.options.results.glob(pattern))
+        elsewhere = sorted({path.parent.name for path in stores} - {gpu})
+        how = f"read those of {' or '.join(f'--gpu {other}' for other in elsewhere)}, or " if elsewhere else ""
+        show_wrapped(f"no trials of {family} in {folder}: {how}`kerneltune tune {family}` makes them, on a GPU")
         return
     for title, searches in by_title.items():
         show_searches(title, searches, whole=True)

@@ -12,7 +12,7 @@ from kerneltune import cache, device, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
-from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.task import Evaluation, Task, store_path
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
 from kerneltune.tune.session import TuningResult
@@ -146,3 +146,14 @@ def test_trials_command_without_trials_names_the_folder(tmp_path: Path) -> None:
     output = " ".join(result.stdout.split())
     expected = f"no trials of rmsnorm in {tmp_path}/runs/trials/gone: `kerneltune tune rmsnorm` makes them, on a GPU"
     assert (result.exit_code, output) == (0, expected)
+
+
+def test_trials_command_without_trials_names_the_gpus_that_have_some(tmp_path: Path) -> None:
+    ops_of = {"nvidia_h200": "rmsnorm_fwd", "nvidia_b200": "rmsnorm_bwd", "nvidia_a100": "swiglu", "gone": "rmsnorm_fwd"}
+    for gpu, op in ops_of.items():
+        path = store_path(tmp_path, gpu, op)
+        path.parent.mkdir(parents=True)
+        path.touch()
+    result = CliRunner().invoke(app, ["trials", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "gone: read those of --gpu nvidia_b200 or --gpu nvidia_h200, or `kerneltune tune" in " ".join(result.stdout.split())
