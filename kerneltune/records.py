@@ -167,9 +167,9 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or denominator is None else numerator / denominator
 
 
-def row_of(record: Record) -> object:
-    """Return the identity of a row: variant, case, policy and device."""
-    return record.variant, case_on_device(record)
+def row_of(record: Record) -> tuple[TaskKey, str]:
+    """Return the identity of a row: its task and device."""
+    return record.key, record.device
 
 
 def check_of(record: Record) -> object:
@@ -177,10 +177,9 @@ def check_of(record: Record) -> object:
     return row_of(record), record.config_label
 
 
-def case_on_device(record: Record) -> object:
-    """Return what the rows of all variants of a case share: operator, device, policy, types, sizes and options."""
-    names = record.op, record.device, record.policy, record.dtype, record.quant
-    return *names, *sorted(record.axes.items()), tuple(sorted(record.options.items()))
+def case_on_device(record: Record) -> tuple[TaskKey, str]:
+    """Return what the rows of all variants of a case share: the key of the case, and the device."""
+    return record.key.of_case, record.device
 
 
 def load(path: Path) -> list[Record]:
