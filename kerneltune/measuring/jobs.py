@@ -29,6 +29,9 @@ _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
+_FAR = 16
+"""Factor over the longest size of an axis in check cases above which a size comes last: it may be the turns of a loop, 1 ms each,
+which the traffic of a case does not tell."""
 _FEW_PROGRAMS = 512
 """Programs that a derived case may have in any case: they take the interpreter half a second."""
 _MOST_NAMES = 8
@@ -220,6 +223,11 @@ def _shortened(
     """
     derived, facts = list[Case](), set[Fact]()
     variants = _launched_variants(op, check)
+    longest = {axis: max((case[axis] for case in by_cost), default=0) for axis in op.axes}
+
+    def is_far(case: Case) -> bool:
+        return any(size > _FAR * longest[axis] for axis, size in case.axes)
+
     steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
     for configs in (_default_alone, around_default) if check else (_default_alone,):
         of_check = [launches for _case, launches in _launches(op, variants, configs, [*check, *derived])]
@@ -232,17 +240,23 @@ def _shortened(
             of_facts[frozenset(launches.facts)] = case
             if launches.facts <= known:
                 continue
-            is_new = partial(_has_new_fact, op, variants, configs, launches.facts, known)
-            least = _with_least_sizes(case, [*smaller_of[:1], *smaller_of[1:][-1:]], steps, is_new)
-            doublings = partial(_doublings, op, most / _MOST_COST)
-            cheap_first = sorted(_with_sizes_of(case, smaller_of), key=doublings)
-            affordable = (it for it in itertools.chain(cheap_first, least) if check_cost(op, it) <= most)
-            for smaller, its in _launches(op, variants, configs, affordable):
-                if its.num_programs <= most_programs and its.facts & launches.facts - known and not _obstacle(op, smaller, tell):
-                    derived.append(smaller)
-                    known |= its.facts
-                if launches.facts <= known:
-                    break
+            for of_whole in (False, True):
+                wanted = {fact for fact in launches.facts - known if (fact.kind == "whole") is of_whole}
+                if not wanted:
+                    continue
+                is_new = partial(_has_new_fact, op, variants, configs, wanted, known)
+                least = _with_least_sizes(case, [*smaller_of[:1], *smaller_of[1:][-1:]], steps, is_new)
+                doublings = partial(_doublings, op, most / _MOST_COST)
+                others = sorted(_with_sizes_of(case, smaller_of), key=doublings)
+                near, far = ([it for it in others if is_far(it) is wanted_far] for wanted_far in (False, True))
+                in_order = (sorted(least, key=doublings), near, far) if of_whole else (near, least, far)
+                affordable = (it for it in itertools.chain(*in_order) if check_cost(op, it) <= most)
+                for smaller, its in _launches(op, variants, configs, affordable):
+                    if its.num_programs <= most_programs and its.facts & wanted - known and not _obstacle(op, smaller, tell):
+                        derived.append(smaller)
+                        known |= its.facts
+                    if wanted <= known:
+                        break
             known |= launches.facts
         bench = [*of_facts.values()]
     return derived, facts
