@@ -59,7 +59,7 @@ NOT_RUN = {
     ". .venv/bin/activate": "changes the shell",
     "git push origin vX.Y.Z": "writes to a server",
     "cli/ a file per command, and what commands share; prints": "text: the folders",
-    "the command's process decides, stores, prints results/<gpu>/<family>.jsonl .md .csv records and tables": "text: a picture",
+    "command decides, stores, prints": "text: the processes",
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
     "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
     "verdict case M K variant µs slowdown 95 % interval": "text: output of records that a GPU made",
