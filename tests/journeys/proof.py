@@ -82,42 +82,48 @@ def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mappi
     save_proof(path, gpu, kept | dict(runs))
 
 
-def state_line(proof: Proof, journeys: Sequence[str]) -> str:
-    """Return a sentence that counts the journeys that have passed on a GPU with the present code."""
-    open_ones = dict(unproven(proof, journeys))
-    names = dict.fromkeys((*journeys, *proof.journeys))
-    last = max(proof.journeys.values(), key=lambda run: run.date, default=None)
-    when = f" (last run {last.date[:10]} at {last.commit})" if last else ""
-    passed = len(names) - len(open_ones)
-    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed on {proof.gpu} with the present code{when}"
+def state_line(proofs: Sequence[Proof], journeys: Sequence[str]) -> str:
+    """Return a sentence that counts the journeys that have passed with the present code, on any GPU and on each."""
+    names = dict.fromkeys((*journeys, *(name for proof in proofs for name in proof.journeys)))
+    counts = []
+    for proof in proofs:
+        last = max(proof.journeys.values(), key=lambda run: run.date, default=None)
+        when = f" (last run {last.date[:10]} at {last.commit})" if last else ""
+        count = f"{len(names) - len(dict(unproven(proof, names)))} " if len(proofs) > 1 else ""
+        counts.append(f"{count}on {proof.gpu}{when}")
+    passed = len(names) - len(open_journeys(proofs, journeys))
+    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed with the present code, {', '.join(counts)}"
+
+
+def open_journeys(proofs: Sequence[Proof], journeys: Sequence[str]) -> dict[str, list[str]]:
+    """Return each journey that has passed with the present code on no GPU, with a reason for each GPU."""
+    names = dict.fromkeys((*journeys, *(name for proof in proofs for name in proof.journeys)))
+    reasons = [dict(unproven(proof, names)) for proof in proofs]
+    return {name: [of_gpu[name] for of_gpu in reasons] for name in names if all(name in of_gpu for of_gpu in reasons)}
 
 
 def show(names: Sequence[str], is_written: bool) -> int:
-    """List the journeys that have not passed with the present code; is_written: also write the state into the documents."""
-    states = []
+    """List the journeys that have passed with the present code on no GPU; is_written: also write the state into the documents."""
+    proofs = []
     for path in proof_files():
         try:
-            proof = load_proof(path)
+            proofs.append(load_proof(path))
         except ValueError as error:
             print(error)
-            continue
-        states.append(state_line(proof, names))
-        print(states[-1])
-        for name, why in unproven(proof, names):
-            print(f"  {name}: {why}")
-    if not states:
-        states.append("no journey of `make gpu` has run with the present code")
-        print(states[0])
+    state = state_line(proofs, names) if proofs else "no journey of `make gpu` has run with the present code"
+    print(state)
+    for name, reasons in open_journeys(proofs, names).items() if proofs else ():
+        print(f"  {name}: {'; '.join(reasons)}")
     for name in DOCUMENTS if is_written else ():
-        _write(ROOT / name, states)
+        _write(ROOT / name, state)
     return 0
 
 
-def _write(path: Path, states: Sequence[str]) -> None:
+def _write(path: Path, state: str) -> None:
     """Put the state between the two marks of a document; a document without marks stays."""
     text = path.read_text(encoding="utf-8")
-    lines = "".join(f"- {state[0].upper()}{state[1:]}.\n" for state in states)
-    changed = BLOCK.sub(lambda matched: matched[1] + lines + matched[2], text)
+    line = f"- {state[0].upper()}{state[1:]}.\n"
+    changed = BLOCK.sub(lambda matched: matched[1] + line + matched[2], text)
     if changed != text:
         path.write_text(changed, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

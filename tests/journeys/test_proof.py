@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
-from proof import digests, merge_proof, state_line
+from proof import digests, merge_proof, open_journeys, state_line
 
 from kerneltune.inspection import proof
 from kerneltune.inspection.proof import JourneyRun, load_proof, unproven
@@ -73,9 +74,13 @@ def test_journeys_that_changed_failed_or_never_ran_are_listed(package: Path, tmp
         "broken": "failed at 4010a35, 2026-11-25",
         "new": "has not run on NVIDIA H200",
     }
-    assert state_line(proof_of, names) == (
-        "1 of 3 journeys of `make gpu` passed on NVIDIA H200 with the present code (last run 2026-11-25 at 4010a35)"
+    of_h200 = "on NVIDIA H200 (last run 2026-11-25 at 4010a35)"
+    assert state_line([proof_of], names) == f"1 of 3 journeys of `make gpu` passed with the present code, {of_h200}"
+    of_z = msgspec.structs.replace(proof_of, gpu="NVIDIA Z", journeys={"broken": proof_of.journeys["fine"]})
+    assert state_line([proof_of, of_z], names) == (
+        f"2 of 3 journeys of `make gpu` passed with the present code, 1 {of_h200}, 1 on NVIDIA Z (last run 2026-11-25 at 4010a35)"
     )
+    assert open_journeys([proof_of, of_z], names) == {"new": ["has not run on NVIDIA H200", "has not run on NVIDIA Z"]}
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()
     assert dict(unproven(proof_of))["fine"] == "passed at 4010a35, 2026-11-25; changed since: b"
