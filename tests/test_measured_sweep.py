@@ -77,27 +77,19 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_memory_is_asked_while_the_worker_holds_no_other_case(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[Case] = []
-    asked: list[Case] = []
-
-    class Holding(GpuWorker):
-        def check(self, task: Task, config: Config) -> Outcome:
-            held[:] = [task.case]
-            return Outcome("checked")
-
-        def close(self) -> None:
-            held.clear()
+    held, asked = list[Case](), set[Case]()
 
     def memory_obstacle(_op: object, case: Case) -> None:
-        assert held in ([], [case])
-        asked.append(case)
+        assert {*held} <= {case}
+        asked.add(case)
 
     (tmp_path / "tiny.yaml").write_text(STREAM)
-    monkeypatch.setattr(campaign, "GpuWorker", Holding)
+    monkeypatch.setattr(GpuWorker, "check", lambda _worker, task, _config: held.append(task.case) or Outcome("checked"))
+    monkeypatch.setattr(GpuWorker, "close", lambda _worker: held.clear())
     monkeypatch.setattr(check, "memory_obstacle", memory_obstacle)
     plan = load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True))
     assert {row.status for row in run_sweep(plan, Progress()).records} == {"checked"}
-    assert len(set(asked)) > 1
+    assert len(asked) > 1
 
 
 @pytest.mark.usefixtures("an_h200")

@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
     Attributes:
         config: the live config object; None for a kernel without an autotuner.
-        options: the arguments; without an autotuner only those that differ from the program's.
+        options: the keyword arguments; without an autotuner only the arguments whose values differ from the program's.
     """
 
     config: Any
@@ -65,7 +65,7 @@ class ServedConfig:
     """Hold the config of the launches of a key.
 
     Attributes:
-        choices: the choice in use, then those that replace it if it fails to launch.
+        choices: the choice that launches take, then the choices that replace it, in their order, if it fails to launch.
         count: index of the count of these launches.
     """
 

@@ -77,8 +77,8 @@ class Outcome:
 
 
 FirstSeen = dict[tuple[object, ...], tuple[object, Case]]
-"""Function of a variant, a setting, and the name of an output -> what the output was in the first case checked, and this case:
-whether it is written over an input, and its element type."""
+"""(Function of a variant, setting of the case, name of an output, question) -> the answer in the first case checked, and this
+case. Questions: is the output written over an input, what is its element type, is it the reference's element type?"""
 
 
 class CaseError(ValueError):

@@ -90,8 +90,8 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
 def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case] = ()) -> Job:
     """Return the job that checks the addresses of a task: of the default config, then of configs with another value of a knob.
 
-    _ADDRESSES_S limits the further configs. The job notes the facts of the default config and those of bench cases. The outcome
-    names config and case. Check cases tell the limits of whole numbers in inputs.
+    _ADDRESSES_S limits the further configs. The facts of the default config are noted, with `facts`, which bench cases have. The
+    outcome names config and case. Check cases tell the limits of whole numbers in inputs.
     """
 
     def work(begin: Begin) -> list[Outcome]:
@@ -217,9 +217,10 @@ def _shortened(
 ) -> tuple[list[Case], set[Fact]]:
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
-    Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case has
-    at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A variant that calls `torch.bincount`, for
-    example, is left out: its launches depend on values.
+    Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. Whole
+    blocks are sought last, and from the least sizes, which make the fewest turns of loops. A case has at most _MOST_COST times
+    the programs of the check cases, or _FEW_PROGRAMS. A variant that calls `torch.bincount`, for example, is left out: its
+    launches depend on values.
     """
     derived, facts = list[Case](), set[Fact]()
     variants = _launched_variants(op, check)
@@ -263,7 +264,7 @@ def _shortened(
 
 
 def _doublings(op: Op, costliest: float, case: Case) -> int:
-    """Return how often the cost of the costliest check case must be doubled to reach that of a case; 0 for a cheaper case."""
+    """Return log2 of a case's cost over the cost of the costliest check case, rounded up; 0 for a cheaper case."""
     return max(0, math.ceil(math.log2(check_cost(op, case) / costliest)))
 
 

@@ -173,32 +173,25 @@ def test_run_tune_stops_where_less_than_1_percent_is_expected(
     assert entry.config == {"block": 3, "warps": 8}
 
 
-def test_run_tune_of_a_case_that_cannot_be_prepared_notes_it_as_failed(
-    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WorkerCrashedError("MemoryError: inputs do not fit"), "MemoryError: inputs do not fit"),
+        (TypeError("no axis of this name"), "TypeError: no axis of this name"),  # of the operator's own code
+    ],
+)
+def test_run_tune_of_a_case_that_cannot_be_measured_notes_it_as_failed(
+    error: Exception, text: str, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
 
-    def lost(*_: object) -> None:
-        raise WorkerCrashedError("MemoryError: inputs do not fit")
+    def fails(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(Bench, "measure", lost)
+    monkeypatch.setattr(Bench, "measure", fails)
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert [result.status for result in tuned] == ["failed"]
-    assert notes[:1] == ["not tuned: stream baseline big int32 none: MemoryError: inputs do not fit"]
-
-
-def test_run_tune_of_an_operator_whose_code_raises_notes_it_as_failed(
-    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes: list[str] = []
-
-    def broken(*_: object) -> None:
-        raise TypeError("no axis of this name")
-
-    monkeypatch.setattr(Bench, "measure", broken)
-    tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
-    assert [result.status for result in tuned] == ["failed"]
-    assert notes[:1] == ["not tuned: stream baseline big int32 none: TypeError: no axis of this name"]
+    assert notes[:1] == [f"not tuned: stream baseline big int32 none: {text}"]
 
 
 def test_run_tune_ends_if_the_gpu_worker_is_stopped(
