@@ -13,7 +13,7 @@ from pathlib import Path
 from kerneltune import device, records
 from kerneltune.files import replace_text
 from kerneltune.journals import CHECKS, Runs, journalled, with_finished_rows
-from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome, check_only
+from kerneltune.measuring.check import Outcome, check_only
 from kerneltune.measuring.compare import ceiling_task, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
@@ -31,8 +31,6 @@ from kerneltune.worker import WorkerStoppedError
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
 _CHECK_TIMEOUT_S = 300.0
-_NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE, "outside of ", "program (")
-"""Texts in the reason of a check that failed before it compared outputs, or by an access."""
 _WORTH_A_POOL = 10
 """Number of kernels from which parallel compilation pays: to compile so many in a row takes as long as to start the processes."""
 
@@ -125,12 +123,12 @@ class _Campaign:
                 f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
             )
         if is_gpu:
-            checked, coverage = self.check(entries, with_peers), list[str]()
+            (checked, not_compared), coverage = self.check(entries, with_peers), list[str]()
         else:
             from kerneltune.cpu_checks import check_on_cpu
 
-            checked, coverage = check_on_cpu(plan, self.progress, entries)
-        self._doubt_references(checked)
+            checked, not_compared, coverage = check_on_cpu(plan, self.progress, entries)
+        self._doubt_references(checked, not_compared)
         path = plan.journal("check")
         of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
         records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep)
@@ -151,8 +149,8 @@ class _Campaign:
         """
         plan, entries = self.plan, self.plan.cases()
         self.measure_first(entries, first_table)
-        checked = self.check(plan.cases("check"))
-        self._doubt_references(checked)
+        checked, not_compared = self.check(plan.cases("check"))
+        self._doubt_references(checked, not_compared)
         failed = [record for record in checked if record.status == "failed"]
         for record in failed:
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
@@ -167,8 +165,10 @@ class _Campaign:
         self.end_checks()
         return SweepResult([*failed, *measured], files)
 
-    def check(self, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Record]:
-        """Check cases on the GPU, and return their records, which the journal of checks keeps until `end_checks`.
+    def check(self, entries: Sequence[SweepCase], with_peers: bool = False) -> tuple[list[Record], set[str]]:
+        """Check cases on the GPU; return their records, and the operators with a failure that is no disagreement.
+
+        The journal of checks keeps the records until `end_checks`.
 
         Each own variant is checked with its default config and with those of covering pairs.
         """
@@ -178,27 +178,30 @@ class _Campaign:
         if lacking:
             self._compile(lacking, "check")
         self.progress.stage("check", len(work), len(work) - len(lacking), sum(map(len, lacking)))
-        checked = []
+        checked, not_compared = list[Record](), set[str]()
         for runs, rows in work:
             if rows is None:
                 self.worker.close()  # `check_only` asks how much memory is free
                 outcomes = check_only(runs, self.worker.check)
                 rows = [checked_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+                not_compared |= {runs[0].task.op.name for it in outcomes if it.status == "failed" and not it.disagrees}
                 records.append(journal, rows)
                 self.progress.advance(runs[0].task.case_label, len(runs))
             checked += rows
-        return checked
+        return checked, not_compared
 
     def end_checks(self) -> None:
         """Remove the journal of the checks, as the run is over."""
         self.plan.journal(CHECKS).unlink(missing_ok=True)
 
-    def _doubt_references(self, checked: Sequence[Record]) -> None:
-        """Pass a note to the progress for each operator with several variants whose outputs all disagree with the reference."""
+    def _doubt_references(self, checked: Sequence[Record], not_compared: Collection[str]) -> None:
+        """Pass a note to the progress for each operator with several variants whose outputs all disagree with the reference.
+
+        not_compared: operators with a failure that is no disagreement.
+        """
         for op, rows in records.grouped(checked, lambda row: row.op).items():
             variants = {row.variant for row in rows}
-            disagree = all(row.status == "failed" and not any(text in row.reason for text in _NOT_COMPARED) for row in rows)
-            if len(variants) > 1 and disagree:
+            if len(variants) > 1 and op not in not_compared and all(row.status == "failed" for row in rows):
                 self.progress.note(f"{op}: all {len(variants)} variants disagree with the reference: is the reference right?")
 
     def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable | None) -> None:

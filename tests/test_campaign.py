@@ -102,14 +102,14 @@ def test_check_file_keeps_every_config_of_the_last_check_of_a_case(
 ) -> None:
     failing = {512: "x differs", 4096: "y differs"}
 
-    def checked(plan: Any, _progress: Progress, entries: Any) -> tuple[list[Record], list[str]]:
+    def checked(plan: Any, _progress: Progress, entries: Any) -> tuple[list[Record], set[str], list[str]]:
         (task,) = plan.tasks(entries[0].op, entries[0].case)
         rows = []
         for block in (512, 1024, 4096):
             reason = failing.get(block, "")
             rows.append(make_record("tiny", task, replace(task.default, block=block), "failed" if reason else "checked", reason))
         passes_elsewhere = make_record("tiny", task, replace(task.default, block=4096), "checked", "")
-        return [*rows, passes_elsewhere], []
+        return [*rows, passes_elsewhere], set(), []
 
     def kept() -> dict[Any, str]:
         rows = records.load(swept.files[0])
@@ -316,7 +316,26 @@ def test_operator_that_raises_outside_of_its_kernels_has_failed_records(
     assert every(re.search(reason, record.reason) for record in rows)
 
 
-def test_check_notes_a_reference_that_all_variants_disagree_with(options: Options, tmp_path: Path) -> None:
+def raising(*_: Any) -> Any:
+    raise RuntimeError("y: 1 of 2 wrong")
+
+
+@pytest.mark.parametrize(
+    ("broken", "is_noted"),
+    [
+        ({"compare": lambda *_: ["y: 1 of 2 wrong"]}, True),
+        ({"compare": lambda *_: ["y: 1 of 2 outside of the tolerance"]}, True),
+        ({"compare": lambda *_: ["compare: program (1) is wrong"]}, True),
+        ({"compare": lambda *_: []}, False),
+        ({"compare": raising}, False),
+        ({"reference": raising}, False),
+        ({"inputs": raising}, False),
+        ({"run": raising}, False),
+    ],
+)
+def test_check_notes_a_reference_that_all_variants_disagree_with(
+    options: Options, tmp_path: Path, broken: dict[str, Any], is_noted: bool
+) -> None:
     notes: list[str] = []
 
     class Notes(Progress):
@@ -325,10 +344,10 @@ def test_check_notes_a_reference_that_all_variants_disagree_with(options: Option
 
     (tmp_path / "norm.yaml").write_text(RMSNORM)
     selection = Selection(str(tmp_path / "norm.yaml"), ops=("rmsnorm_fwd",), cases=("small",), variants=("baseline", "pr593"))
-    for disagrees in (["y: 1 of 2 wrong"], ["store outside of y_ptr: element 9 of 8 float32"], []):
-        operators = {**OPS, "rmsnorm_fwd": replace(OPS["rmsnorm_fwd"], compare=lambda *_, d=disagrees: d)}
-        run_sweep(load_plan(operators, selection, options), Notes())
-    assert notes == ["rmsnorm_fwd: all 2 variants disagree with the reference: is the reference right?"]
+    op = OPS["rmsnorm_fwd"]
+    of_op = {"variants": tuple(replace(v, **broken) for v in op.variants)} if "run" in broken else broken
+    run_sweep(load_plan({**OPS, "rmsnorm_fwd": replace(op, **of_op)}, selection, options), Notes())
+    assert notes == ["rmsnorm_fwd: all 2 variants disagree with the reference: is the reference right?"] * is_noted
 
 
 def test_case_larger_than_free_memory_is_skipped(
