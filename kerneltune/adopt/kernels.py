@@ -361,10 +361,17 @@ class KeyPlan(Generic[V]):
 class LaunchMap(Generic[V]):
     """Hold a value for each key of a kernel's launches, in a plan for each combination of names and types, the newest first."""
 
-    __slots__ = ("plans",)
+    __slots__ = ("_has_layout", "_is_kept", "plans")
 
-    def __init__(self) -> None:
+    def __init__(self, has_layout: bool = False, is_kept: Callable[[V], bool] = lambda _value: False) -> None:
+        """Make an empty map.
+
+        Args:
+            has_layout: whether the layout of tensors is part of the keys, see `plan_key`.
+            is_kept: whether the map keeps a value when it forgets others, because it has very many keys or plans.
+        """
         self.plans: list[KeyPlan[V]] = []
+        self._has_layout, self._is_kept = has_layout, is_kept
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
         """Return the value of a launch's key, None for a key without a value. The hot path of serving."""
@@ -375,17 +382,18 @@ class LaunchMap(Generic[V]):
                 pass
         return None
 
-    def remember(self, launch: Launch, deciding: Collection[str], value: V, has_layout: bool = False) -> V:
-        """Keep a value for the key of a launch, and return the value; other arguments as of `plan_key`."""
+    def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:
+        """Hold a value for the key of a launch, and return the value; `deciding` as of `plan_key`."""
         kind = (*launch.kwargs, *map(type, launch.values))
         for plan in self.plans:
             if plan.kind == kind:
                 break
         else:
-            plan = KeyPlan(kind, plan_key(launch, deciding, has_layout))
-            self.plans = [plan, *self.plans[: _MOST_PLANS - 1]]
-        if len(plan.values) >= _MOST_KEYS:
-            plan.values.clear()
+            plan = KeyPlan(kind, plan_key(launch, deciding, self._has_layout))
+            newest, oldest = self.plans[: _MOST_PLANS - 1], self.plans[_MOST_PLANS - 1 :]
+            self.plans = [plan, *newest, *(one for one in oldest if any(map(self._is_kept, one.values.values())))]
+        if plan.values and len(plan.values) % _MOST_KEYS == 0:
+            plan.values = {key: kept for key, kept in plan.values.items() if self._is_kept(kept)}
         plan.values[plan.key(launch.args, launch.kwargs)] = value
         return value
 

@@ -86,7 +86,8 @@ class Recorder:
         self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
         self._notes = ProcessNotes({})
-        self._class_counts: dict[str, int] = {}
+        self._classes: dict[str, dict[str, RecordedClass]] = {}
+        """The classes of each kernel by digest; a class that could not be written has an empty RecordedClass."""
         self._launched_functions: set[Any] = set()
         self._autotuned_functions: set[Any] = set()
         self._subclass_of: dict[Any, tuple[str, str]] = {}
@@ -160,38 +161,45 @@ class Recorder:
             by_list: dict[Any, LaunchMap[RecordedClass]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
             if by_list is None:
                 by_list = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
-            by_launch = of_list(by_list, autotuner.configs, LaunchMap)
+            by_launch = of_list(by_list, autotuner.configs, _launch_map)
             recorded = by_launch.find(args, kwargs)
             if recorded is None:
                 launch = Launch(autotuner, args, kwargs)
                 deciding = kernels.all_but_floats(launch) - self.ignored.difference(autotuner.keys)
                 with self._lock:
-                    recorded = by_launch.find(args, kwargs) or by_launch.remember(launch, deciding, self._new_class(launch), True)
+                    recorded = by_launch.find(args, kwargs) or by_launch.remember(launch, deciding, self._class_of(launch))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
 
-    def _new_class(self, launch: Launch) -> RecordedClass:
-        """Record the class of a launch that this process has not seen before."""
+    def _class_of(self, launch: Launch) -> RecordedClass:
+        """Return the class of a launch whose key is not in the map; record a class that this process has not seen before."""
         name, tuner = launch.name, launch.autotuner
         if not is_plain(tuner):
             self._autotuned_functions.add(tuner.base_fn)
             self._subclass_of.pop(tuner.base_fn, None)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return RecordedClass()
-        self._class_counts[name.text] = self._class_counts.get(name.text, 0) + 1
-        if self._class_counts[name.text] > self.most_classes:
-            most = self.most_classes
+        classes, most = self._classes.setdefault(name.text, {}), self.most_classes
+        if len(classes) >= most:  # asked first, because describing a launch takes up to 0.4 ms
             return self._refuse(name, f"more than {most} classes of launches: the first {most} are kept")
         if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
         try:
-            allowed = self._pruned(launch)
-            captured, storages = describe_launch(launch, allowed, self.ignored.difference(tuner.keys))
+            captured, storages = describe_launch(launch, self.ignored.difference(tuner.keys))
+            if self._bytecode_of.setdefault((name.text, captured.source), captured.bytecode) != captured.bytecode:
+                return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
+            if captured.digest not in classes:
+                classes[captured.digest] = RecordedClass()
+                classes[captured.digest] = self._new_class(launch, captured, storages)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
-        if self._bytecode_of.setdefault((name.text, captured.source), captured.bytecode) != captured.bytecode:
-            return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
+        return classes[captured.digest]
+
+    def _new_class(self, launch: Launch, captured: LaunchClass, storages: Sequence[Any]) -> RecordedClass:
+        """Record a class that this process has not seen before: see `describe_launch`."""
+        name, allowed = launch.name, self._pruned(launch)
+        captured = with_candidates(captured, launch, allowed)
         values = self._values(captured, storages)
         if held := arguments.holds_addresses(captured.arguments, values):
             return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
@@ -332,23 +340,18 @@ class Recorder:
         self._unread_times = unfinished
 
 
-def describe_launch(launch: Launch, allowed: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
-    """Return the class of a launch, and for each storage of its tensors a live tensor.
+def _launch_map() -> LaunchMap[RecordedClass]:
+    """Return a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
+    return LaunchMap(has_layout=True, is_kept=lambda recorded: bool(recorded.digest))
 
-    Args:
-        launch: the launch.
-        allowed: the configs that the author's pruning leaves.
-        ignored: names of arguments whose values make no classes of their own.
+
+def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
+    """Return the class of a launch, yet without candidates, and for each storage of its tensors a live tensor.
+
+    ignored: names of arguments whose values make no classes of their own.
     """
     tuner, name, function = launch.autotuner, launch.name, launch.autotuner.base_fn
-    home = kernels.home_of(tuner)
-    held = vars(sys.modules[home.module]) if home is not None and home.module != name.module else function.__globals__
-    home_file = os.path.abspath(held["__file__"]) if home is not None and held.get("__file__") else ""
     described, storages = arguments.describe(tuner.arg_names, launch.args, launch.given)
-    key = launch.author_key()
-    candidates = _candidates(launch, allowed)
-    with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
-        launch.grid(allowed[0])
     source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     read = kernels.read_globals(function)
     signed = arguments.signature(described, ignored)
@@ -364,18 +367,35 @@ def describe_launch(launch: Launch, allowed: Sequence[Any], ignored: Collection[
         device=program.device_slug(),
         versions=program.package_versions(name.module),
         keys=tuple(tuner.keys),
-        key=key,
+        key=launch.author_key(),
         arguments=tuple(described),
+        candidates=(),
+        globals=read,
+        is_plain=is_plain(tuner),
+    )
+    return captured, storages
+
+
+def with_candidates(captured: LaunchClass, launch: Launch, allowed: Sequence[Any]) -> LaunchClass:
+    """Return the class of a launch with its candidates, and with what a replay needs to find the kernel.
+
+    allowed: the configs that the author's pruning leaves.
+    """
+    function, home = launch.autotuner.base_fn, kernels.home_of(launch.autotuner)
+    held = vars(sys.modules[home.module]) if home is not None and home.module != launch.name.module else function.__globals__
+    home_file = os.path.abspath(held["__file__"]) if home is not None and held.get("__file__") else ""
+    candidates = _candidates(launch, allowed)
+    with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
+        launch.grid(allowed[0])
+    return replace(
+        captured,
         candidates=tuple(candidates),
         home=home,
         home_file=home_file,
         argv=_command(),
         path=program.import_folders(),
-        globals=read,
         problem=_problem(function, home, home_file, candidates),
-        is_plain=is_plain(tuner),
     )
-    return captured, storages
 
 
 def _command() -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from kerneltune.adopt.arguments import collect, describe
 from kerneltune.adopt.folder import CLASSES, META, VALUES, process_files, read_notes
 from kerneltune.adopt.operators import case_of, operators_of
 from kerneltune.adopt.overview import read_capture, seed_hint
+from kerneltune.adopt.recorder import Recorder
 from kerneltune.adopt.replay import make_replay
 
 
@@ -335,6 +336,31 @@ def test_capture_keeps_the_first_classes_of_very_many(tmp_path: Path, caplog: py
     capture = captured(tmp_path, (2, 32), (2, 64), (2, 96), most_classes=2, pattern="row_sum")
     assert sorted(one.sizes["N"] for one in capture.classes) == [32, 64]
     assert "more than 2 classes of launches" in capture.notes.refused["two_kernels.row_sum"]
+
+
+def test_capture_counts_launches_of_recorded_classes_beside_very_many_other_keys(tmp_path: Path) -> None:
+    kernel, recorder = example().row_sum, Recorder(tmp_path, most_classes=2)
+    args, grid = (torch.ones(4, 96), torch.empty(4), 4), {"grid": (4,)}
+    for columns in (96, 64, *range(1000, 6000), 96, 64):
+        recorder.record(kernel, (*args, columns), grid)
+    for option in range(40):
+        recorder.record(kernel, (*args, 96), {**grid, f"option{option}": 1})
+    recorder.record(kernel, (*args, 96), grid)
+    recorder.flush()
+    capture = read_capture(tmp_path)
+    assert {one.sizes["N"]: capture.count(one).launches for one in capture.classes} == {96: 3, 64: 2}
+
+
+def test_capture_of_an_autotuner_made_for_each_launch_has_one_class(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, most_classes=2)
+    for _ in range(4):
+        kernel = triton.autotune([triton.Config({"BLOCK": 64})], key=["N"])(example().row_sum.fn)
+        recorder.record(kernel, (torch.ones(4, 96), torch.empty(4), 4, 96), {"grid": (4,)})
+    recorder.record(kernel, (torch.ones(4, 96), torch.empty(4)), {"M": 4, "N": 96, "grid": (4,)})
+    recorder.flush()
+    capture = read_capture(tmp_path)
+    assert [capture.count(one).launches for one in capture.classes] == [5]
+    assert "classes of launches" not in str(capture.notes.refused)
 
 
 def test_capture_that_cannot_write_lets_the_program_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
