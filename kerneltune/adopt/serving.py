@@ -368,10 +368,10 @@ class Server:
         """Launch an autotuner's kernel with the config of its key. The hot path of serving."""
         served = served_list.by_launch.find(args, kwargs)
         if served is None:
-            resolved = self._resolve(original, Launch(tuner, args, kwargs), served_list)
-            if not isinstance(resolved, ServedConfig):
-                return resolved[0]
-            served = resolved
+            launch = Launch(tuner, args, kwargs)
+            served = self._resolve(launch, served_list)
+            if served is None:
+                return self._by_author(original, launch, served_list)
         choice = served.choices[0]
         config, options = choice
         kwargs.update(options)
@@ -432,8 +432,8 @@ class Server:
         """Return the indices of the counts of a kernel's launches: served, missed."""
         return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
-    def _resolve(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> ServedConfig | tuple[Any]:
-        """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
+    def _resolve(self, launch: Launch, served_list: ServedList) -> ServedConfig | None:
+        """Return the config for launches of this key; None where the author's autotuner is to choose it."""
         if self._preparing is not None:
             self._preparing.wait()
         tuned = served_list.tuned(launch)
@@ -455,7 +455,7 @@ class Server:
         if policy == "error":
             raise LookupError(f"{launch.name.text}: no config for {launch.sizes()} {launch.dtypes()} on {program.device_slug()}")
         if policy == "author":
-            return self._by_author(original, launch, served_list)
+            return None
         configs = self._untuned_configs(policy, launch, served_list)
         return self._remember(launch, served_list, ServedConfig.of(configs, served_list.counts[1]))
 
@@ -480,8 +480,8 @@ class Server:
         warn_once(f"{launch.name.text}: a launch that was not tuned: served with {used}")
         return [*([choice.config for choice in near.choices] if near else ()), *launch.pruned(served_list.configs)]
 
-    def _by_author(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> tuple[Any]:
-        """Let the author's autotuner tune if necessary and launch, and remember its choice."""
+    def _by_author(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> Any:
+        """Let the author's autotuner tune if necessary and launch; remember its choice, and return the launch's result."""
         self.counters.add(served_list.counts[1])
         warn_once(f"{launch.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = launch.private_copy(served_list.configs)
@@ -494,4 +494,4 @@ class Server:
             if name in alone.__dict__:
                 setattr(launch.autotuner, name, alone.__dict__[name])
         self._remember(launch, served_list, ServedConfig.of([alone.best_config], served_list.counts[1]))
-        return (result,)
+        return result
