@@ -131,7 +131,8 @@ class _Campaign:
         self._doubt_references(checked, not_compared)
         path = plan.journal("check")
         of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
-        records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep)
+        replaces = records.check_of if plan.options.quick else records.row_of  # `quick` checks no further configs
+        records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep, replaces)
         self.end_checks()
         return SweepResult(checked, [path], coverage)
 

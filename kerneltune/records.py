@@ -229,17 +229,21 @@ def merge(path: Path, new: Sequence[Record]) -> None:
         replace_bytes(path, _lines(newest([*(load(path) if path.exists() else []), *new])))
 
 
-def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool]) -> None:
-    """Replace the rows of the variants and cases of `new` in a file of checks, and keep the other rows that `is_kept` accepts.
+def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], replaces: Identity = row_of) -> None:
+    """Replace the rows of a file of checks that `new` checked again, and keep the other rows that `is_kept` accepts.
 
-    A file of checks has a row for each config, the failed row of several. It changes as `merge` changes a file.
+    A file of checks has a row for each config, the failed row of several. A failed import replaces a failed import alone. The
+    file changes as `merge` changes a file.
+
+    replaces: `row_of` if a record replaces the rows of all configs; `check_of` if only the row of its own config.
     """
-    checked = set(map(row_of, new))
-    worst = {check_of(record): record for record in sorted(new, key=lambda record: record.status == "failed")}
     with locked(path):
-        before = load(path) if path.exists() else []
-        kept = [record for record in before if is_kept(record) and row_of(record) not in checked]
-        replace_bytes(path, _lines([*kept, *worst.values()]))
+        before = [record for record in (load(path) if path.exists() else []) if is_kept(record)]
+        launched = {replaces(record) for record in before if not _is_failed_import(record)}
+        replacing = [record for record in new if not (_is_failed_import(record) and replaces(record) in launched)]
+        replaced = set(map(replaces, replacing))
+        worst = {check_of(record): record for record in sorted(replacing, key=lambda record: record.status == "failed")}
+        replace_bytes(path, _lines([*(record for record in before if replaces(record) not in replaced), *worst.values()]))
 
 
 def other_run(a: Record, b: Record) -> list[str]:
@@ -299,8 +303,12 @@ def newest_rows(records: Iterable[Record], identity: Identity) -> dict[object, R
 
 
 def _newest(of_row: Sequence[Record]) -> Record:
-    launched = [record for record in of_row if not record.reason.startswith(IMPORT_FAILED)]
+    launched = [record for record in of_row if not _is_failed_import(record)]
     return max(reversed(launched or of_row), key=lambda record: datetime.fromisoformat(record.date))
+
+
+def _is_failed_import(record: Record) -> bool:
+    return record.reason.startswith(IMPORT_FAILED)
 
 
 def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":

@@ -123,6 +123,18 @@ def test_check_file_keeps_every_config_of_the_last_check_of_a_case(
     assert kept() == {512: "", 1024: "", 4096: ""}
 
 
+def test_quick_sweep_keeps_failed_further_configs_of_the_cases_that_it_checks(stream_sweep: Selection, options: Options) -> None:
+    path = run_sweep(load_plan(OPS, stream_sweep, options), Progress()).files[0]
+    odd, even = records.load(path)
+    further = changed(odd, config={**(odd.config or {}), "block": 512}, status="failed", reason="x differs")
+    path.write_text("".join(to_json(record) + "\n" for record in (changed(odd, status="failed", reason="y"), further, even)))
+    quick = run(stream_sweep, replace(options, quick=True))
+    assert [record.status for record in quick] == ["checked", "checked"]
+    assert records.load(path) == [further, *quick]
+    run(stream_sweep, options)
+    assert [record.status for record in records.load(path)] == ["checked", "checked"]
+
+
 def test_sweep_without_a_folder_uses_kerneltune_results(
     stream_sweep: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

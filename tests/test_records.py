@@ -207,6 +207,16 @@ def test_merge_of_a_time_replaces_a_failed_import(tmp_path: Path) -> None:
     assert records.load(path) == [timed]
 
 
+@pytest.mark.parametrize("before", ["checked", "failed"])
+def test_merge_checks_of_a_failed_import_replaces_a_failed_import_alone(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "r.check.jsonl"
+    checked = untimed(before, role="peer", reason="" if before == "checked" else "y differs")
+    old, new = (untimed("skipped", role="peer", reason=f"cannot be imported: {name}") for name in ("numpy", "cutlass"))
+    for rows, kept in (([old], old), ([new], new), ([checked], checked), ([new], checked)):
+        records.merge_checks(path, rows, lambda _record: True)
+        assert records.load(path) == [kept]
+
+
 def test_record_key_does_not_depend_on_the_order_of_keys() -> None:
     values = json.loads(to_json(record(options={"zeros": 1, "alpha": "x"})))
     turned = from_json(json.dumps({**values, "axes": {"N": 4096, "M": 8192}, "options": {"alpha": "x", "zeros": 1}}))
