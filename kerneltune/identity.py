@@ -119,8 +119,11 @@ class _Writer:
         if isinstance(value, functools.partial):
             self._parts.append("partial")
             self._values((value.func, *value.args, *value.keywords.items()))
-        elif isinstance(value, tuple | list | dict | set | frozenset):
-            self._container(value)
+        elif isinstance(value, tuple | list | dict):
+            self._parts.append(f"{'mapping' if isinstance(value, dict) else 'sequence'} {len(value)}")
+            self._values(value.items() if isinstance(value, dict) else value)
+        elif isinstance(value, set | frozenset):
+            self._parts += [f"set {len(value)}", *sorted(map(self._text_alone, value))]
         elif inspect.ismethod(value):
             self._values((value.__func__, value.__self__))
         elif inspect.isfunction(value):
@@ -135,12 +138,12 @@ class _Writer:
             self._instance(value)
         self._open.remove(id(value))
 
-    def _container(self, value: Any) -> None:
-        if isinstance(value, tuple | list | dict):
-            self._parts.append(f"{'mapping' if isinstance(value, dict) else 'sequence'} {len(value)}")
-            self._values(value.items() if isinstance(value, dict) else value)
-        else:
-            self._parts += sorted(map(repr, value))
+    def _text_alone(self, value: Any) -> str:
+        """Return the text of an item of a set: each definition in full, so that the order of the items does not matter."""
+        writer = _Writer(self._followed, follows_uninstalled=self._follows_uninstalled)
+        writer._open = self._open
+        writer.value(value)
+        return "\n".join(writer._parts)
 
     def _values(self, values: Iterable[Any]) -> None:
         for value in values:

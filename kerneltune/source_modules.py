@@ -165,8 +165,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _instructions(code: CodeType) -> object:
     """Return the instructions, names and constants of a code object, without line numbers."""
-    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, constants
+    return code.co_code, code.co_names, code.co_varnames, [_constant(each) for each in code.co_consts]
+
+
+def _constant(value: object) -> object:
+    """Return a constant of a code object in a form that tells 1 from 1.0 and has no order of a set."""
+    if isinstance(value, CodeType):
+        return _instructions(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _source_of(name: str) -> tuple[Path | None, str]:

@@ -2,6 +2,9 @@
 
 import functools
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +202,50 @@ def test_digest_of_a_closure_depends_on_the_values_it_holds(digest: Digest) -> N
     more = "\n\ndef made(n):\n    def inner(x):\n        return x + n\n    return inner\n\n\n"
     more += "one, same, two = made(1), made(1), made(2)\n"
     assert digest(more=more, name="one") == digest(more=more, name="same") != digest(more=more, name="two")
+
+
+SETS = """
+
+def partial_of(*parts):
+    from functools import partial
+    return partial(run, *parts)
+
+
+def first(x):
+    return _rows(x)
+
+
+def second(x):
+    return _rows(x) + 1
+
+
+functions, in_other_order = partial_of({first, second}), partial_of({second, first})
+fewer, sets_of_texts = partial_of({first}), partial_of({frozenset("abcdef"), frozenset("gh")})
+split, whole = partial_of({1}, 2), partial_of({1, 2})
+holds_itself = set()
+recursive = partial_of(holds_itself)
+holds_itself.add(recursive)
+"""
+
+
+def test_digest_of_a_set_has_the_code_of_its_functions_and_no_order(digest: Digest) -> None:
+    one = digest(more=SETS, name="functions")
+    assert one == digest(more=SETS, name="functions") == digest(more=SETS, name="in_other_order")
+    assert one != digest(("+ 1", "+ 2"), more=SETS, name="functions")
+    assert one != digest(more=SETS, name="fewer")
+    assert digest(more=SETS, name="split") != digest(more=SETS, name="whole")
+    assert digest(more=SETS, name="recursive") == digest(more=SETS, name="recursive")
+
+
+def test_digest_of_sets_in_a_set_is_the_same_under_every_hash_seed(tmp_path: Path) -> None:
+    (tmp_path / "sets.py").write_text("from functools import partial\n\ndef run(x):\n    return x\n" + SETS)
+    program = "import sets; from kerneltune.identity import code_digest; print(code_digest(sets.sets_of_texts))"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
+    digests = {
+        subprocess.check_output([sys.executable, "-c", program], env=environment | {"PYTHONHASHSEED": seed}, cwd=tmp_path)
+        for seed in "1234"
+    }
+    assert len(digests) == 1
 
 
 REACHED = {
@@ -409,6 +456,7 @@ def test_digest_of_code_without_a_file_names_the_module() -> None:
 
 
 MADE = """
+import marshal
 from dataclasses import dataclass
 from functools import wraps
 
@@ -432,6 +480,13 @@ def same(function):
 @same
 def kept(x):
     return x
+
+
+def listed(x):
+    return x in {8, 0}
+
+
+listed.__code__ = marshal.loads(marshal.dumps(listed.__code__))  # as of a .pyc file, whose sets are in another order
 """
 
 
@@ -443,6 +498,7 @@ def kept(x):
         (lambda text: text.replace("2.0", "3.0"), True),
         (lambda text: text.replace("n, BLOCK", "n, ROWS, BLOCK"), True),
         (lambda text: text.replace("return x + 1", "return x + 2"), True),
+        (lambda text: text.replace("{8, 0}", "{8, 1}"), True),
     ],
 )
 def test_digest_of_a_file_edited_after_its_import_is_refused(
@@ -455,7 +511,9 @@ def test_digest_of_a_file_edited_after_its_import_is_refused(
     kernel = vars(importlib.import_module(name))["_copy"]
     path.write_text(edit(KERNELS + MADE))
     if is_refused:
-        with pytest.raises(ValueError, match=rf"{path}: (_copy|Step.taken): edited after it was imported: start a new process$"):
+        with pytest.raises(
+            ValueError, match=rf"{path}: (_copy|Step.taken|listed): edited after it was imported: start a new process$"
+        ):
             code_digest(kernel)
     else:
         assert len(code_digest(kernel)) == 12
