@@ -13,14 +13,17 @@ import functools
 import hashlib
 import inspect
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
 from kerneltune.source_modules import (
+    COMPILERS,
     SourceModule,
     bound_by,
     imports_of,
@@ -33,6 +36,10 @@ from kerneltune.source_modules import (
 )
 
 _DIGITS = 12
+_DEPTH = 100_000
+"""Frames that a digest may need: a chain of functions needs a dozen for each function."""
+_DEEP = Lock()
+"""Held while Python's limit of frames is `_DEPTH`."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ENGINE = (
     "kerneltune.spec", "kerneltune.cache", "kerneltune.device", "kerneltune.errors", "kerneltune.misses",
@@ -46,7 +53,6 @@ _ELEMENT_TYPE = re.compile(r"(tl|triton\.language)\.(u?int|float|bfloat|pointer_
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 
 
-@functools.cache
 def code_digest(target: Any) -> str:
     """Return 12 hexadecimal digits that identify the code of a callable.
 
@@ -60,12 +66,25 @@ def code_digest(target: Any) -> str:
     Raises:
         ValueError: the source of the callable cannot be read.
     """
+    return _digest_once(target) if inspect.isfunction(target) else _digest(target)  # equal objects of a class may run other code
+
+
+def _digest(target: Any) -> str:
     innermost = unwrapped(target)
     owner = innermost if isinstance(innermost, type) or inspect.isfunction(innermost) else type(innermost)
     package = str(owner.__module__).partition(".")[0]
-    writer = _Writer({"kerneltune", package}, follows_uninstalled=package != "kerneltune")
-    writer.value(target)
+    writer = _Writer({"kerneltune", package} - COMPILERS, follows_uninstalled=package != "kerneltune")
+    with _DEEP:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, _DEPTH))
+        try:
+            writer.value(target)
+        finally:
+            sys.setrecursionlimit(limit)
     return writer.digest()
+
+
+_digest_once = functools.cache(_digest)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _STARTED = time.time()
-_COMPILERS = frozenset({"torch", "triton"})
+COMPILERS = frozenset({"torch", "triton"})
 """Packages that are never followed, wherever they lie: records name their versions."""
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
@@ -91,7 +91,7 @@ def wrapped_by(target: Any) -> Any:
 @functools.cache
 def is_installed(package: str) -> bool:
     """Return whether a top-level package is of site-packages or the standard library, is built in, or cannot be found."""
-    if package in _COMPILERS or package in sys.builtin_module_names:
+    if package in COMPILERS or package in sys.builtin_module_names:
         return True
     try:
         spec = importlib.util.find_spec(package)

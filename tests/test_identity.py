@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,45 @@ def test_digest_of_sets_in_a_set_is_the_same_under_every_hash_seed(tmp_path: Pat
         for seed in "1234"
     }
     assert len(digests) == 1
+
+
+def test_digest_of_a_long_chain_of_functions_needs_no_deeper_python(digest: Digest) -> None:
+    chain = "".join(f"def link_{n}(x):\n    return link_{n + 1}(x)\n\n\n" for n in range(400))
+    ends = [f"{chain}def link_400(x):\n    return x + {n}\n" for n in (1, 2)]
+    limit = sys.getrecursionlimit()
+    assert digest(more=f"\n\n{ends[0]}", name="link_0") != digest(more=f"\n\n{ends[1]}", name="link_0")
+    assert sys.getrecursionlimit() == limit
+
+
+@dataclass
+class Adds:
+    by: object
+
+    def __call__(self, x: float) -> Any:
+        return x + self.by  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Scales:
+    by: object
+
+    def __call__(self, x: float) -> Any:
+        return x * self.by  # type: ignore[operator]
+
+
+def test_digest_tells_equal_callables_of_other_types_apart() -> None:
+    assert len({code_digest(Scales(by)) for by in (1, True, 1.0)}) == 3
+
+
+def test_digest_of_an_object_without_a_hash_has_its_values() -> None:
+    assert code_digest(Adds(1)) == code_digest(Adds(1)) != code_digest(Adds(2))
+
+
+def test_digest_of_a_function_of_torch_has_its_name_alone() -> None:
+    import torch
+
+    assert code_digest(functools.partial(torch.nn.functional.softmax, dim=0)) != code_digest(torch.nn.functional.relu)
+    assert code_digest(torch.nn.Linear) == code_digest(torch.nn.Linear(2, 2))
 
 
 REACHED = {
