@@ -151,9 +151,7 @@ def _targets(names: list[str] | None) -> list[str]:
 
 
 def _is_wanted(row: StaticRow, wanted: Selection) -> bool:
-    """Return whether a row belongs to the selection; its case is a text `NAME M=8 bfloat16 fp8`."""
-    name, *words = row.case.split()
-    dtype, quant, *_ = *(word for word in words if "=" not in word), "", ""
+    name, _, dtype, quant = row.case_parts()
     return wanted.takes(TaskKey(row.op, row.variant, Case(name, (), dtype, quant), row.policy))
 
 
@@ -167,15 +165,15 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: 
     cached = tuple(sorted(names - uncached))
     runs = _runs(replace(wanted, ops=cached), None, gpu, configs) if cached else []
     selection = o.make_selection(ops, "gate", wanted)
-    for op, variant, text in dict.fromkeys((row.op, row.variant, row.case) for row in rows if row.op in uncached):
-        name, *words = text.split()
+    for row in {(row.op, row.variant, row.case): row for row in rows if row.op in uncached}.values():
+        name, sizes, dtype, quant = row.case_parts()
+        op = ops[row.op]
         try:
-            dtype, quant = (word for word in words if "=" not in word)
-            case = o.case_of_sizes(ops[op], [word for word in words if "=" in word], dtype, quant, whole=True)
-            of_variant = replace(selection, variants=(ops[op].variant(variant).name,))
+            case = o.case_of_sizes(op, sizes, dtype, quant, whole=True)
+            of_variant = replace(selection, variants=(op.variant(row.variant).name,))
         except ValueError as error:
-            raise ValueError(f"{file}: case: {text!r}: {error}") from error
-        of_case = default_runs(ops[op], [replace(case, name=name)], of_variant)
+            raise ValueError(f"{file}: case: {row.case!r}: {error}") from error
+        of_case = default_runs(op, [replace(case, name=name)], of_variant)
         runs += _selected(of_case, selection)
     if not runs:
         raise ValueError(f"{file}: no row of this selection")

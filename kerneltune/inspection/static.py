@@ -44,6 +44,21 @@ class StaticRow:
         """
         return self.op, self.variant, self.case.partition(" ")[2] or self.case, self.policy, self.target
 
+    def case_parts(self) -> tuple[str, list[str], str, str]:
+        """Return the name of the case, its sizes and options, such as `M=8`, its type and its mode.
+
+        Raises:
+            ValueError: the text of the case has another form.
+        """
+        name, *words = self.case.split() or [""]
+        sizes = [word for word in words if "=" in word]
+        try:
+            dtype, quant = (word for word in words if "=" not in word)
+        except ValueError as error:
+            expected = "a name, sizes, an element type and a mode, such as `c M=8 bfloat16 none`"
+            raise bad("case", self.case, expected) from error
+        return name, sizes, dtype, quant
+
     @property
     def label(self) -> str:
         """Return the key in one line."""
@@ -78,6 +93,11 @@ def load(path: Path) -> Survey:
         survey = decode_versioned(data, Survey, SCHEMA)
         if survey.gpu != device.slug(survey.gpu):
             raise bad("gpu", survey.gpu, "the name of a folder")
+        for number, row in enumerate(survey.rows):
+            try:
+                row.case_parts()
+            except ValueError as error:
+                raise ValueError(f"rows[{number}].{error}") from error
         return survey
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

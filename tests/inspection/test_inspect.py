@@ -329,7 +329,7 @@ def test_inspected_compiles_a_revision_in_a_folder_of_its_own(tmp_path: Path, mo
     package = tmp_path / "kerneltune" / "cli"
     package.mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
-    row = StaticRow("a", "b", "c", "cold", "sm_90", {}, (KERNEL,))
+    row = StaticRow("a", "b", "c M=8 bfloat16 none", "cold", "sm_90", {}, (KERNEL,))
     save(tmp_path / "rows.json", Survey("3.7.1", (row,)))
     (tmp_path / "kerneltune" / "__init__.py").touch()
     says = "import shutil, sys\n\ndef main():\n    assert sys.argv[1:3] == ['inspect', 'a']\n"

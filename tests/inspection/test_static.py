@@ -13,8 +13,8 @@ KERNEL = Kernel("_k", 4, 40, 0, 1024, 0, WIDE)
 
 
 def row(*kernels: Kernel, **changes: Any) -> StaticRow:
-    values = {"op": "rms", "variant": "optimized", "case": "c M=1", "policy": "cold", "target": "sm_90", "config": {"warps": 4}}
-    return StaticRow(**{**values, "kernels": kernels, **changes})
+    values = {"op": "rms", "variant": "optimized", "case": "c M=1 bfloat16 none fast=True", "policy": "cold", "target": "sm_90"}
+    return StaticRow(**{**values, "config": {"warps": 4}, "kernels": kernels, **changes})
 
 
 def test_load_after_save_returns_the_same_survey(tmp_path: Path) -> None:
@@ -24,6 +24,19 @@ def test_load_after_save_returns_the_same_survey(tmp_path: Path) -> None:
     assert loaded.triton == "3.7.1"
     assert sorted(loaded.rows, key=lambda r: r.target) == sorted(survey.rows, key=lambda r: r.target)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_case_parts_of_a_row_are_name_sizes_type_and_mode() -> None:
+    assert row(KERNEL).case_parts() == ("c", ["M=1", "fast=True"], "bfloat16", "none")
+
+
+@pytest.mark.parametrize("case", ["", "c", "c M=1 bfloat16", "c M=1 bfloat16 none more"])
+def test_load_of_a_row_with_another_form_of_case_raises_one_line(case: str, tmp_path: Path) -> None:
+    save(tmp_path / "a.json", Survey("3.7.1", (row(KERNEL), row(KERNEL, case=case, op="x"))))
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path / "a.json")
+    form = "expected a name, sizes, an element type and a mode, such as `c M=8 bfloat16 none`"
+    assert str(caught.value) == f"{tmp_path / 'a.json'}: rows[1].case: {case!r}: {form}"
 
 
 @pytest.mark.parametrize(
