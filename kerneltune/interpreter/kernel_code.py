@@ -109,9 +109,11 @@ class _Reading:
             if is_true is not _UNKNOWN:
                 return self._read(node.body if is_true else node.orelse)
             self.facts.add(Fact("condition", f"`if {_text(node.test)}`", self._place(node.test)))
-            returns = [self._read(node.body), self._read(node.orelse)]
+            before = dict(self._known)
+            returns_if_true, self._known = self._read(node.body), before
+            returns_if_false = self._read(node.orelse)
             self._forget(node)
-            return all(returns)
+            return returns_if_true and returns_if_false
         if isinstance(node, ast.For | ast.While):
             self._expression(node.iter if isinstance(node, ast.For) else node.test)
             self._forget(node)

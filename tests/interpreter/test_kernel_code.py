@@ -1,0 +1,23 @@
+"""Facts that are read from the code of a kernel."""
+
+from types import SimpleNamespace
+
+from kerneltune.interpreter.kernel_code import facts_of
+
+
+def two_sides(flag_ptr, N, rows) -> None:  # type: ignore[no-untyped-def]
+    limit = 8
+    if flag_ptr > rows:
+        limit = 1024
+        N = 4
+    elif limit > N:
+        rows = 0
+    if rows > 2:
+        limit = 0
+
+
+def test_names_that_one_side_of_an_if_assigns_are_unchanged_on_its_other_side() -> None:
+    arguments = {"flag_ptr": SimpleNamespace(data_ptr=None), "N": 64, "rows": 3}
+    facts = facts_of(SimpleNamespace(fn=two_sides, constexprs=()), arguments)
+    branches = {fact.name for fact in facts if fact.kind == "branch"}
+    assert branches == {"not (limit > N)"}, "8 > 64, and behind the ifs rows is unknown"
