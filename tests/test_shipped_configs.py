@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from kerneltune import cache, exchange, ops
 from kerneltune.cache import CacheEntry
 from kerneltune.cli import app
+from kerneltune.measuring.lookups import before_look_ups
+from kerneltune.spec import Case
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.json"))
@@ -34,17 +36,10 @@ def of_call(entry: CacheEntry) -> tuple[object, ...]:
     return entry.case.axes, entry.case.dtype, entry.case.quant, entry.case.options
 
 
-@pytest.fixture
-def first_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End every call at its look-up, with an exception that holds the case."""
-
-    def asked(self: cache.Chooser, axes: object, dtype: str, quant: str = "none", options: object = ()) -> None:
-        raise LookedUpError(self.op.name, self.variant.name, axes, dtype, quant, options)
-
-    monkeypatch.setattr(cache.Chooser, "__call__", asked)
+def end_call(chooser: cache.Chooser, case: Case) -> None:
+    raise LookedUpError(chooser.op.name, chooser.variant.name, case.axes, case.dtype, case.quant, case.options)
 
 
-@pytest.mark.usefixtures("first_look_up")
 @pytest.mark.parametrize("name", NAMES)
 def test_call_for_the_case_of_a_shipped_config_looks_up_this_config(name: str) -> None:
     op = OPS[name]
@@ -54,7 +49,7 @@ def test_call_for_the_case_of_a_shipped_config_looks_up_this_config(name: str) -
         assert (choice.source, choice.config) == ("own", variant.config_from(entry.config)), case.label
         assert op.called(case) == case, f"no call looks up {case.label}"
         if variant.name == "optimized":  # the public function; other variants are given a config
-            with pytest.raises(LookedUpError) as raised:
+            with before_look_ups(end_call), pytest.raises(LookedUpError) as raised:
                 variant.run(op.inputs(case, device="meta"), None)
             assert raised.value.args == (name, variant.name, *of_call(entry))
 

@@ -1,7 +1,7 @@
 """Check the look-up of a config: that a call without `config=` looks up the case that a sweep tunes, and gives right outputs."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,13 @@ def look_up_failures(op: Op, variant: Variant, checkers: Mapping[Case, Checker])
 
 
 def _errors(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]:
-    with _noting(op, variant) as looked_up:
+    looked_up: list[Case] = []
+
+    def note(chooser: Chooser, case: Case) -> None:
+        if (chooser.op.name, chooser.variant.name) == (op.name, variant.name):
+            looked_up.append(case)
+
+    with before_look_ups(note):
         try:
             outputs = checker.outputs(variant, None)
         except Exception as error:  # the author's code may fail in any way
@@ -44,20 +50,21 @@ def _errors(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]
 
 
 @contextmanager
-def _noting(op: Op, variant: Variant) -> Iterator[list[Case]]:
-    """List the cases whose configs a variant looks up."""
-    looked_up: list[Case] = []
+def before_look_ups(act: Callable[[Chooser, Case], None]) -> Iterator[None]:
+    """Call a function with the chooser and the case of each look-up within; its exception takes the place of the look-up."""
     choose = Chooser.__call__
 
-    def noted(chooser: Chooser, *arguments: Any, **named: Any) -> Any:
-        if (chooser.op.name, chooser.variant.name) == (op.name, variant.name):
-            with suppress(TypeError):  # which the call raises
-                looked_up.append(_case(*arguments, **named))
+    def look_up(chooser: Chooser, *arguments: Any, **named: Any) -> Any:
+        try:
+            case = _case(*arguments, **named)
+        except TypeError:  # wrong arguments: the look-up itself raises
+            return choose(chooser, *arguments, **named)
+        act(chooser, case)
         return choose(chooser, *arguments, **named)
 
-    Chooser.__call__ = noted  # type: ignore[method-assign,assignment]
+    Chooser.__call__ = look_up  # type: ignore[method-assign,assignment]
     try:
-        yield looked_up
+        yield
     finally:
         Chooser.__call__ = choose  # type: ignore[method-assign]
 

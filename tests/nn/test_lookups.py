@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerneltune.cache import Chooser
+from kerneltune.measuring.lookups import before_look_ups
 from kerneltune.nn import convert_to_fp8_training
 from kerneltune.ops import fp8, fp8_grouped_gemm, moe_routing, swiglu
 from kerneltune.spec import Case
@@ -43,16 +45,16 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], str]:
+def sources() -> Iterator[dict[tuple[str, Any], str]]:
     """Return operator and sizes -> the source of the config on an H200, filled by each look-up."""
     source_of: dict[tuple[str, Any], str] = {}
 
-    def look_up(self: Chooser, axes: Any, dtype: str, quant: str = "none", options: Any = (), gpu: str | None = None) -> None:
-        source_of[self.op.name, axes] = self.find(Case("", axes, dtype, quant, options), "nvidia_h200").source
+    def end_call(chooser: Chooser, case: Case) -> None:
+        source_of[chooser.op.name, case.axes] = chooser.find(case, "nvidia_h200").source
         raise LookedUpError
 
-    monkeypatch.setattr(Chooser, "__call__", look_up)
-    return source_of
+    with before_look_ups(end_call):
+        yield source_of
 
 
 @pytest.mark.parametrize(("recipe", "dense"), list(itertools.product(("tensorwise", "rowwise"), (False, True))))

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kerneltune import cache, device, ops, sweep, workloads
-from kerneltune.cache import Choice, Chooser
+from kerneltune.cache import Chooser
 from kerneltune.files import data_root
+from kerneltune.measuring.lookups import before_look_ups
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
 
@@ -56,31 +57,27 @@ def random_case(op: Op, rng: random.Random) -> Case:
     return Case("random", tuple(sizes.items()), rng.choice(op.dtypes), rng.choice(op.quants), options)
 
 
-def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, Any]:
+def called_with(op: Op, case: Case) -> tuple[Case, Any]:
     """Return the case that a call on inputs without values looks up, and its config."""
     answers: list[tuple[Case, Any]] = []
-    find = Chooser.find
 
-    def asked(self: Chooser, wanted: Case, gpu: str | None = None) -> Choice:
-        if self.op is not op:
-            return find(self, wanted, gpu)
-        answers.append((wanted, find(self, wanted, gpu).config))
-        raise _AskedError
+    def end_call(chooser: Chooser, wanted: Case) -> None:
+        if chooser.op is op:
+            answers.append((wanted, chooser.find(wanted).config))
+            raise _AskedError
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Chooser, "find", asked)
-        with pytest.raises(_AskedError):
-            op.variant("optimized").run(op.inputs(case, device="meta"), None)
+    with before_look_ups(end_call), pytest.raises(_AskedError):
+        op.variant("optimized").run(op.inputs(case, device="meta"), None)
     return answers[0]
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("name", OPS)
-def test_sweep_without_tuning_runs_configs_of_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_without_tuning_runs_configs_of_calls(name: str) -> None:
     op, rng = OPS[name], random.Random(name)
     variant = op.variant("optimized")
     for case in (random_case(op, rng) for _ in range(CASES)):
-        wanted, config = called_with(op, case, monkeypatch)
+        wanted, config = called_with(op, case)
         assert wanted == op.called(case), case.label
         assert config == Task(op, case, variant).config_of_call(None), case.label
 
