@@ -68,6 +68,12 @@ def killed_once(_inputs: Mapping[str, Any], marker: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def terminated(_inputs: Mapping[str, Any], _config: object) -> None:
+    """Be sent SIGTERM, as all processes of a batch job are."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60.0)
+
+
 def note_process(_inputs: Mapping[str, Any], file: str) -> None:
     """Write down who compiles."""
     with open(file, "a") as pids:

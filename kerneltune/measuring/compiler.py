@@ -25,7 +25,7 @@ from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_a
 from kerneltune.processes import run_program
 from kerneltune.search.task import Task
 from kerneltune.spec import Config, Inputs
-from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError, WorkerStoppedError
+from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError
 
 COMPILE_TIMEOUT_S = 90.0
 _FOR_A_WORKER = 4
@@ -102,7 +102,8 @@ class CompilePool:
     """Hold processes that compile jobs for a target. Use as a context manager.
 
     If a process dies over a job, it may have been killed for its memory: a new process compiles the job again. A second death or
-    a hang is the job's result. A job that has not begun can be cancelled.
+    a hang is the job's result. After SIGTERM to a process its job raises WorkerStoppedError, as a request of the GPU worker does.
+    A job that has not begun can be cancelled.
     """
 
     def __init__(self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None) -> None:
@@ -157,9 +158,7 @@ class CompilePool:
                     return CompileResult((), 0.0, f"inputs or run: expected functions of a module: {first_line(error)}")
                 except WorkerHungError as error:
                     return CompileResult((), timeout_s, f"compiling {error}", crashed=True)
-                except (WorkerCrashedError, WorkerStoppedError) as error:
-                    if compiler.is_stopped:
-                        raise
+                except WorkerCrashedError as error:
                     if has_died:
                         return CompileResult((), 0.0, f"{error}, twice", crashed=True)
                     has_died = True

@@ -10,13 +10,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pool_jobs
 import pytest
 import triton
 from asserting import every
 from subprocesses import TESTS, environment, interrupted_stops
 
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
-from kerneltune.worker import Worker
+from kerneltune.worker import Worker, WorkerStoppedError
 
 THREADS, REGISTER_FILE = 32, 65536
 
@@ -53,6 +54,14 @@ def test_pool_tries_a_job_of_a_killed_worker_once_more_and_then_fails_it(answers
     disk = "OSError: [Errno 28] No space left on device"
     assert errors == ["", "", "the compiler died: exit code 9, twice", disk, "", "", "", ""]
     assert [one["crashed"] for one in answers["killed"]] == [False, False, True, True, False, False, False, False]
+
+
+def test_job_whose_compiler_is_sent_sigterm_is_stopped_and_has_no_result() -> None:
+    with CompilePool(TARGETS["sm_90"], 1) as pool:
+        with pytest.raises(WorkerStoppedError, match=r"^the compiler was ended from outside: exit code -15$"):
+            list(pool.compile([pool_jobs.job(pool_jobs.terminated)]))
+        (following,) = pool.compile([pool_jobs.job(pool_jobs.fine)])
+        assert following.error == ""
 
 
 def test_pool_ends_programs_of_a_cancelled_job(answers: dict[str, Any]) -> None:
