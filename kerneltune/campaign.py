@@ -63,7 +63,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
     """
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         campaign = _Campaign(plan, progress, worker)
-        if plan.options.check_only or not device.current().is_gpu:
+        if plan.options.mode == "check" or not device.current().is_gpu:
             return campaign.check_alone()
         return campaign.measure_headline(first_table) if plan.options.quick else campaign.check_tune_and_measure(first_table)
 
@@ -157,7 +157,7 @@ class _Campaign:
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
             config = f" with {pairs(record.config)}" if record.config else ""
             self.progress.note(f"failed its check: {what}{config}: {record.reason}")
-        if plan.options.tune:
+        if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 
             self.worker.end()

@@ -154,7 +154,7 @@ def _derived_checks(plan: Plan, _tell: Tell) -> tuple[list[SweepCase], list[str]
     derived, lines, bench, facts = [], [], _by_op(plan.cases()), {}
     for op, cases in _by_op(plan.cases("check")).items():
         of_op, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
-        derived += [SweepCase(op, case, "check") for case in of_op]
+        derived += [SweepCase(op, case) for case in of_op]
         lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
     checked = {entry.op for entry in plan.sweep.check}
     return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in checked)], facts

@@ -4,6 +4,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from kerneltune import device, sweep
 from kerneltune.errors import meant, unknown
@@ -61,33 +62,30 @@ class Options:
 
     Attributes:
         policy: timing policy, `cold`, `hot` or `eager`; None for the policy of each operator.
-        tune: search missing configs before a sweep measures.
+        mode: last stage of a sweep: `check`, which times nothing; `measure`, with present configs; `tune`, which searches missing
+            configs before it measures.
         peers: measure other packages' variants as well.
-        quick: measure ten headline cases of a sweep with their present configs, and tune nothing; a sweep that only checks checks
-            these ten cases, and derives none.
-        search: limits of each search; with `stale`, `budget_s` is the limit of all that is timed.
-        check_only: check and time nothing.
+        quick: check ten headline cases of a sweep, and derive none; or measure these cases, and check and tune nothing.
+        search: limits of each search; of `sweep --stale`, `budget_s` is the limit of all that is timed.
         configs: folder of the config cache; None for the usual folder.
         results: folder of the records.
         workers: number of compile processes; None for the number of cores.
-        force: search cached configs again, and try configs with transient failures again.
-        stale: search stale and outdated configs again, see `tune.run`.
+        renews: cached configs that are searched again: none; `stale`, those that are stale or outdated, see `tune.run`; `all`,
+            which also tries configs with transient failures again.
         exhaustive: measure every config of a space, and choose none.
         knobs: knob values, as text, to try in addition to a space.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
     """
 
     policy: str | None = None
-    tune: bool = True
+    mode: Literal["check", "measure", "tune"] = "tune"
     peers: bool = True
     quick: bool = False
     search: Search = _TO_A_PERCENT
-    check_only: bool = False
     configs: Path | None = None
     results: Path = field(default_factory=lambda: sweep.results_root(None))
     workers: int | None = None
-    force: bool = False
-    stale: bool = False
+    renews: Literal["", "stale", "all"] = ""
     exhaustive: bool = False
     knobs: KnobTexts = ()
     gpus: str = ""

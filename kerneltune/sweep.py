@@ -46,11 +46,10 @@ _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None):
 
 @dataclass(frozen=True, slots=True)
 class SweepCase:
-    """Hold a case of an operator in a section of the file."""
+    """Hold a case of an operator."""
 
     op: str
     case: Case
-    section: Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +411,7 @@ class _Reader:
                 for dtype, quant, *options in itertools.product(*values):
                     case = Case(sized, axes, str(dtype), str(quant), tuple(zip(op.options, options, strict=True)))
                     self.require_unique(section, op.name, case, name)
-                    yield SweepCase(op.name, case, section)
+                    yield SweepCase(op.name, case)
         if not count:
             name.fail("values that at least one operator takes together", repr(template))
 

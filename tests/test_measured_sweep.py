@@ -87,7 +87,7 @@ def test_free_memory_is_asked_while_the_worker_holds_no_other_case(
     monkeypatch.setattr(GpuWorker, "check", lambda _worker, task, _config: held.append(task.case) or Outcome("checked"))
     monkeypatch.setattr(GpuWorker, "close", lambda _worker: held.clear())
     monkeypatch.setattr(check, "memory_obstacle", memory_obstacle)
-    plan = load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True))
+    plan = load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, mode="check"))
     assert {row.status for row in run_sweep(plan, Progress()).records} == {"checked"}
     assert len(asked) > 1
 
@@ -98,9 +98,7 @@ def test_check_that_crashes_its_process_fails_only_its_row(
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
     monkeypatch.setattr(campaign, "GpuWorker", partial(GpuWorker, FakeCheck))
-    rows = run_sweep(
-        load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True)), Progress()
-    ).records
+    rows = run_sweep(load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, mode="check")), Progress()).records
     assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024)}
     assert {row.config["block"] for row in rows if row.config} >= {512, 1024, 4096}
     for row in rows:
@@ -281,7 +279,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
 
     monkeypatch.setattr(campaign, "compare_in_worker", compared)
     monkeypatch.setattr(campaign, "check_only", checked)
-    selection, untuned = Selection(str(path), ("rmsnorm_bwd",)), replace(options, tune=False)
+    selection, untuned = Selection(str(path), ("rmsnorm_bwd",)), replace(options, mode="measure")
     with pytest.raises(KeyboardInterrupt):
         run_sweep(load_plan(OPS, selection, untuned), Progress(), lambda rows: happened.append(f"table of {len(rows)}"))
     assert happened[:2] == ["fast", f"table of {len([v for v in OP.variants if not v.compiles and not v.missing()])}"]
@@ -414,7 +412,7 @@ def test_sweep_after_an_interrupted_measurement_repeats_no_check(
 
     monkeypatch.setattr(campaign, "check_only", checks)
     monkeypatch.setattr(campaign, "compare_in_worker", interrupted)
-    plan = load_plan(OPS, Selection(str(path)), replace(options, tune=False))
+    plan = load_plan(OPS, Selection(str(path)), replace(options, mode="measure"))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(plan, Progress())
     monkeypatch.setattr(campaign, "compare_in_worker", lambda *_: [])
@@ -445,7 +443,7 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
         return [row(task.variant.name, **identity, **fields)]
 
     monkeypatch.setattr(campaign, "compare_in_worker", comparing)
-    untuned = replace(options, tune=False)
+    untuned = replace(options, mode="measure")
     selection = Selection(str(path), cases=("big*",))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(load_plan(OPS, selection, untuned), Progress())

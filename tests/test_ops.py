@@ -128,12 +128,13 @@ def test_traffic_equals_the_bytes_of_the_tensors(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", sorted({entry.op for entry in (*CHECKS, *BENCHES)}))
 def test_defaults_are_valid_and_spaces_have_distinct_configs(name: str) -> None:
     tuned = [variant for variant in OPS[name].variants if variant.config is not None]
-    for entry in [entry for entry in (*CHECKS, *BENCHES) if entry.op == name]:
+    entries = [(entry, is_bench) for is_bench, section in enumerate((CHECKS, BENCHES)) for entry in section if entry.op == name]
+    for entry, is_bench in entries:
         for variant in tuned:
             where = (variant.name, entry.case.label)
             default = variant.default_config(entry.case)
             assert variant.valid(entry.case, default) is None, (where, default)
-            if entry.section == "bench":
+            if is_bench:
                 configs = list(variant.configs(entry.case))
                 assert configs, where
                 assert len(configs) == len(set(configs)), where

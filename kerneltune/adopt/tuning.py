@@ -134,7 +134,7 @@ def tune_capture(
         capture = read_capture(root)
         by_digest = {captured.digest: captured for captured in capture.classes}
         chosen = [by_digest[captured.digest] for captured in chosen]
-    options = Options(workers=workers, force=force)
+    options = Options(workers=workers, renews="all" if force else "")
     until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
@@ -159,7 +159,7 @@ def search_tasks(
     """
     by_name = {task.op.name: task.op for task in tasks}
     for policy in dict.fromkeys(task.policy for task in tasks):
-        entries = tuple(sweep.SweepCase(task.op.name, task.case, "bench") for task in tasks if task.policy == policy)
+        entries = tuple(sweep.SweepCase(task.op.name, task.case) for task in tasks if task.policy == policy)
         here = replace(options, configs=root / "configs", results=root / "results", policy=policy)
         plan = Plan(by_name, sweep.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), here)
         run_tune(plan, progress, until)

@@ -118,7 +118,9 @@ def getter_command(
         raise typer.Exit(int(any(one.status == "failed" for one in outcomes)))
 
     share = budget / sum(one.is_searched for one in facts.cases)
-    options = o.make_options(policy=policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
+    options = o.make_options(
+        policy=policy, budget_s=share, trials=trials, renews="all" if force else None, until_gain=0.01, workers=workers
+    )
     with Reporter() as progress:
         calls = tune_getter(out, options, progress)
     _show_calls(names, calls, time.monotonic() - began)

@@ -16,7 +16,7 @@ from kerneltune.plan import Selection
 from kerneltune.processes import git
 from kerneltune.records import Record, grouped, load, parse
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
-from kerneltune.sweep import SweepCase
+from kerneltune.sweep import Section
 from kerneltune.table import Column, Table
 from kerneltune.workloads import own_tables
 
@@ -32,16 +32,17 @@ def selected(rows: Sequence[T], wanted: Selection, key_of: Callable[[T], TaskKey
     return [row for row, key in zip(rows, keys, strict=True) if wanted.takes(key)]
 
 
-def swept_cases(op: str) -> list[SweepCase]:
+def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> list[Case]:
     """Return the cases of an operator in all sweep files of the checkout or package, and of the capture in use."""
     files = sorted(data_root("sweeps").glob("*.yaml"))
     sweeps = [sweep.load(path, o.load_ops()) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]]
-    return [entry for of_file in sweeps for entry in (*of_file.bench, *of_file.check) if entry.op == op]
+    of_sections = [getattr(of_file, section) for of_file in sweeps for section in sections]
+    return [entry.case for entries in of_sections for entry in entries if entry.op == op]
 
 
 def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
     """Return the first bench case of an operator in any sweep file that has this name, element type and mode; None for any."""
-    of_op = [entry.case for entry in swept_cases(op.name) if entry.section == "bench"]
+    of_op = swept_cases(op.name, ["bench"])
     cases = [case for case in of_op if dtype in (None, case.dtype) and quant in (None, case.quant)]
     if not cases:
         raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}: see `ops {op.name}`")

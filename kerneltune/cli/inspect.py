@@ -203,7 +203,7 @@ def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | 
     selected_runs = _selected(runs, selection)
     if wanted.ops and not selected_runs:
         for op in selected_ops:
-            cases = dict.fromkeys(entry.case for entry in swept_cases(op.name))
+            cases = dict.fromkeys(swept_cases(op.name))
             runs += default_runs(op, cases, selection)
         selected_runs = _selected(runs, selection)
         if selected_runs:

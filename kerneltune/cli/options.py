@@ -267,11 +267,12 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
-def require_folders(options: Options, tunes: bool) -> None:
+def require_folders(options: Options) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
     here, folders = device.current(), [options.results / "runs"]
-    if here.is_gpu and not options.check_only:
-        folders += [options.results, *([configs_root(options.configs), store_folder(options.results, "")] if tunes else [])]
+    if here.is_gpu and options.mode != "check":
+        tuned = [configs_root(options.configs), store_folder(options.results, "")]
+        folders += [options.results, *(tuned if options.mode == "tune" else ())]
     for folder in folders:
         require_writable(folder / here.slug)
 

@@ -61,7 +61,8 @@ def command(
     Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if --stale finds no records.
     """
     folder = o.capture_of(family)
-    fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
+    fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers}
+    fields["mode"] = "check" if check_only else "tune" if tune and not quick else "measure"
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)
         if folder:
@@ -80,9 +81,8 @@ def command(
         file = str(Path(folder, "sweep.yaml"))
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    fields |= {"tune": tune, "quick": quick, "trials": trials}
-    plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, **fields)
-    o.require_folders(plan.options, tunes=tune and not quick)
+    plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, quick=quick, trials=trials, **fields)
+    o.require_folders(plan.options)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
 
@@ -96,7 +96,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
     if capture and not timed:
         _show_unchecked(plan, swept.records, Path(capture))
-    if not timed and not plan.options.check_only:
+    if not timed and plan.options.mode != "check":
         _show_recorded(plan, asked)
     for line in swept.coverage:
         show_wrapped(line)
@@ -110,9 +110,9 @@ def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> N
     from kerneltune import stale
 
     here = device.current()
-    works = here.is_gpu and not options.check_only
+    works = here.is_gpu and options.mode != "check"
     if works:
-        o.require_folders(options, tunes=True)
+        o.require_folders(options)
     plans = stale.plans_of(ops, selection, options)
     files = [*o.config_files(options.configs), *(path for p in plans for path in options.results.glob(f"*/{p.family}.jsonl"))]
     gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in files})
@@ -173,7 +173,7 @@ def _show_mutations(plan: Plan) -> None:
     from kerneltune.cpu_checks import mutate_outputs
     from kerneltune.measuring.mutations import MEANING
 
-    if not plan.options.check_only:
+    if plan.options.mode != "check":
         raise ValueError("mutate: True: expected only with --check-only")
     outcomes = mutate_outputs(plan)
     for outcome in outcomes:

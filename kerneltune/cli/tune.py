@@ -94,14 +94,15 @@ def command(
     if not dry_run:
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
-        family, wanted, max_cases, policy=policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
+        family, wanted, max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
+        renews="all" if force else "stale" if stale else None,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     if dry_run:
         return _show_forecast(plan)
-    o.require_folders(plan.options, tunes=True)
+    o.require_folders(plan.options)
     from kerneltune.tune.run import run_tune
 
     with Reporter() as progress:

@@ -54,7 +54,7 @@ def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> list[Tu
 def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     """Return the tasks of a plan to search on this GPU model, and how many tasks keep their config.
 
-    A task is searched if the cache lacks its config, or with `stale` if the config is stale or outdated. All spaces and config
+    A task is searched if the cache lacks its config, or with `renews` if the config is stale or outdated. All spaces and config
     files are checked before anything is measured or written.
     """
     options, tasks, here = plan.options, _tasks(plan), device.current().slug
@@ -63,13 +63,13 @@ def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
         if path.exists():
             cache.load_strict(path)
     chosen = tasks
-    if not options.force and not options.exhaustive:
+    if options.renews != "all" and not options.exhaustive:
         states = [_state(task, options) for task in tasks]
         num_cached = len(tasks) - states.count("lacking")
-        for state, text in _KEPT.items() if not options.stale else ():
+        for state, text in _KEPT.items() if not options.renews else ():
             if count := states.count(state):
                 progress.note(f"{count} of {num_cached} cached configs {text}")
-        searched = ("lacking", "stale", "outdated") if options.stale else ("lacking",)
+        searched = ("lacking", "stale", "outdated") if options.renews else ("lacking",)
         chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
     for task in chosen:
         checked_space(task)

@@ -85,14 +85,14 @@ class TuningSession:
     def tuner(self, task: Task) -> Tuner:
         """Return a tuner of a task that knows the stored trials.
 
-        `force` forgets transient failures.
+        `renews` all forgets transient failures.
         """
         options = self.options
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
             from kerneltune.search.trials import open_store  # imports Optuna, which takes 0.4 s
 
-            store = open_store(task.op, task.variant, options.results, options.force)
+            store = open_store(task.op, task.variant, options.results, options.renews == "all")
             self._stores[task.op.name, task.variant.name] = store
         return Tuner(task, store, self.worker, self.queue, options)
 

@@ -86,8 +86,8 @@ class Tuner:
 
     Attributes:
         requests: thread that sends requests to the worker in order; the GPU does not wait for decisions of this process.
-        options: limits of the search, and the folder of configs. With `force` or further knob values the whole space is searched,
-            also if the other 16-bit type was searched before.
+        options: limits of the search, and the folder of configs. The whole space is searched with `renews` all, and with
+            further knob values, also if the other 16-bit type was searched before.
         compilers: number of configs that compile at the same time.
         resources: registers of all threads of the largest program of every compiled config.
     """
@@ -131,7 +131,7 @@ class Tuner:
             yield from (Run(self.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
     def _candidates(self) -> Candidates:
-        searches_all = self.options.force or self.options.knobs
+        searches_all = self.options.renews == "all" or self.options.knobs
         pool = pool_of(self.task, None if searches_all else self.store)
         return Candidates(pool, starting_points(self.task, pool, self.options.configs))
 

@@ -26,7 +26,7 @@ def test_sweep_passes_all_options_on_and_prints_the_table(campaign: dict[str, An
     selection, options = campaign["selection"], campaign["options"]
     assert (selection.family, selection.ops, selection.cases) == ("rmsnorm", ("rmsnorm_fwd",), ("te-*", "llama*"))
     assert (selection.dtypes, selection.quants, selection.variants) == (("bfloat16",), ("fp8",), ("optimized",))
-    assert (options.policy, options.tune, options.peers, options.check_only) == ("hot", False, False, True)
+    assert (options.policy, options.mode, options.peers) == ("hot", "check", False)
     assert (options.search.budget_s, options.search.trials, options.workers) == (2.5, 7, 3)
     assert (options.configs, options.results) == (tmp_path / "configs", tmp_path / "results")
     assert result.stdout.splitlines() == [
@@ -97,7 +97,7 @@ def test_tune_passes_all_options_on(campaign: dict[str, Any], tmp_path: Path) ->
     result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
     options = campaign["options"]
-    assert (options.force, options.search.sampler, options.search.trials, options.configs) == (True, "random", 5, tmp_path)
+    assert (options.renews, options.search.sampler, options.search.trials, options.configs) == ("all", "random", 5, tmp_path)
 
 
 @pytest.mark.usefixtures("campaign")
