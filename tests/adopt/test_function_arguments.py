@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fake_gpu
 import pytest
 import torch
+import triton
 from adopted import kernel_of, run_python, write_table
 from test_capture_tuning import GPU
 from test_plain_kernels import PlainBench
@@ -124,6 +126,24 @@ def test_autotuned_kernel_with_the_function_in_its_key_is_served_by_function(tmp
     for function in (module.doubled, module.relu, module.doubled):
         launch(module.tuned, function)
     assert startup.server().counters.by_name() == {"served of_functions.tuned": 1, "missed of_functions.tuned": 2}
+
+
+def test_serving_a_config_with_a_changed_function_counts_the_launch_as_not_tuned(tmp_path: Path, module: Any) -> None:
+    kernel = triton.autotune([triton.Config({"ACT": module.relu, "BLOCK": block}) for block in (32, 64)], key=["N"])(
+        module.applied
+    )
+    startup.capture(tmp_path)
+    x, y = torch.arange(-2.0, 3.0), torch.empty(5)
+    kernel[(1,)](x, y, 5)
+    startup.uninstall()
+    (captured_class,) = read_capture(tmp_path).classes
+    (first, *_) = [one.config for one in captured_class.candidates]
+    changed = replace(first, kwargs={**first.kwargs, "ACT": {"function": ["of_functions", "relu", "0" * 16]}})
+    write_table(tmp_path, kernel_of([captured_class], [changed]))
+    startup.install(tmp_path, misses=None, miss="default")
+    kernel[(1,)](x, y, 5)
+    assert y.tolist() == [0.0, 0.0, 0.0, 1.0, 2.0]
+    assert startup.server().counters.by_name() == {"served of_functions.applied": 0, "missed of_functions.applied": 1}
 
 
 def test_tune_of_a_kernel_with_functions_tunes_every_class(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
