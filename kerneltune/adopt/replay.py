@@ -142,6 +142,7 @@ _READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
 _OWNERS = re.compile(r"([^\W\d]\w*)(\.\w+)?(?=[.[]|$)")
 """The first two names of a.b.c and a.b[c]; of a[b].c the first."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_ANY_NAME = "*"
 _FILLS = frozenset(("append", "extend", "insert", "setdefault", "update"))
 """Methods by which a loop fills a list or a dict with kernels."""
 
@@ -181,7 +182,7 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     """Return the statements of a module that a definition of a name needs, in their order."""
     bound = [_bound(one) for one in statements]
     # Triton's interpreter refuses a function whose module does not hold `triton.language` as `tl`
-    wanted = {name, "tl"}
+    wanted = {name, "tl", _ANY_NAME}
     uses = [names & wanted or name in _changes(one, _FILLS) for one, names in zip(statements, bound, strict=True)]
     last = max((place for place, is_used in enumerate(uses) if is_used), default=0)
     changes = [_changes(one) for one in statements[: last + 1]]
@@ -200,8 +201,9 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement of a module gives a value."""
-    return {str(one.argval) for one in dis.get_instructions(_code(statement)) if one.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    """Return the names that a statement of a module gives a value; `_ANY_NAME` among them for `from module import *`."""
+    names = {str(one.argval) for one in dis.get_instructions(_code(statement)) if one.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return names | {one.name for one in ast.walk(statement) if isinstance(one, ast.alias) and one.name == _ANY_NAME}
 
 
 def _named(statement: ast.stmt) -> set[str]:

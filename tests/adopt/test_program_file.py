@@ -103,6 +103,12 @@ def test_needed_includes_what_fills_a_container_later_and_no_launch(fill: str) -
     assert statements == [*(["SIZES = (1, 2)"] if "SIZES" in fill else []), "BY_SIZE = {}", fill]
 
 
+def test_needed_includes_every_import_of_all_names() -> None:
+    text = "try:\n    from fast import *\nexcept ImportError:\n    from slow import *\nx = work()\n@jit\ndef kernel(): ...\n"
+    statements = [ast.unparse(one).partition("\n")[0] for one in replay.needed(ast.parse(text).body, "kernel")]
+    assert statements == ["try:", "@jit"]
+
+
 def test_needed_of_an_unknown_name_is_empty() -> None:
     assert replay.needed(ast.parse("import os\nos.environ['A'] = '1'\nprint(1)").body, "kernel") == []
 
