@@ -197,12 +197,11 @@ def write_class(root: Path, captured: LaunchClass, values: Mapping[str, Any] | N
 
     values: tensors by name, for safetensors; None for no values.
     """
-    parent = root / CLASSES
+    parent, folder = root / CLASSES, root / CLASSES / captured.digest
     parent.mkdir(parents=True, exist_ok=True)
-    if (parent / captured.digest / META).exists():
-        if not _has_more(captured, parent / captured.digest):
-            return
-        shutil.rmtree(parent / captured.digest, ignore_errors=True)  # another process may remove it, too
+    is_replaced = folder.exists()
+    if (folder / META).exists() and not _has_more(captured, folder):
+        return
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=parent))
     try:
         if values:
@@ -211,9 +210,11 @@ def write_class(root: Path, captured: LaunchClass, values: Mapping[str, Any] | N
             save_file(dict(values), part / VALUES)
         stored = {"format": FORMAT, **{each.name: getattr(captured, each.name) for each in fields(captured)}}
         (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
-        os.replace(part, parent / captured.digest)
+        if is_replaced:
+            shutil.rmtree(folder, ignore_errors=True)  # another process may remove it, too
+        os.replace(part, folder)
     except OSError:
-        if not (parent / captured.digest / META).exists():  # another process was faster otherwise
+        if not (folder / META).exists():  # another process was faster otherwise
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -118,8 +118,9 @@ class Recorder:
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             recorded = self.recorded_class(autotuner, args, kwargs)
-            if not recorded.digest and program.is_interpreted():  # nothing can be timed
-                recorded = RecordedClass(configs=self._pruned(Launch(autotuner, args, kwargs)))
+            if not (recorded.digest or recorded.configs) and (program.is_interpreted() or not self.autotune):
+                with suppress(Exception):  # of the author's pruning: the author's autotuner raises it again
+                    recorded.configs = self._pruned(Launch(autotuner, args, kwargs))
             return self._launch(original, autotuner, recorded, args, kwargs)
 
         return run
@@ -266,7 +267,7 @@ class Recorder:
                         added = _candidate(Launch(autotuner, args, kwargs), autotuner.best_config)
                         captured = replace(captured, candidates=(*captured.candidates, added))
                     write_class(self.root, captured, values.tensors)
-                except (OSError, ValueError, AttributeError) as error:
+                except Exception as error:  # a full disk, for example: the program must not notice
                     self._refuse(captured.kernel, first_line(error))
             return result
         while True:

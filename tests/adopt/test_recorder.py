@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from adopted import author_configs, captured, example, forget, of_kernel
 from asserting import every
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
@@ -203,7 +204,11 @@ def _damage_class(class_folder: Path) -> None:
     (class_folder / META).write_bytes((class_folder / META).read_bytes()[:200])
 
 
-@pytest.mark.parametrize("damage", [_remove_values, _damage_class])
+def _remove_class(class_folder: Path) -> None:
+    (class_folder / META).unlink()
+
+
+@pytest.mark.parametrize("damage", [_remove_values, _damage_class, _remove_class])
 def test_capture_again_mends_a_class_that_is_damaged(damage: Callable[[Path], None], tmp_path: Path) -> None:
     launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
     damage(tmp_path / CLASSES / launch.digest)
@@ -226,6 +231,37 @@ def test_capture_again_with_autotune_adds_the_authors_choice_and_without_it_keep
     for autotune in (True, False):
         launch = of_kernel(captured(tmp_path, autotune=autotune), "row_sum")[0]
         assert launch.choice in author_configs(launch)
+
+
+def test_capture_again_on_a_full_disk_lets_the_program_run_and_keeps_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    before = captured(tmp_path)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    after = captured(tmp_path, autotune=True)
+    assert "two_kernels.row_sum: SafetensorError: Error while serializing" in caplog.text
+    assert [one.digest for one in after.classes] == [one.digest for one in before.classes]
+    assert after.problems == []
+
+
+@pytest.mark.parametrize("options", [{"pattern": "other"}, {"most_classes": 1}])
+def test_capture_on_a_gpu_tunes_no_launch_that_it_does_not_record(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = list[object]()
+    configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+    kernel = triton.autotune(configs, key=["N"], do_bench=lambda *_, **__: timed.append(1) or [1.0] * 3)(example().row_sum.fn)
+    startup.capture(tmp_path, **options)
+    monkeypatch.setattr(program, "is_interpreted", lambda: False)
+    for columns in (96, 64, 64):
+        sums = torch.empty(4)
+        kernel[(4,)](torch.ones(4, columns), sums, 4, columns)
+        assert sums.tolist() == [columns] * 4
+    assert kernel.best_config is configs[0]
+    assert not timed
 
 
 def test_capture_runs_the_first_config_of_the_pruned_list(tmp_path: Path) -> None:
