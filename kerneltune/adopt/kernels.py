@@ -165,10 +165,16 @@ def members(value: Any) -> Iterator[Any]:
         yield from value.values() if type(value) is dict else value
 
 
+def _is_member(wanted: Any, key: str, value: Any) -> bool:
+    """Return whether a global of a module, given by name and value, is a class or a container that holds an object."""
+    return key != "__builtins__" and any(member is wanted for member in members(value))
+
+
 def home_of(autotuner: Any) -> KernelName | None:
     """Return the module that holds an autotuner, and the name there of the autotuner, or of its class or container; None if none.
 
-    A program may autotune a kernel of another module. The kernel's own module need not be in `sys.modules`.
+    A program may autotune a kernel of another module. The kernel's own module need not be in `sys.modules`. Of several names the
+    first that the module bound is returned, because a later name may be the variable of a loop that launches the kernel.
     """
     name, unwrap = kernel_name(autotuner), autotuner_of
     wanted = autotuner.__dict__.get(_COPY_OF, autotuner)
@@ -182,12 +188,13 @@ def home_of(autotuner: Any) -> KernelName | None:
     for module, values in (*users, *((module, values_of_module(module)) for module in ("__main__", *sys.modules))):
         for key, value in values.items():
             if (unwrap(value) if values is own else value) is wanted:
-                return KernelName(main_name(module), key)
+                first = next(each for each, held in values.items() if each == key or _is_member(wanted, each, held))
+                return KernelName(main_name(module), first)
             if value is kernel or value is own_module:
                 users.append((module, values))
     for module, values in users:
         for key, value in values.items():
-            if key != "__builtins__" and any(member is wanted for member in members(value)):
+            if _is_member(wanted, key, value):
                 return KernelName(main_name(module), key)
     return None
 

@@ -89,6 +89,14 @@ def test_live_kernel_is_found_in_the_module_that_autotunes_it(tmp_path: Path, wr
     assert live_kernel(launch) is user.chosen
 
 
+def test_home_of_a_kernel_is_the_name_bound_before_the_variable_of_a_loop(tmp_path: Path, write: Any) -> None:
+    tuned = "BY_COUNT = {n: triton.autotune(CONFIGS[:n], key=['N'])(added) for n in (2, 1)}\n"
+    module = write("of_loop", HEAD + "K = 1" + KERNEL + tuned + "for tuned in BY_COUNT.values():\n    pass\n")
+    (launch,) = captured(tmp_path / "cap", module.tuned)
+    assert launch.home == KernelName("of_loop", "BY_COUNT")
+    assert live_kernel(launch) is module.BY_COUNT[1]
+
+
 HELD = {
     "Layer.tuned": "class Layer:\n    tuned = triton.autotune(CONFIGS, key=['N'])(added)\n",
     "Layer.static": "class Layer:\n    static = staticmethod(triton.autotune(CONFIGS, key=['N'])(added))\n",
