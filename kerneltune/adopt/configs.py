@@ -134,7 +134,8 @@ def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[
     """Return the config objects of an autotuner's list, and of other wanted configs, by their values.
 
     An object of the list stands for a wanted config of its values, so that its pre_hook survives. Another config is made with the
-    pre_hook that all configs of the list share; it is left out if their pre_hooks differ, or if a function in it has changed.
+    pre_hook that all configs of the list share; it is left out if their pre_hooks differ, if it needs one and they have none, or if
+    a function in it has changed.
     """
     live: dict[StoredConfig, Any] = {}
     for config in listed:
@@ -142,7 +143,7 @@ def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[
             live.setdefault(StoredConfig.of(config), config)
     pre_hooks = {getattr(config, "pre_hook", None) for config in listed}
     for stored in wanted if len(pre_hooks) == 1 else ():
-        if stored not in live:
+        if stored not in live and stored.pre_hook == (None not in pre_hooks):
             with suppress(Exception):  # of the import of a function's module
                 live[stored] = stored.live(*pre_hooks)
     return live

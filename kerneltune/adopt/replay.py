@@ -24,7 +24,7 @@ from kerneltune.adopt import arguments, kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
 from kerneltune.adopt.configs import StoredConfig, configs_digest, live_configs, plain_tuner
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
-from kerneltune.adopt.kernels import KernelName, bytecode_digest
+from kerneltune.adopt.kernels import KernelName, Launch, bytecode_digest
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
 from kerneltune.errors import first_line
 from kerneltune.forked import run_forked, shared_bytes
@@ -309,12 +309,16 @@ class Replay:
         captured = self.captured
         autotuner = live_kernel(captured)
         candidate = captured.candidate(stored)
-        config = live_configs(autotuner.configs, [stored]).get(stored)
-        if config is None or candidate is None or candidate.grid is None:
-            raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {stored.label}")
+        if candidate is None or candidate.grid is None:
+            raise ReplayError(f"{captured.kernel.text}: no grid is known for {stored.label}")
         grid = candidate.grid
         args = list(with_tuples({a.name: self.named[a.name] for a in captured.arguments if a.is_positional}).values())
         kwargs = with_tuples({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
+        launch = Launch(autotuner, args, {**kwargs, "grid": grid})
+        pruned = launch.pruned(by_model=False) if autotuner.early_config_prune else []  # pruning may make configs
+        config = live_configs([*pruned, *autotuner.configs], [stored]).get(stored)
+        if config is None:
+            raise ReplayError(f"{captured.kernel.text}: the author's configs have no pre_hook for {stored.label}")
         options = config.all_kwargs()
         named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn.run
         named_arguments = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too

@@ -124,19 +124,22 @@ class ServedList:
         if finder is None:
             group = self.kernel.group(launch.author_key(), launch.dtypes())
             rows = group.rows if group is not None else ()
-            live_rows = self.live_rows([row.configs for row in rows])
+            live_rows = self.live_rows([row.configs for row in rows], bool(launch.autotuner.early_config_prune))
             served = [ServedConfig.of(configs, self.counts[0]) if configs else None for configs in live_rows]
             finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
             self.by_author_key.remember(launch, launch.autotuner.keys, finder)
         return finder.nearest({name: launch.size(name) for name in finder.names})
 
-    def live_rows(self, rows: Sequence[Sequence[StoredConfig]]) -> list[list[Any]]:
+    def live_rows(self, rows: Sequence[Sequence[StoredConfig]], made_by_pruning: bool = False) -> list[list[Any]]:
         """Return the live config objects of each row of stored configs, without the configs that cannot be made here.
+
+        made_by_pruning: whether `unpruned` will replace each config by the author's, which has the author's pre_hook.
 
         If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
         config of the list has are left out, because the value may be wrong here.
         """
-        live = live_configs(self.configs, [stored for row in rows for stored in row])
+        wanted = [stored for row in rows for stored in row]
+        live = ({stored: stored.live() for stored in wanted} if made_by_pruning else {}) | live_configs(self.configs, wanted)
         is_tuned = self.kernel is not None and self.kernel.configs == configs_digest(self.configs)
         values = [item for config in self.configs for item in config.kwargs.items()]
 
@@ -146,12 +149,17 @@ class ServedList:
         return [list(filter(is_right, (live[stored] for stored in row if stored in live))) for row in rows]
 
     def unpruned(self, launch: Launch, served: ServedConfig) -> ServedConfig | None:
-        """Return the configs that the author's pruning, without the performance model, leaves for a launch; None for none."""
+        """Return the configs that the author's pruning, without the performance model, leaves for a launch; None for none.
+
+        Pruning may also make configs, so a config is found by its values.
+        """
         if not launch.autotuner.early_config_prune:
             return served
         configs = [choice.config for choice in served.choices]
-        allowed = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
-        kept = [config for config in configs if config in allowed]
+        pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
+        allowed = [(own.all_kwargs(), own) for own in pruned]
+        matches = ([own for values, own in allowed if values == config.all_kwargs()] for config in configs)
+        kept = [own[0] for own in matches if own]
         return ServedConfig.of(kept, served.count) if kept else None
 
 
@@ -473,7 +481,8 @@ class Server:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         kernel = served_list.kernel if policy == "nearest" else None
         nearest = kernel.nearest(launch.sizes(), launch.dtypes()) if kernel is not None else None
-        (configs,) = served_list.live_rows([nearest.configs if nearest is not None else ()])
+        is_pruned = bool(launch.autotuner.early_config_prune)
+        (configs,) = served_list.live_rows([nearest.configs if nearest is not None else ()], is_pruned)
         near = served_list.unpruned(launch, ServedConfig.of(configs, served_list.counts[1])) if configs else None
         label = "" if near is None else near.choices[0].label
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"

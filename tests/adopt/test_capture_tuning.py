@@ -146,6 +146,53 @@ def test_tune_lets_classes_with_different_pruned_lists_share_a_config(
     assert (group.split, [row.configs[0].kwargs for row in group.rows]) == ((), [{"BLOCK": 64}])
 
 
+MADE = """
+import triton
+import triton.language as tl
+def zeroed(named):
+    named["y_ptr"].zero_()
+def pruned(configs, named, **_):
+    for config in configs:
+        for parts in (2, 1):
+            kwargs = {"PARTS": parts, "BLOCK": min(config.kwargs["BLOCK"], 64)}
+            yield triton.Config(kwargs, num_warps=4, pre_hook=lambda named: zeroed(named))
+listed = [triton.Config({"BLOCK": 128, "PARTS": 1}), triton.Config({"BLOCK": 32, "PARTS": 1})]
+@triton.autotune(listed, ["N"], prune_configs_by={"early_config_prune": pruned})
+@triton.jit
+def added(x_ptr, y_ptr, N, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(y_ptr + places, tl.load(x_ptr + places, mask=places < N, other=0.0) / PARTS, mask=places < N)
+def step(x, y):
+    grid = lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]), meta["PARTS"])
+    added[grid](x, y, x.numel())
+    return y
+"""
+
+
+def test_configs_that_pruning_makes_are_checked_and_served_with_their_pre_hooks(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_made_configs.py").write_text(MADE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("of_made_configs")
+    monkeypatch.setattr(h200, "time_us", lambda *_: 10.0)
+    startup.capture(tmp_path / "cap")
+    module.step(torch.ones(96), torch.zeros(96))
+    startup.recorder().flush()
+    startup.uninstall()
+    (launch,) = read_capture(tmp_path / "cap").classes
+    assert [each.config.kwargs["PARTS"] for each in launch.candidates] == [2, 1, 2, 1]
+    replay = make_replay(launch, tmp_path / "cap" / CLASSES / launch.digest, "cpu", 0)
+    for candidate in launch.candidates:
+        replay.named["y_ptr"].fill_(float("nan"))
+        replay.run(candidate.config)
+        assert torch.equal(replay.named["y_ptr"], replay.named["x_ptr"])
+    assert tune_capture(tmp_path / "cap", Progress()).skipped == []
+    startup.install(tmp_path / "cap", miss="error")
+    assert torch.equal(module.step(torch.ones(96), torch.full((96,), torch.nan)), torch.ones(96))
+    assert module.added.best_config.kwargs in [each.config.kwargs for each in launch.candidates]
+
+
 APART = """
 import triton
 import triton.language as tl
