@@ -75,7 +75,7 @@ def command(
         if notes.has_compiled and not eager:
             more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
-        error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.autotuned), pattern, code)}{more}{kept}")
+        error_line(f"nothing was captured: {_reason(notes.refused, notes.autotuned, pattern, code)}{more}{kept}")
     raise typer.Exit(code or int(not is_captured and not _is_one_of_several_ranks()))
 
 
@@ -119,18 +119,21 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
     return True
 
 
-def _reason(refused: Mapping[str, str], autotuned: Sequence[str], pattern: str, code: int) -> str:
+def _reason(refused: Mapping[str, str], autotuned: Mapping[str, str], pattern: str, code: int) -> str:
     """Return why a program that ended with an exit code left no launch.
 
     refused: the kernels that were launched but not captured, with the reasons.
-    autotuned: the autotuned kernels of the program.
+    autotuned: the autotuned kernels of the program: see `ProcessNotes.autotuned`.
     pattern: of --kernel.
     """
     for kernel, reason in refused.items():
         return f"{kernel}: {reason}"
+    for kernel, subclass in autotuned.items():
+        if subclass:
+            return f"{kernel}: its autotuner is a {subclass}, whose run does not call Triton's"
     names = [kernel.rpartition(".")[2] for kernel in autotuned]
     if autotuned and not any(fnmatch.fnmatch(name, pattern) for name in (*autotuned, *names)):
         near = meant(pattern, names)
-        return f"--kernel {pattern!r} is the name of no kernel of the program: {first_of(autotuned, _SHOWN)}{near}"
+        return f"--kernel {pattern!r} is the name of no kernel of the program: {first_of(sorted(autotuned), _SHOWN)}{near}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
     return f"{ended} kernel of triton.autotune or kerneltune.autotune"

@@ -285,6 +285,26 @@ def test_capture_of_a_program_without_kernels_fails_and_writes_nothing(tmp_path:
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, message, False)
 
 
+ALONE = """
+import torch, triton, triton.language as tl
+class Alone(triton.runtime.Autotuner):
+    def run(self, *args, **kwargs):
+        return self.fn.run(*args, **kwargs, N=8)
+@triton.jit
+def doubled(x_ptr, N: tl.constexpr):
+    places = tl.arange(0, N)
+    tl.store(x_ptr + places, 2 * tl.load(x_ptr + places))
+Alone(doubled, doubled.arg_names, [triton.Config({"N": 8})], [], None, None)[(1,)](torch.ones(8))
+"""
+
+
+def test_capture_of_autotuners_with_a_run_of_their_own_fails_with_their_class(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "alone.py")
+    reason = "__main__.doubled: its autotuner is a __main__.Alone, whose run does not call Triton's"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"nothing was captured: {reason}")
+
+
 @pytest.mark.parametrize(("variable", "count", "code"), [("WORLD_SIZE", "2", 0), ("SLURM_STEP_NUM_TASKS", "1", 1)])
 def test_rank_without_kernels_does_not_end_the_job_of_its_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, count: str, code: int
