@@ -54,7 +54,7 @@ LARGEST_LOSS, LARGEST_GRADIENT, LARGEST_NOISE = 0.01, 0.35, 5e-3
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLA_CACHE_DIR")
 IMPORTS = 2.2
 """Seconds that serving, and the checks of `tune`, are expected to take, times the seconds of the capture."""
-LIMITS_S = {"fla": 210, "liger": 150, "torchao": 150}
+LIMITS_S = {"fla": 210, "liger": 150, "torchao": 150, "gemlite": 240, "gems": 240, "conch": 150}
 """Seconds of items by the beginning of their names, where more than --limit: their packages take 20 s to import."""
 NOTHING_TO_CONVERT = ("falcon",)
 """Models whose linear layers have forward passes of their own; conversion names each with this reason."""
@@ -265,6 +265,10 @@ ITEMS: dict[str, Callable[[Item], None]] = {
     **{f"fla-{name}": adopted("fla_layer.py", name) for name in LAYERS},
     **{f"liger-{name}": adopted("liger_losses.py", name, plain=True) for name in ("losses", "norms", "elementwise")},
     **{f"torchao-{name}": adopted("torchao_casts.py", name, plain=True) for name in ("blockwise", "mx", "attention")},
+    **{f"sage-{name}": adopted("sage_attention.py", name, plain=True) for name in ("dense", "varlen")},
+    **{f"gemlite-{name}": adopted("gemlite_layers.py", name, plain=True) for name in ("int8", "int4")},
+    **{f"conch-{name}": adopted("conch_kernels.py", name, plain=True) for name in ("decode", "products", "vision")},
+    **{f"gems-{name}": adopted("flag_gems_ops.py", name, plain=True) for name in ("norms", "products")},
     **{f"fp8-{kind}": converted(kind) for kind in MODELS},
     **{f"fp8-size-{hidden}": converted("size", str(hidden)) for hidden in SIZES},
 }
