@@ -130,22 +130,28 @@ def configs_digest(configs: Sequence[Any]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
-def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:
+def live_configs(
+    listed: Sequence[Any], wanted: Iterable[StoredConfig], *, without_hooks: bool = False
+) -> dict[StoredConfig, Any]:
     """Return the config objects of an autotuner's list, and of other wanted configs, by their values.
 
     An object of the list stands for a wanted config of its values, so that its pre_hook survives. Another config is made with the
-    pre_hook that all configs of the list share; it is left out if their pre_hooks differ, if it needs one and they have none, or if
-    a function in it has changed.
+    pre_hook that all configs of the list share; it is left out if their pre_hooks differ, if it needs one and they have none, or
+    if a function in it has changed.
+
+    without_hooks: whether to make all other wanted configs without a pre_hook, because the author's pruning makes them anew.
     """
     live: dict[StoredConfig, Any] = {}
     for config in listed:
         with suppress(NotRecordableError):
             live.setdefault(StoredConfig.of(config), config)
     pre_hooks = {getattr(config, "pre_hook", None) for config in listed}
-    for stored in wanted if len(pre_hooks) == 1 else ():
-        if stored not in live and stored.pre_hook == (None not in pre_hooks):
+    shared = None if without_hooks else next(iter(pre_hooks), None)
+    for stored in wanted:
+        fits = len(pre_hooks) == 1 and stored.pre_hook == (shared is not None)
+        if stored not in live and (fits or without_hooks):
             with suppress(Exception):  # of the import of a function's module
-                live[stored] = stored.live(*pre_hooks)
+                live[stored] = stored.live(shared)
     return live
 
 

@@ -139,7 +139,7 @@ class ServedList:
         config of the list has are left out, because the value may be wrong here.
         """
         wanted = [stored for row in rows for stored in row]
-        live = ({stored: stored.live() for stored in wanted} if made_by_pruning else {}) | live_configs(self.configs, wanted)
+        live = live_configs(self.configs, wanted, without_hooks=made_by_pruning)
         is_tuned = self.kernel is not None and self.kernel.configs == configs_digest(self.configs)
         values = [item for config in self.configs for item in config.kwargs.items()]
 
