@@ -87,11 +87,13 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     The L2 is cold, unless the inputs are so small that it cannot be.
     """
     import torch
+    from torch.utils._pytree import tree_leaves, tree_map
 
     from kerneltune.measuring.check import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation, throttled
 
-    tensors = [sum(value.nbytes for value in args if isinstance(value, torch.Tensor)) for _name, _run, args in sides]
+    leaves = [tree_leaves(list(args)) for _name, _run, args in sides]
+    tensors = [sum(value.nbytes for value in of_side if isinstance(value, torch.Tensor)) for of_side in leaves]
     try:
         counts = [rotation(POLICIES["cold"], used, device.current().l2_bytes, gpu_free_bytes()) for used in tensors]
         policy = POLICIES["cold"]
@@ -100,7 +102,7 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     contenders = {}
     for number, ((name, run, args), count) in enumerate(zip((*sides, sides[0]), (*counts, counts[0]), strict=True)):
         try:
-            sets = [[value.clone() if isinstance(value, torch.Tensor) else value for value in args] for _ in range(count)]
+            sets = [tree_map(copied, list(args)) for _ in range(count)]
             contenders[str(number)] = Contender(partial(_call, run, sets), count, policy)
         except Exception as error:  # a callable may fail in any way
             pytest.fail(f"kernel_time: {name}: cannot be timed: {first_line(error)}", pytrace=False)
@@ -146,16 +148,21 @@ def kernel_check() -> Callable[..., None]:
 def _check(
     run: Callable[..., Any], reference: Callable[..., Any], args: Sequence[Any], *, rtol: float = 1e-5, atol: float = 0.0
 ) -> None:
-    """Fail the test if outputs on poisoned memory disagree with the reference, or if an input is overwritten.
+    """Fail the test if outputs on poisoned memory disagree with the reference, or if an input is overwritten and is no output.
 
-    A second run has half of each value, so that a result or a buffer kept from the first run is found.
+    A second run has half of each value, so that a result or a buffer kept from the first run is found. Tensors in lists, tuples
+    and dicts are arguments as well.
     """
+    import torch
+    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
     from kerneltune.kernel_lib.agreement import check_tolerance, close
     from kerneltune.measuring.check import Checker, Outcome
+    from kerneltune.source_modules import unwrapped
     from kerneltune.spec import Case, Op, Traffic, Variant
 
     def compare(_case: "Case", _inputs: "Inputs", got: "Outputs", want: "Outputs") -> list[str]:
-        if not want or list(got) != list(want):
+        if not want or got.keys() != want.keys():
             return [f"outputs: {', '.join(got) or 'none'}: expected {', '.join(want) or 'one, the reference gives none'}"]
         return [line for name in want for line in close(name, got[name], want[name], rtol, atol)]
 
@@ -166,29 +173,42 @@ def _check(
         check_tolerance(rtol, atol)
     except ValueError as error:
         pytest.fail(f"kernel_check: {name}: {error}", pytrace=False)
-    variant = Variant("kernel", lambda given, _config: _named(run(*given.values())))
+    leaves, structure = tree_flatten_with_path(list(args))
+    named = {f"argument {keystr(path)[1:].replace(']', '', 1)}": value for path, value in leaves}  # [0][2] is argument 0[2]
+    for argument, value in named.items():
+        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+            text = f"{argument}: {value.layout} on {value.device}: expected a dense tensor with values"
+            pytest.fail(f"kernel_check: {name}: {text}", pytrace=False)
+
+    def call(function: Callable[..., Any], inputs: "Inputs") -> "Outputs":
+        return _named(function(*tree_unflatten(inputs.values(), structure)))
+
+    variant = Variant("kernel", lambda inputs, _config: call(run, inputs))
     op = Op(
-        name=name, axes=(), dtypes=("any",), module=__name__, variants=(variant,), compare=compare,
-        inputs=lambda _case, seed=0, **_: {f"argument {n}": _halved(value) if seed else value for n, value in enumerate(args)},
-        reference=update_wrapper(lambda given: _named(reference(*given.values())), reference),
+        name=name, axes=(), dtypes=("any",), variants=(variant,), compare=compare,
+        module=str(getattr(unwrapped(run), "__module__", "")),
+        inputs=lambda _case, seed=0, **_: {name: copied(value, 0.5) if seed else value for name, value in named.items()},
+        reference=update_wrapper(lambda inputs: call(reference, inputs), reference),
         traffic=lambda _case: Traffic(0, 0),
     )  # fmt: skip
-    checker = Checker.make(op, case)
+    checker = Checker.make(op, case, keeps_all=True)
     outcome = checker if isinstance(checker, Outcome) else checker.check(variant, None, runs=2)
     if outcome.status != "checked":
         reason = outcome.reason.removesuffix(f", for {name} {case.label}")
         pytest.fail(f"kernel_check: {name}: {reason}", pytrace=False)
 
 
-def _halved(value: Any) -> Any:
-    """Return a copy of a tensor with half of each value and the same strides; return everything else as it is."""
+def copied(value: Any, factor: float = 1.0) -> Any:
+    """Return a copy of a dense tensor with the same strides, of real numbers times a factor; return everything else as it is."""
     import torch
 
-    kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if not isinstance(value, torch.Tensor) or value.dtype not in kinds or 0 in value.stride():
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
         return value
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return copy.copy_(value.detach()).mul_(0.5).requires_grad_(value.requires_grad)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    memory = value.detach().as_strided((extent,), (1,)).clone()
+    if factor != 1.0 and value.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        memory.mul_(factor)
+    return memory.as_strided(value.shape, value.stride()).requires_grad_(value.requires_grad)
 
 
 def _named(outputs: Any) -> dict[str, Any]:

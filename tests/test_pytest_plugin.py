@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,38 @@ def test_kept(kernel_check):
         return KEPT[0]
     kernel_check(kept, lambda x: x * 2, [torch.randn(50)])
 
+def test_vector_overwritten(kernel_check):
+    kernel_check(lambda x: x.mul_(2).clone(), lambda x: x * 2, [torch.randn(50)])
+
+def test_overwritten_in_a_list(kernel_check):
+    kernel_check(lambda pair: pair["x"][1].mul_(2).clone(), lambda pair: pair["x"][1] * 2, [{"x": [3, torch.randn(50)]}])
+
+def test_kept_of_a_list(kernel_check):
+    kept = []
+    def keep(values):
+        kept.append(double(values[0]))
+        return kept[0]
+    kernel_check(keep, lambda values: values[0] * 2, [[torch.randn(50)]])
+
+def test_kept_of_an_expanded_tensor(kernel_check):
+    kept = []
+    def keep_sum(x):
+        kept.append(x + 1)
+        return kept[0]
+    kernel_check(keep_sum, lambda x: x + 1, [torch.ones(1).expand(50)])
+
+def test_raises(kernel_check):
+    def broken(x):
+        raise RuntimeError("no such layout")
+    kernel_check(broken, lambda x: x, [torch.randn(50)])
+
+@pytest.mark.parametrize("given", [torch.ones(4, device="meta"), torch.ones(4).to_sparse()])
+def test_without_values(kernel_check, given):
+    kernel_check(lambda x: x, lambda x: x, [given])
+
+def test_outputs_in_another_order(kernel_check):
+    kernel_check(lambda x: {"a": x * 2, "b": x}, lambda x: {"b": x, "a": x * 2}, [torch.randn(50)])
+
 def test_time(kernel_time):
     assert kernel_time(double, [torch.randn(50)]) <= 1.02 * kernel_time(double, [torch.randn(50)])
 """
@@ -83,12 +116,13 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=200
     )
     text = done.stdout
-    assert "14 failed, 2 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
+    assert "21 failed, 3 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
     assert "kernel_check: double: output: 1 of 50 wrong, first at (49,): nan, expected " in text
     assert "kernel_check: <lambda>: inputs: argument 0 was overwritten, and is no output" in text
     assert "reference: AttributeError: " in text or "reference: 'Tensor' object has no attribute 'no_such_name'" in text
     assert "outputs: output 0, output 1: expected output" in text
-    assert "kernel_check: kept: run 2: output: 50 of 50 wrong" in text
+    for name in ("kept", "keep", "keep_sum"):
+        assert f"kernel_check: {name}: run 2: output: 50 of 50 wrong" in text
     for line in (
         "<lambda>: outputs: none: expected one, the reference gives none",
         "<lambda>: output: NoneType: expected a tensor",
@@ -98,11 +132,28 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         "double: rtol: nan: expected a number from 0 to below 1",
         "double: rtol: 1.0: expected a number from 0 to below 1",
         "double: atol: -1: expected a number from 0 to below inf",
+        "<lambda>: inputs: argument 0['x'][1] was overwritten, and is no output",
+        "broken: the launch failed: test_users.py:",
+        "<lambda>: argument 0: torch.strided on meta: expected a dense tensor with values",
+        "<lambda>: argument 0: torch.sparse_coo on cpu: expected a dense tensor with values",
     ):
         assert f"kernel_check: {line}" in text, text[-3000:]
     assert "kernel_check: int: expected a list of arguments" in text
     assert "kernel_check: 3: expected a function" in text
     assert "kernel_time needs a GPU: times of the interpreter mean nothing" in text
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda x: x, lambda x: x[:, ::2], lambda x: x.T, lambda x: x[:1].expand(4, 9), lambda x: x.unfold(1, 4, 2), lambda x: x[:0]],
+)
+def test_copy_of_an_argument_has_its_strides_and_values(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = made(torch.randn(7, 9))
+    copies = pytest_plugin.copied(x), pytest_plugin.copied(x, 0.5)
+    assert [copy.stride() for copy in copies] == [x.stride()] * 2
+    assert torch.equal(copies[0], x)
+    assert torch.equal(copies[1], x / 2)
+    assert not x.numel() or copies[0].data_ptr() != x.data_ptr()
 
 
 def test_plugin_is_an_entry_point_and_imports_neither_torch_nor_triton() -> None:

@@ -105,6 +105,7 @@ class Checker:
     Args:
         first_seen: how variants gave their outputs in the cases checked so far; checkers of several cases share it.
         has_gaps: whether inputs of a second run have gaps between rows, if host code accepts them.
+        keeps_all: whether every input must keep its values, also vectors of few elements and large inputs.
 
     Raises:
         CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `errors` let the
@@ -112,9 +113,17 @@ class Checker:
     """
 
     def __init__(
-        self, op: Op, case: Case, device: str, seed: int = 0, first_seen: FirstSeen | None = None, has_gaps: bool = False
+        self,
+        op: Op,
+        case: Case,
+        device: str,
+        seed: int = 0,
+        first_seen: FirstSeen | None = None,
+        has_gaps: bool = False,
+        keeps_all: bool = False,
     ) -> None:
         self.op, self.case, self._device, self._seed, self._has_gaps = op, case, device, seed, has_gaps
+        self._keeps_all = keeps_all
         self._first_seen = FirstSeen() if first_seen is None else first_seen
         asked, field = op.inputs, "inputs"
         where = f"for {op.name} {case.label}"
@@ -139,19 +148,20 @@ class Checker:
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.inputs.items():
-            if isinstance(value, torch.Tensor) and value.nbytes <= _KEPT_BYTES:
+            if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _KEPT_BYTES):
                 yield name, value
 
     def _overwritten(self, outputs: object) -> list[str]:
-        """Return a line for each input that a run changed, except short vectors and inputs that are also outputs."""
+        """Return a line for each input that a run changed, except inputs that are also outputs, and perhaps short vectors."""
         given = outputs.values() if isinstance(outputs, Mapping) else ()
         places = {tensor.untyped_storage().data_ptr() for tensor in given if isinstance(tensor, torch.Tensor)}
-        large = [
-            (n, v) for n, v in self._kept() if (v.ndim > 1 or v.numel() > _FEW) and v.untyped_storage().data_ptr() not in places
+        judged = [
+            (name, value)
+            for name, value in self._kept()
+            if (self._keeps_all or value.ndim > 1 or value.numel() > _FEW) and value.untyped_storage().data_ptr() not in places
         ]
-        return [
-            f"inputs: {name} was overwritten, and is no output" for name, v in large if not _same(v, self.inputs_before[name])
-        ]
+        changed = [name for name, value in judged if not _same(value, self.inputs_before[name])]
+        return [f"inputs: {name} was overwritten, and is no output" for name in changed]
 
     def _sometimes_in_place(self, variant: Variant, outputs: Outputs) -> list[str]:
         """Return a line for an output that a variant writes over an input in this case, and not in an earlier case, or inversely.
@@ -199,11 +209,11 @@ class Checker:
 
     @classmethod
     def make(
-        cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, has_gaps: bool = False
+        cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool
     ) -> "Checker | Outcome":
         """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
         try:
-            return affordable(partial(cls, op, case, device, first_seen=first_seen, has_gaps=has_gaps))
+            return affordable(partial(cls, op, case, device, first_seen=first_seen, **options))
         except CaseError as error:
             return Outcome("failed", str(error))
 
@@ -229,7 +239,8 @@ class Checker:
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
             try:
-                checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run, self._first_seen)
+                again = partial(Checker, self.op, self.case, self._device, self._seed + run, self._first_seen)
+                checker = again(keeps_all=self._keeps_all) if run else self
             except CaseError as error:
                 return [f"run {run + 1}: {error}"]
             outputs, lines = (checker.run_with_gaps if run and self._has_gaps else checker.run)(variant, config)
