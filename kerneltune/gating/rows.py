@@ -71,6 +71,7 @@ class Change:
     """Hold the two records of a row and their difference.
 
     Attributes:
+        log: log(new time / old time); a time that is a tiny part of the other has a log, but no slowdown above -1.
         low, high: 95 % interval of the slowdown; `unseen` is a slowdown between processes that the interval may lack.
         p: p-value of the hypothesis that the new side is not slower.
         basis: number of processes that the interval comes from; empty for one process a side.
@@ -78,12 +79,17 @@ class Change:
 
     old: Record
     new: Record
-    slowdown: float
+    log: float
     low: float
     high: float
     p: float
     basis: str
     unseen: float = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """Return new time / old time - 1."""
+        return math.expm1(self.log)
 
     @property
     def us(self) -> float:
@@ -144,8 +150,9 @@ def _group_shift(rows: Sequence[Change]) -> Shift:
 
     Its error adds the larger of two spreads over rows (of the slowdowns, of their intervals) and the spread of process means.
     """
-    logs = np.array([math.log1p(change.slowdown) for change in rows])
-    of_rows = np.array([(math.log1p(change.high) - math.log1p(max(change.low, -0.9))) / 4 for change in rows])
+    logs = np.array([change.log for change in rows])
+    bounds = np.array([(change.low, change.high) for change in rows])  # (rows, 2)
+    of_rows = np.diff(np.log1p(np.maximum(bounds, -0.9)))[:, 0] / 4
     spread = max(float(logs.std(ddof=1)), float(np.sqrt(np.square(of_rows).mean())))
     errors, freedom = [spread / math.sqrt(len(rows))], len(rows) - 1
     for side in ("old", "new"):

@@ -234,7 +234,7 @@ def _widened(changes: list[Change]) -> list[Change]:
     def is_lone(change: Change) -> bool:
         return not change.basis and not _same_measurement(change.old, change.new)
 
-    logs = [math.log1p(change.slowdown) for change in changes if is_lone(change)]
+    logs = [change.log for change in changes if is_lone(change)]
     if len(logs) < _SPREAD_ROWS:
         return [replace(change, unseen=_UNSEEN) if is_lone(change) else change for change in changes]
     middle = median(logs)
@@ -266,10 +266,10 @@ def _change(old: Record, new: Record, by_process: Shift | None) -> Change:
         return Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
     if by_process is not None:
         basis = f"{len(old.samples_us or ())} and {len(new.samples_us or ())} processes"
-        return Change(old, new, by_process.slowdown, *by_process.bounds, by_process.p_slower, basis)
+        return Change(old, new, by_process.log, *by_process.bounds, by_process.p_slower, basis)
     before, after = (Interval(us_of(side), side.ci_low_us or 0.0, side.ci_high_us or 0.0) for side in (old, new))
     shift = interval_shift(before, after)
-    return Change(old, new, shift.slowdown, after.low / before.high - 1, after.high / before.low - 1, shift.p_slower, "")
+    return Change(old, new, shift.log, after.low / before.high - 1, after.high / before.low - 1, shift.p_slower, "")
 
 
 def _not_compared(old: Record | None, new: Record | None, new_setups: Collection[tuple[str, str]], peers: bool) -> GateRow | None:

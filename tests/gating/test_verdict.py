@@ -51,6 +51,16 @@ def test_gate_change_has_the_bounds_of_both_intervals() -> None:
     assert row.change.high == pytest.approx(112 / 99 - 1)
 
 
+@pytest.mark.parametrize("us", [1e-300, 1e15])
+def test_gate_of_times_without_proportion_gives_a_verdict(us: float) -> None:
+    """A ratio of 1e-302 less 1 is -1 in floating point, whose logarithm does not exist."""
+    sizes = [{"axes": {"M": size, "N": 8}} for size in range(1, 13)]
+    old, new = ([record(time_us, spread=0.0, **size) for size in sizes] for time_us in (100.0, us))
+    answer = gate(old, new, 0.03)
+    assert {row.verdict for row in answer.rows} == {"faster" if us < 1 else "regression"}
+    assert gate(old[:1], new[:1], 0.03).exit_code == answer.exit_code
+
+
 def test_gate_of_a_missing_skipped_or_failed_row_exits_with_1() -> None:
     kept = record(quant="none")
     missing = gate([record(), kept], [kept], 0.03)
