@@ -39,7 +39,9 @@ CHECK_SUFFIX = ".check.jsonl"
 T = TypeVar("T")
 K = TypeVar("K")
 
-_Time = Annotated[float, Meta(gt=0, le=MOST)]
+_LEAST_US = 1e-6
+"""Least time of a record in µs, below a clock cycle of any GPU: ratios of times stay finite."""
+_Time = Annotated[float, Meta(ge=_LEAST_US, le=MOST)]
 _Rounds = Annotated[Sequence[_Time], Meta(min_length=1)]
 
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device", "family")
@@ -398,6 +400,8 @@ def _check_status(record: Record) -> None:
         if not getattr(record, name):
             raise bad(name, getattr(record, name), "a value above 0 where the status is 'passed'")
     low, time_us, high = float(record.ci_low_us or 0), float(record.time_us or 0), float(record.ci_high_us or 0)
+    if low < _LEAST_US:
+        raise bad("ci_low_us", record.ci_low_us, f"at least {_LEAST_US:g} µs")
     if low > high:
         raise bad("ci_low_us", record.ci_low_us, f"at most ci_high_us = {record.ci_high_us!r}")
     if not low <= time_us <= high:

@@ -51,11 +51,11 @@ def test_gate_change_has_the_bounds_of_both_intervals() -> None:
     assert row.change.high == pytest.approx(112 / 99 - 1)
 
 
-@pytest.mark.parametrize("us", [1e-300, 1e15])
+@pytest.mark.parametrize("us", [1e-6, 1e15])
 def test_gate_of_times_without_proportion_gives_a_verdict(us: float) -> None:
-    """A ratio of 1e-302 less 1 is -1 in floating point, whose logarithm does not exist."""
+    """A ratio of 1e-18 less 1 is -1 in floating point, whose logarithm does not exist."""
     sizes = [{"axes": {"M": size, "N": 8}} for size in range(1, 13)]
-    old, new = ([record(time_us, spread=0.0, **size) for size in sizes] for time_us in (100.0, us))
+    old, new = ([record(time_us, spread=0.0, **size) for size in sizes] for time_us in (1e12, us))
     answer = gate(old, new, 0.03)
     assert {row.verdict for row in answer.rows} == {"faster" if us < 1 else "regression"}
     assert gate(old[:1], new[:1], 0.03).exit_code == answer.exit_code
