@@ -58,7 +58,8 @@ def command(
     case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a
     tolerance may allow.
 
-    Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if --stale finds no records.
+    Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if every row is skipped, or if --stale
+    finds no records.
     """
     folder = o.capture_of(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers}
@@ -102,6 +103,9 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
         show_wrapped(line)
     for path in swept.files:
         note(f"wrote {path}")
+    if all(record.status == "skipped" for record in swept.records):
+        reasons = first_of(dict.fromkeys(record.reason for record in swept.records), 1)
+        raise ValueError(f"{plan.sweep.path}: nothing checked: {counted(len(swept.records), 'row')} skipped: {reasons}")
     end_if_failed(r for r in swept.records if not plan.ops[r.op].variant(r.variant).is_peer)
 
 

@@ -82,6 +82,16 @@ def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(campaign:
     ]
 
 
+def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(campaign: dict[str, Any], tmp_path: Path) -> None:
+    reasons = ["needs 9 bytes, 8 are free", "no fp8"]
+    campaign["answer"] = [record(variant=reason[:2], **{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert "\n2 skipped\n" in result.stdout
+    last = result.stderr.splitlines()[-1]
+    assert last.endswith("sweeps/rmsnorm.yaml: nothing checked: 2 rows skipped: needs 9 bytes, 8 are free and 1 more")
+    assert result.exit_code == 2
+
+
 def test_sweep_exits_with_1_if_an_own_variant_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
     failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
     campaign["answer"] = [record(), record(variant="optimized", **failed)]
