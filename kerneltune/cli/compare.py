@@ -57,7 +57,7 @@ def command(
             deliver(join_tables(own, style, width()), output)
             return
         if a is None:
-            first, second = default_pair([record for record in records if record.role != "part"])
+            first, second = default_pair([record for record in selected(records, wanted) if record.role != "part"])
             a, b = first, b or second
         assert b is not None  # without A there is a default of B
         of_a, of_b = _side(a, records, wanted), _side(b, records, wanted)

@@ -270,6 +270,17 @@ def test_compare_of_a_known_family_without_records_suggests_no_other_family(writ
         assert refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", family).endswith(hint)
 
 
+def test_compare_without_names_chooses_a_among_the_selected_operators(write: Callable[..., Path]) -> None:
+    other = {"op": "rmsnorm_bwd", "family": "rmsnorm"}
+    rows = [
+        row
+        for n in (1, 2)
+        for row in (record(60.0, variant="quack", role="peer", axes={"N": n}, **other), *both(axes={"N": n}, **other))
+    ]
+    path = write("a.jsonl", *both(), *rows)
+    assert run("compare", "--op", "rmsnorm_fwd", "--from", path).stdout.startswith("A: baseline; B: optimized")
+
+
 def test_compare_without_names_sets_ours_against_the_best_peer(write: Callable[..., Path]) -> None:
     peers = [record(70.0, variant="liger", role="peer"), record(60.0, variant="quack", role="peer")]
     path = write("a.jsonl", *both(), *peers)
