@@ -464,7 +464,7 @@ class Counters:
         """
         if self._folder is None:
             return bytearray(size)
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{os.getpid()}-{id(self):x}{SUFFIX}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

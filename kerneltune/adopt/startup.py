@@ -222,7 +222,8 @@ def recorder() -> Any:
 
 
 def uninstall() -> None:
-    """Put Triton's own methods back, and the authors' lists."""
+    """Put Triton's own methods back, and the authors' lists; start nothing that still waits for an import."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Waiting)]
     for name, kind in _PATCHED.items():
         owner = getattr(sys.modules.get(name), kind, None)
         for method in ("run", "__init__") if owner is not None else ():

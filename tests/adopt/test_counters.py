@@ -44,14 +44,14 @@ def test_counts_of_a_forked_process_go_to_its_own_file(tmp_path: Path) -> None:
 
 
 def test_counts_of_more_names_than_a_file_holds_are_kept(tmp_path: Path) -> None:
-    counters = Counters(tmp_path)
+    counters = Counters(tmp_path / "runs" / "today")
     for number in range(600):
         slot = counters.slot(f"kernel {number}")
         for _ in range(number % 3):
             counters.add(slot)
     expected = {f"kernel {number}": number % 3 for number in range(600)}
     assert counters.by_name() == expected
-    assert read_counts(tmp_path.glob(f"*{SUFFIX}")) == expected
+    assert read_counts(tmp_path.glob(f"runs/today/*{SUFFIX}")) == expected
 
 
 def test_counts_of_a_folder_that_cannot_be_made_are_kept_in_memory(tmp_path: Path) -> None:

@@ -105,3 +105,13 @@ def test_serving_with_wrong_options_in_the_environment_warns_in_one_line(tmp_pat
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "1\n", 1)
     assert "not started: KERNELTUNE_ADOPT_OPTIONS: 'many': expected options as a JSON object" in done.stderr
+
+
+def test_serving_that_is_uninstalled_before_the_program_imports_triton_serves_nothing(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    code = (
+        "import sys; from kerneltune.adopt import startup; startup.install(sys.argv[1]); startup.uninstall();"
+        "from triton.runtime.autotuner import Autotuner; print(Autotuner.run.__module__, startup.server())"
+    )
+    done = run_python(code, str(tmp_path), TRITON_INTERPRET="1")
+    assert done.stdout == "triton.runtime.autotuner None\n", done.stderr
