@@ -41,24 +41,26 @@ def is_interpreted() -> bool:
 def device_slug() -> str:
     """Return the GPU's name as a folder; `interpreter` where kernels are interpreted.
 
-    Because a program may fork before it starts CUDA, until then the driver's first GPU stands for the GPU that will be used. The
-    name is empty if the driver knows no GPU.
+    Because a program may fork before it starts CUDA, until then the driver's GPUs stand for the GPU that will be used. The name
+    is empty if the driver knows no GPU, or GPUs of several models.
     """
     torch: Any = sys.modules.get("torch")  # torch may be imported later
     if is_interpreted():
         return device.INTERPRETER
-    return device.slug(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else _first_gpu()
+    return device.slug(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else _only_model()
 
 
 @cache
-def _first_gpu() -> str:
+def _only_model() -> str:
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return device.slug(str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))))
-    except Exception:  # no NVIDIA driver, or no GPU
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        (name,) = {str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
+    except Exception:  # no NVIDIA driver, no GPU, or GPUs of several models
         return ""
+    return device.slug(name)
 
 
 def main_name(module: str) -> str:
