@@ -61,6 +61,9 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
     """
+    for path in (plan.journal("check"), plan.options.records_folder / f"{plan.family}.jsonl"):
+        if path.exists():
+            records.load(path)  # a file that cannot be merged with is an error before the work
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         campaign = _Campaign(plan, progress, worker)
         if plan.options.mode == "check" or not device.current().is_gpu:

@@ -181,5 +181,5 @@ def require_case(selection: Selection, file: object, entries: Sequence[SweepCase
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
         cases = {entry.case.name for entry in entries}
         hint = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
-        raise ValueError(f"{file}: no case with {wanted}{hint}")
+        raise ValueError(f"{file}: {f'no case with {wanted}' if wanted else 'no bench case'}{hint}")
     return chosen

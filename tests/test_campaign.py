@@ -123,6 +123,18 @@ def test_check_file_keeps_every_config_of_the_last_check_of_a_case(
     assert kept() == {512: "", 1024: "", 4096: ""}
 
 
+@pytest.mark.parametrize("name", ["tiny.check.jsonl", "tiny.jsonl"])
+def test_sweep_beside_a_broken_file_of_records_raises_before_it_checks(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = options.results / "runs" / "interpreter" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    monkeypatch.setattr(cpu_checks, "check_on_cpu", lambda *_: pytest.fail("checked"))
+    with pytest.raises(ValueError, match=rf"{name}:1: JSON: truncated"):
+        run(stream_sweep, options)
+
+
 def test_quick_sweep_keeps_failed_further_configs_of_the_cases_that_it_checks(stream_sweep: Selection, options: Options) -> None:
     path = run_sweep(load_plan(OPS, stream_sweep, options), Progress()).files[0]
     odd, even = records.load(path)

@@ -350,6 +350,13 @@ def test_sweep_stale_of_a_selection_without_a_case_raises(
     assert (result.exit_code, result.stderr) == (2, f"error: {where}: no case with case=nope\n")
 
 
+def test_sweep_stale_of_a_family_without_bench_cases_raises(tmp_path: Path) -> None:
+    path = tmp_path / "checks.yaml"
+    path.write_text("family: checks\nops: [stream]\ncheck: [{name: one, read: 8, write: 8}]\n")
+    result = CliRunner().invoke(app, ["sweep", str(path), "--stale", "--results", str(tmp_path)])
+    assert (result.exit_code, result.stderr) == (2, f"error: {path}: no bench case\n")
+
+
 def test_config_of_a_variant_that_is_not_here_is_neither_stale_nor_dropped(selection: Selection, options: Options) -> None:
     path = cache.path_of("stream", GPU, options.configs)
     path.write_text(path.read_text().replace(f'"variant": "{OPS["stream"].variants[0].name}"', '"variant": "of_a_plugin"'))
