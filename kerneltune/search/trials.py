@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -163,7 +164,7 @@ def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool 
 
 def newest_trials(path: Path) -> dict[TaskKey, dict[Knobs, Evaluation]]:
     """Return the trials of a store by task, the oldest first: of a variant those with the fingerprint of its newest trial."""
-    trials = sorted(history(path), key=lambda trial: trial.evaluation.date)
+    trials = history(path)
     newest = {trial.key.variant: trial.fingerprint for trial in trials}
     by_task: dict[TaskKey, dict[Knobs, Evaluation]] = {}
     for trial in trials:
@@ -186,12 +187,13 @@ def _study_name(about: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) 
 
 
 def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) -> Iterator[Trial]:
-    """Yield the finished trials of a journal, study by study, in the order of evaluation.
+    """Yield the finished trials of a journal in the order of the file, which a clock that jumps leaves as it is.
 
     read: study -> number of its trials that were yielded before, which are left out; the numbers are brought up to date.
     """
     if storage is None:
         return
+    unread: list[tuple[int, Mapping[str, Any], FrozenTrial]] = []
     for study in storage.get_all_studies():
         if not study.user_attrs.keys() >= set(_ABOUT):
             continue  # another program's study, or a study that was interrupted before its first trial
@@ -199,8 +201,11 @@ def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) ->
         trials = storage.get_all_trials(number, deepcopy=False)
         begin, read[number] = read.get(number, 0), len(trials)
         for trial in trials[begin:]:
-            if trial.state.is_finished() and "status" in trial.user_attrs:
-                yield _trial(study.user_attrs, trial, path)
+            order = storage.get_trial_id_from_study_id_trial_number(number, trial.number)
+            unread.append((order, study.user_attrs, trial))
+    for _order, about, trial in sorted(unread, key=itemgetter(0)):
+        if trial.state.is_finished() and "status" in trial.user_attrs:
+            yield _trial(about, trial, path)
 
 
 def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:

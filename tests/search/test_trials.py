@@ -281,6 +281,20 @@ def test_trials_of_a_case_are_one_study_whose_knobs_offer_what_the_space_does(pa
     assert len(TrialStore(path, **FINGERPRINT)) == 7
 
 
+def test_last_trial_of_a_config_counts_across_studies_and_clocks(path: Path) -> None:
+    variant = replace(VARIANT, space=lambda _case: {"block": (1, 2), "fast": (True,)})
+    task, config = Task(OP, CASE, variant), Knobs(1, True)
+    open_store(path, driver="0.9").put(task, config, Evaluation("passed", 3.0, date="2026-11-01T00:00:04+00:00"))
+    open_store(path).put(task, Knobs(2, True), Evaluation("passed", 3.0, date="2026-11-01T00:00:03+00:00"))
+    widened = task.widened((("block", ("4",)),))
+    open_store(path).put(widened, config, Evaluation("crashed", date="2026-11-01T00:00:02+00:00"))
+    last = Evaluation("passed", 1.0, date="2026-11-01T00:00:01+00:00")
+    TrialStore(path, retries_transient=True, **FINGERPRINT).put(task, config, last)
+    for retries in (False, True):
+        assert TrialStore(path, retries_transient=retries, **FINGERPRINT).get(task, config) == last
+    assert list(newest_trials(path)[task.key].values()) == [Evaluation("passed", 3.0), last]
+
+
 def test_store_ignores_trials_of_another_source_or_driver(path: Path) -> None:
     (config, *_) = filled(path, 2)
     for changes in ({"source_hash": "def"}, {"driver": "2.0"}, {"torch": "3"}):
