@@ -24,6 +24,7 @@ from kerneltune.files import (
     data_root,
     decode,
     decode_versioned,
+    is_missing,
     locked,
     read_bytes,
     replace_text,
@@ -124,7 +125,7 @@ def read_roots(root: Path | None = None) -> list[Path]:
 def readable(file: Path, root: Path | None = None) -> Path:
     """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read, or would be if it existed."""
     paths = [folder / file for folder in read_roots(root)]
-    return next((path for path in paths if path.exists()), paths[-1])
+    return next((path for path in paths if os.path.exists(path)), paths[-1])  # not of a folder that this user may not read
 
 
 def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
@@ -135,7 +136,7 @@ def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
 def load(op_name: str, device_slug: str, root: Path | None = None) -> list[CacheEntry]:
     """Return the readable entries of an operator, and warn once of entries that cannot be read."""
     path = path_of(op_name, device_slug, root)
-    if not path.exists():
+    if is_missing(path):
         return []
     entries, errors = _scan(path)
     _warn_of(errors)
@@ -406,7 +407,7 @@ def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
 
     The interpreter takes no other folder, because nothing is tuned for it.
     """
-    if gpu == device.INTERPRETER or path_of(op, gpu, root).exists():
+    if gpu == device.INTERPRETER or not is_missing(path_of(op, gpu, root)):
         return gpu
     others = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)

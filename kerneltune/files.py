@@ -65,6 +65,17 @@ def written_root(folder: str) -> Path:
     return data_root(folder) if in_checkout() else Path(folder)
 
 
+def is_missing(path: Path) -> bool:
+    """Return whether there is surely no such file; a file in a folder that this user may not read may be there."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
     """Return the content of a regular file; never waits for a pipe."""
     with opened(path, largest) as file:
@@ -204,7 +215,8 @@ def locked(path: Path) -> Iterator[None]:
     with writing(path):
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        _wait(descriptor, path)
+        with writing(path):  # a file system without locks
+            _wait(descriptor, path)
         with contextlib.suppress(OSError):  # a full disk: the holder's name is a courtesy
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} ({' '.join(map(os.path.basename, sys.argv[:2]))})".encode(), 0)

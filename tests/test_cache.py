@@ -416,6 +416,20 @@ def test_load_without_a_file_is_empty_and_load_strict_raises(tmp_path: Path) -> 
     assert str(error.value) == f"cannot read {tmp_path}/x.json: No such file or directory"
 
 
+def test_look_up_in_a_folder_that_cannot_be_read_warns_and_returns_the_default(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 300)  # fails for every user; the permissions of a folder do not stop root
+    with pytest.warns(UserWarning, match=rf"^cannot read {folder}/{GPU}/{OP}.json: .*; not used$"):
+        assert chooser_of(operator(), folder).find(Case("", axes(1, 2), "bfloat16", "fp8", OPTIONS), GPU).source == "default"
+
+
+def test_look_up_beside_a_folder_that_cannot_be_read_uses_packaged_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.store(GPU, entry(), tmp_path / "packaged")
+    monkeypatch.setattr(cache, "read_roots", lambda _root=None: [tmp_path / ("x" * 300), tmp_path / "packaged"])
+    assert cache.load(OP, GPU) == [entry()]
+
+
 def test_store_into_a_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
     (tmp_path / GPU).write_text("")
     with pytest.raises(ValueError) as error:

@@ -1,5 +1,6 @@
 """Files that are replaced: whole, with their folders, or not at all."""
 
+import errno
 import fcntl
 import os
 import time
@@ -9,7 +10,7 @@ from threading import Event, Thread, Timer
 import pytest
 
 from kerneltune import files
-from kerneltune.files import append_lines, decode, locked, read_bytes, replace_text
+from kerneltune.files import UnwritableError, append_lines, decode, locked, read_bytes, replace_text
 
 
 def test_append_after_replace_keeps_both_texts_and_no_other_file(tmp_path: Path) -> None:
@@ -123,6 +124,16 @@ def test_read_of_a_pipe_a_folder_or_a_too_large_file_raises(tmp_path: Path) -> N
         read_bytes(tmp_path / "large", 10)
     with pytest.raises(ValueError, match=r"^cannot read .*: Is a directory$"):
         read_bytes(tmp_path)
+
+
+def test_lock_on_a_file_system_without_locks_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    text = rf"^cannot write {tmp_path}/a.json: Function not implemented$"
+    with pytest.raises(UnwritableError, match=text), locked(tmp_path / "a.json"):
+        raise AssertionError("held without a lock")
 
 
 def test_lock_that_is_held_raises_with_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

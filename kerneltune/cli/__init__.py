@@ -100,10 +100,16 @@ class _Group(TyperGroup):
 
 
 def _unwritten(error: OSError) -> typer.Exit:
-    """Print that the output cannot be written, and return the exit; raise any other error again, such as a closed pipe."""
-    if error.errno not in (errno.ENOSPC, errno.EIO):
+    """Print the file that cannot be reached, or that the output cannot be written, and return the exit.
+
+    Raise any other error again, such as a closed pipe.
+    """
+    if error.errno in (errno.EACCES, errno.ENAMETOOLONG) and error.filename:
+        error_line(f"error: cannot read {error.filename}: {error.strerror}")
+    elif error.errno in (errno.ENOSPC, errno.EIO):
+        error_line(f"error: cannot write the output: {error.strerror}")
+    else:
         raise error
-    error_line(f"error: cannot write the output: {error.strerror}")
     return typer.Exit(2)
 
 

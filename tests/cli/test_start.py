@@ -37,6 +37,11 @@ OF_TYPER = ("typer", "rich", "pygments", "markdown_it", "mdurl", "typing_extensi
 """Packages that typer imports to show help."""
 
 
+def test_family_whose_path_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)  # fails for every user; the permissions of a folder do not stop root
+    assert refused("sweep", str(path)) == f"error: cannot read {path}: File name too long"
+
+
 @pytest.mark.parametrize("command", [[], ["inspect"], ["gate"], ["cache", "export"], ["capture"]], ids=" ".join)
 def test_help_shows_metavars_of_options_with_a_value_and_no_types(command: list[str]) -> None:
     text = run(*command, "--help").stdout
