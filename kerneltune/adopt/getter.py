@@ -119,9 +119,14 @@ class Getter:
         if not isinstance(own, dict) or not whole_numbers(own):
             shown = " ".join(repr(result).split())[:60]
             raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of whole numbers by name")
-        self.first_result = self.first_result or own
-        changed = {**own, **self.knobs} if self.knobs is not None else own
-        return changed if result is own else (changed, *result[1:])
+        self.first_result = self.first_result or dict(own)  # the host may change its dict
+        if self.knobs is None:
+            return result
+        changed = {**own, **self.knobs}
+        if result is own:
+            return changed
+        items = (changed, *result[1:])
+        return result._make(items) if hasattr(result, "_make") else items
 
 
 def whole_numbers(values: Mapping[Any, Any]) -> dict[str, int]:

@@ -140,6 +140,28 @@ def test_override_replaces_the_getter_in_every_module_and_only_its_config(
     assert sys.modules[file.stem].Choice.of_class(3) == {"BLOCK": 2, "name": "own"}
 
 
+NAMED = """
+from typing import NamedTuple
+class Chosen(NamedTuple):
+    config: dict
+    is_tuned: bool
+def get_config(): return Chosen({"BLOCK": 4, "num_warps": 2}, False)
+def call(rows):
+    chosen = get_config()
+    return torch.ones(rows) * chosen.config.pop("BLOCK") / chosen.config["num_warps"]
+def case(rows): return functools.partial(call, rows)
+"""
+
+
+def test_getter_of_a_named_tuple_whose_dict_the_host_changes_is_probed_and_overridden(tmp_path: Path) -> None:
+    file = program(tmp_path, NAMED)
+    facts = probed(file)
+    assert facts.cases[0].own == {"BLOCK": 4, "num_warps": 2}
+    getter = installed(f"{file}:get_config", str(tmp_path))
+    getter.knobs = {"BLOCK": 8}
+    assert sys.modules[Path(file).stem].call(2).tolist() == [4.0, 4.0]
+
+
 GOOD = "def get_config(): return {'BLOCK': 4}\n"
 BAD = {
     "getter: FILE: returned None: expected a dict of whole numbers by name": "def get_config(): return None\n"
