@@ -80,23 +80,38 @@ def _module_of(captured: LaunchClass, name: KernelName) -> Any:
 def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[str, ...]) -> Any:
     """Import the module that holds a kernel as the program did: from its folders, with its arguments in sys.argv."""
     path, here = Path(file), str(Path.cwd())
-    for folder in (*folders, here, str(path.parent) if path.is_relative_to(here) else ""):
-        if folder and folder not in sys.path:
-            sys.path.append(folder)
     is_program = name.module == "__main__"
     if is_program and not path.is_file():
         raise ReplayError(f"{path}: the program's file is gone")
-    origin, before = str(path) if is_program else f"{name.module} ({file})" if file else name.module, sys.argv
-    sys.argv = list(argv) or before
+    origin = str(path) if is_program else f"{name.module} ({file})" if file else name.module
+    below_here = [str(path.parent)] if path.is_relative_to(here) else []
     try:
-        with _first_configs():
+        with _first_configs(), _settings_of(argv, (*folders, here, *below_here)):
             return load_program(path, name.name) if is_program else _import(name.module, path)
     except ModuleNotFoundError as error:
         raise ReplayError(f"{origin}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
         raise ReplayError(f"{origin}: importing fails here: {first_line(error)}") from error
+
+
+@contextmanager
+def _settings_of(argv: tuple[str, ...], folders: tuple[str, ...]) -> Iterator[None]:
+    """Let imports see the program's arguments, and its folders in its order: an installed package may have its module's name.
+
+    The packages of another Python come last. Later imports look into the program's folders last.
+    """
+    argv_before, path_before = sys.argv, list(sys.path)
+    path, place = list(sys.path), len(sys.path)
+    for folder in reversed(dict.fromkeys(folders)):
+        if folder in path:
+            place = path.index(folder)
+        elif not _OF_PYTHON.search(folder):
+            path.insert(place, folder)
+    sys.argv, sys.path[:] = list(argv) or argv_before, list(dict.fromkeys((*path, *folders)))
+    try:
+        yield
     finally:
-        sys.argv = before
+        sys.argv, sys.path[:] = argv_before, list(dict.fromkeys((*path_before, *sys.path)))
 
 
 def _import(name: str, file: Path) -> ModuleType:
@@ -134,6 +149,8 @@ def _first_configs() -> Iterator[None]:
         Autotuner.run = before
 
 
+_OF_PYTHON = re.compile("/python3|/(site|dist)-packages")
+"""Part of the paths of Python's own modules and of installed packages."""
 PROGRAM_MODULE = "__mp_main__"
 """Name of the module that holds the program's file, as in multiprocessing's workers."""
 _SETTINGS = frozenset(("os.environ", "sys.path"))

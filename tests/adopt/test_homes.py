@@ -89,6 +89,24 @@ def test_live_kernel_is_found_in_the_module_that_autotunes_it(tmp_path: Path, wr
     assert live_kernel(launch) is user.chosen
 
 
+def test_live_kernel_is_loaded_from_the_programs_folder_beside_an_installed_module_of_its_name(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(installed), *(entry for entry in sys.path if entry != str(tmp_path))])
+    write("of_helper", "K = 1\n")
+    module = write("of_shadowed", HEAD + "from of_helper import K" + KERNEL + TUNED)
+    (launch,) = captured(tmp_path / "cap", module.added)
+    for name in ("of_helper", "of_shadowed"):
+        (installed / f"{name}.py").write_text("")
+        del sys.modules[name]
+    del sys.path[0]
+    monkeypatch.chdir(tmp_path)
+    assert live_kernel(launch).base_fn.__globals__["K"] == 1
+    assert (sys.path[0], sys.path.count(str(tmp_path))) == (str(installed), 1)
+
+
 def test_home_of_a_kernel_is_the_name_bound_before_the_variable_of_a_loop(tmp_path: Path, write: Any) -> None:
     tuned = "BY_COUNT = {n: triton.autotune(CONFIGS[:n], key=['N'])(added) for n in (2, 1)}\n"
     module = write("of_loop", HEAD + "K = 1" + KERNEL + tuned + "for tuned in BY_COUNT.values():\n    pass\n")
