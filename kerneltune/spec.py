@@ -370,9 +370,9 @@ class Op:
         return dataclasses.replace(case, options=options)
 
 
-def choice_order(value: Any) -> tuple[bool, Any]:
-    """Return the key by which values of a knob are sorted: numbers, then text."""
-    return (isinstance(value, str), value)
+def choice_order(value: Any) -> tuple[bool, bool, Any]:
+    """Return the key by which values of a knob are sorted: None, numbers, then text."""
+    return isinstance(value, str), value is not None, value
 
 
 _BEYOND = 4

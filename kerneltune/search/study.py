@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -14,6 +15,8 @@ from kerneltune.spec import choice_order
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
+_CHOOSING = Lock()
+"""Held while a sampler reads its study and chooses: `optimize(n_jobs=…)` asks from several threads."""
 _SCORED = 2048
 """Untried configs, in order, for which the model computes the expected improvement."""
 
@@ -49,6 +52,7 @@ class ListSampler(BaseSampler):
         self.times: dict[int, float | None] = {}
         self._study: optuna.Study | None = None
         self._num_finished = 0  # trials of the study from the first on that are all finished, with their times in `times`
+        self._suggested: dict[int, int] = {}  # trial of the study -> index: a running trial gets its knobs one by one
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all knobs."""
@@ -58,8 +62,10 @@ class ListSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: Mapping[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Return the knobs of the next config."""
-        self._read(study)
-        return dict(self.configs[self.choose() if self.untried else -1])
+        with _CHOOSING:
+            self._read(study)
+            self._suggested[trial.number] = index = self.choose() if self.untried else len(self.configs) - 1
+        return dict(self.configs[index])
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -91,18 +97,19 @@ class ListSampler(BaseSampler):
     def _read(self, study: optuna.Study) -> None:
         """Take the states of the configs in a study; if the study maximizes, the times are reciprocals."""
         if self._study is not study:
-            self._study, self.times, self._num_finished = study, {}, 0
+            self._study, self.times, self._num_finished, self._suggested = study, {}, 0, {}
         maximizes = study.direction is optuna.study.StudyDirection.MAXIMIZE
         self.running = {}
         are_finished = True
         for trial in study.get_trials(deepcopy=False)[self._num_finished :]:
-            index = self._index.get(tuple(trial.params.get(name) for name in self.space))
+            index = self._index.get(tuple(trial.params.get(name, ...) for name in self.space))
             are_finished = are_finished and trial.state.is_finished()
             self._num_finished += are_finished
-            if index is None:
-                continue
             if not trial.state.is_finished():
-                self.running[index] = None
+                index = self._suggested.get(trial.number) if index is None else index
+                self.running |= {} if index is None else {index: None}
+            elif index is None:
+                continue
             elif trial.state is TrialState.COMPLETE and trial.value is not None:
                 reciprocal = 1.0 / trial.value if trial.value else float("inf")
                 self.times[index] = reciprocal if maximizes else trial.value

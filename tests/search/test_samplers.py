@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from typing import Any
 
 import landscapes
@@ -90,6 +91,23 @@ def test_sampler_asks_no_config_in_flight_again() -> None:
     for trial in running[::-1]:  # told in another order
         study.tell(trial, time_of(trial.params))
     assert tuple(study.ask(dict(sampler.space)).params.values()) not in {tuple(t.params.values()) for t in running}
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("configs", [CONFIGS, [{"cache": value} for value in (None, ".cg", 1, 2.5)]], ids=["knobs", "with None"])
+def test_sampler_asked_by_threads_tries_every_config_once(num_threads: int, configs: list[dict[str, Any]]) -> None:
+    sampler = FiniteGPSampler(configs, n_startup_trials=2)
+
+    def objective(trial: optuna.Trial) -> float:
+        knobs = {}
+        for name, offered in sampler.space.items():
+            knobs[name] = trial.suggest_categorical(name, offered.choices)
+            time.sleep(0.002)  # other threads see a trial with a part of its knobs
+        return 1.0 + configs.index(knobs)
+
+    study = optuna.create_study(sampler=sampler)
+    study.optimize(objective, n_trials=len(configs), n_jobs=num_threads)
+    assert sorted(configs.index(trial.params) for trial in study.trials) == list(range(len(configs)))
 
 
 def test_sampler_learns_trials_of_another_process_from_the_storage() -> None:
