@@ -159,13 +159,11 @@ def _mistaken_names(op: Op) -> Iterator[str]:
 def _check_variant(op: Op, variant: Variant) -> None:
     """Check the space and the default of a variant that has knobs."""
     where = f"{op.name} {variant.name}"
-    if not dataclasses.is_dataclass(variant.config):
-        raise ValueError(f"{where}: config: {variant.config!r}: expected a dataclass")
+    assert variant.config is not None
+    if (wrong := _wrong_config(variant.config)) is not None:
+        raise ValueError(f"{where}: config: {wrong}")
     if variant.default is None:
         raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
-    for knob, kind in knobs_of_class(variant.config)[0].items():
-        if kind not in (bool, int, float, str):  # a config from the cache never has another type
-            raise ValueError(f"{where}: config: {knob}: {kind}: expected bool, int, float or str")
     reasons = []
     for case in _cases(op):
         about = f"{where} {case.label}"
@@ -179,6 +177,17 @@ def _check_variant(op: Op, variant: Variant) -> None:
                 reasons.append(error)
     if reasons:
         raise reasons[0]
+
+
+def _wrong_config(config: type[Any]) -> str | None:
+    """Return what is wrong with a config class, and what is expected; None if nothing is."""
+    if not dataclasses.is_dataclass(config):
+        return f"{config!r}: expected a dataclass"
+    kinds = knobs_of_class(config)[0]
+    if not kinds:
+        return f"{config.__name__}: no knobs: expected a field, or None"
+    odd = ((knob, kind) for knob, kind in kinds.items() if kind not in (bool, int, float, str))  # as no config of the cache has
+    return next((f"{knob}: {kind}: expected bool, int, float or str" for knob, kind in odd), None)
 
 
 def check_case(op: Op, case: Case) -> None:

@@ -136,6 +136,7 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
             {"config": make_dataclass("Knobs", [("rows", int | None)])},
             "copy optimized: config: rows: int | None: expected bool, int, float or str",
         ),
+        ({"config": make_dataclass("Empty", [])}, "copy optimized: config: Empty: no knobs: expected a field, or None"),
         ({"axes": "MN"}, "copy: axes: 'MN': expected a tuple of names"),
         ({"dtypes": ("float32", "bf16")}, "copy: dtypes: 'bf16': expected 'bfloat16'"),
         ({"options": {"scale": 1.0}}, "copy: options: scale: 1.0: expected a tuple of values, the usual one first"),
