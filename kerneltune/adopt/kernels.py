@@ -106,6 +106,7 @@ def functions_of(function: Any) -> tuple[Any, ...]:
     return tuple(functions)
 
 
+@cache
 def _globals_named(function: Any) -> list[str]:
     """Return the names of the globals that a function reads."""
     names = (str(step.argval) for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -137,6 +138,25 @@ def has_compiled() -> bool:
 def is_launch_failure(error: BaseException) -> bool:
     """Return whether an error says that this config cannot run here, although another config may run."""
     return any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__)
+
+
+_DROPPING = Lock()
+
+
+def drop_failed(choices: list[Any], failed: Any, error: Exception) -> bool:
+    """Remove a choice that fails to launch from the choices of a launch, the first; return whether this thread removed it.
+
+    Threads may fail with a choice at once. The error is raised if it says something else, or if there is no other choice.
+    """
+    if not is_launch_failure(error):
+        raise error
+    with _DROPPING:
+        if choices[0] is not failed:
+            return False
+        if len(choices) == 1:
+            raise error
+        del choices[0]
+        return True
 
 
 def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:

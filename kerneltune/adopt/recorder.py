@@ -56,6 +56,19 @@ class RecordedClass:
     unwritten: tuple[LaunchClass, Values] | None = None
 
 
+def _launch_map() -> LaunchMap[RecordedClass]:
+    """Return a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
+    return LaunchMap(has_layout=True, is_kept=lambda recorded: bool(recorded.digest))
+
+
+@dataclass(slots=True)
+class RecordedList:
+    """Hold the class of each launch of an autotuner with a list of configs, and the digests of the classes."""
+
+    by_launch: LaunchMap[RecordedClass] = field(default_factory=_launch_map)
+    digests: set[str] = field(default_factory=set)
+
+
 class Recorder:
     """Record the launches of a process into a capture folder."""
 
@@ -159,22 +172,28 @@ class Recorder:
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
         try:
-            by_list: dict[Any, LaunchMap[RecordedClass]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
+            by_list: dict[Any, RecordedList] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
             if by_list is None:
                 by_list = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
-            by_launch = of_list(by_list, autotuner.configs, _launch_map)
+            recorded_list = of_list(by_list, autotuner.configs, RecordedList)
+            by_launch = recorded_list.by_launch
             recorded = by_launch.find(args, kwargs)
             if recorded is None:
                 launch = Launch(autotuner, args, kwargs)
                 deciding = kernels.all_but_floats(launch) - self.ignored.difference(autotuner.keys)
                 with self._lock:
-                    recorded = by_launch.find(args, kwargs) or by_launch.remember(launch, deciding, self._class_of(launch))
+                    recorded = by_launch.find(args, kwargs)
+                    if recorded is None:
+                        recorded = by_launch.remember(launch, deciding, self._class_of(launch, recorded_list.digests))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
 
-    def _class_of(self, launch: Launch) -> RecordedClass:
-        """Return the class of a launch whose key is not in the map; record a class that this process has not seen before."""
+    def _class_of(self, launch: Launch, digests: set[str]) -> RecordedClass:
+        """Return the class of a launch whose key is new; record a class that this process has not seen before.
+
+        digests: digests of the classes of the launch's list of configs; the digest of the class is added.
+        """
         name, tuner = launch.name, launch.autotuner
         if not is_plain(tuner):
             self._autotuned_functions.add(tuner.base_fn)
@@ -182,8 +201,9 @@ class Recorder:
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return RecordedClass()
         classes, most = self._classes.setdefault(name.text, {}), self.most_classes
-        if len(classes) >= most:  # asked first, because describing a launch takes up to 0.4 ms
-            return self._refuse(name, f"more than {most} classes of launches: the first {most} are kept")
+        too_many = f"more than {most} classes of launches: the first {most} are kept"
+        if len(digests) >= most:  # the usual case, because describing a launch takes up to 0.4 ms
+            return self._refuse(name, too_many)
         if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
         try:
@@ -191,15 +211,20 @@ class Recorder:
             if self._bytecode_of.setdefault((name.text, captured.source), captured.bytecode) != captured.bytecode:
                 return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
             if captured.digest not in classes:
+                if len(classes) >= most:
+                    return self._refuse(name, too_many)
                 classes[captured.digest] = RecordedClass()
                 classes[captured.digest] = self._new_class(launch, captured, storages)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
+        digests.add(captured.digest)
         return classes[captured.digest]
 
     def _new_class(self, launch: Launch, captured: LaunchClass, storages: Sequence[Any]) -> RecordedClass:
         """Record a class that this process has not seen before: see `describe_launch`."""
         name, allowed = launch.name, self._pruned(launch)
+        if not allowed:
+            return self._refuse(name, "not captured: the author's pruning leaves no config")
         captured = with_candidates(captured, launch, allowed)
         values = self._values(captured, storages)
         if held := arguments.holds_addresses(captured.arguments, values):
@@ -271,16 +296,15 @@ class Recorder:
                     self._refuse(captured.kernel, first_line(error))
             return result
         while True:
-            start = partial(kernels.launch_config, autotuner, recorded.configs[0], args)
+            config = recorded.configs[0]
+            start = partial(kernels.launch_config, autotuner, config, args)
             try:
                 if not recorded.is_warm and not program.is_interpreted():
                     start({**kwargs, "warmup": True})
                     recorded.is_warm = True
                 return self._timed(recorded, partial(start, kwargs))
             except Exception as error:  # Triton's launch errors share no type
-                if not program.is_launch_failure(error) or len(recorded.configs) == 1:
-                    raise
-                recorded.configs.pop(0)
+                program.drop_failed(recorded.configs, config, error)
                 recorded.is_warm = False
 
     def _timed(self, recorded: RecordedClass, work: Callable[[], Any]) -> Any:
@@ -339,11 +363,6 @@ class Recorder:
             count = self._notes.launches.setdefault(digest, Count())
             count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
         self._unread_times = unfinished
-
-
-def _launch_map() -> LaunchMap[RecordedClass]:
-    """Return a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
-    return LaunchMap(has_layout=True, is_kept=lambda recorded: bool(recorded.digest))
 
 
 def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
@@ -438,4 +457,4 @@ def _problem(function: Any, home: KernelName | None, file: str, candidates: Sequ
         return "the program is no file, so that the kernel cannot be loaded again"
     if any(candidate.grid is not None for candidate in candidates):
         return ""
-    return f"no config can be launched: {candidates[0].problem or 'the captured has no grid'}"
+    return f"no config can be launched: {candidates[0].problem or 'the launch has no grid'}"

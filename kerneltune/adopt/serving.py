@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Lock, RLock
+from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,11 +37,9 @@ if TYPE_CHECKING:
 
 SERVED, MISSED = "served", "missed"
 """Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
-_FALLING_BACK = Lock()
-"""Held while a choice is replaced: threads may fail with the same choice at once."""
 
 
-class Choice(NamedTuple):
+class LaunchChoice(NamedTuple):
     """Hold a config and the keyword arguments of a launch with it.
 
     Attributes:
@@ -69,26 +67,19 @@ class ServedConfig:
         count: index of the count of these launches.
     """
 
-    choices: list[Choice]
+    choices: list[LaunchChoice]
     count: int
 
     @classmethod
     def of(cls, configs: Sequence[Any], count: int) -> "ServedConfig":
         """Serve the first config, and fall back to the others."""
-        return cls([Choice(config, config.all_kwargs()) for config in configs], count)
+        return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], count)
 
-    def fall_back(self, kernel: Any, failed: Choice, error: Exception) -> None:
-        """Replace a choice that fails to launch by the next, unless another thread has done so; raise any other error."""
-        if not program.is_launch_failure(error):
-            raise error
-        with _FALLING_BACK:
-            if self.choices[0] is not failed:
-                return
-            if len(self.choices) == 1:
-                raise error
-            del self.choices[0]
-            to = self.choices[0].label
-        warn_once(f"{kernel_name(kernel).text}: config {failed.label} fails here ({first_line(error)}): falling back to {to}")
+    def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> None:
+        """Replace a choice that fails to launch by the next, unless another thread has done so: see `program.drop_failed`."""
+        if program.drop_failed(self.choices, failed, error):
+            reason, to = first_line(error), self.choices[0].label
+            warn_once(f"{kernel_name(kernel).text}: config {failed.label} fails here ({reason}): falling back to {to}")
 
 
 @dataclass(slots=True)
@@ -201,7 +192,7 @@ class ServedPlainKernel:
         served = self.by_launch.find(args, kwargs) or self._resolve(Launch(kernel, args, kwargs))
         choice = served.choices[0]
         try:
-            result = original(kernel, *args, **{**kwargs, **choice[1]})
+            result = original(kernel, *args, **{**kwargs, **choice.options})
         except Exception as error:  # Triton's launch errors share no type
             served.fall_back(kernel, choice, error)
             return self.launch(original, kernel, args, kwargs)
@@ -216,7 +207,7 @@ class ServedPlainKernel:
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
         key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
-        choices = [*([Choice(None, changes)] if changes else ()), Choice(None, {})]
+        choices = [*([LaunchChoice(None, changes)] if changes else ()), LaunchChoice(None, {})]
         return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.counts[changes is None]))
 
     def _changes(self, launch: Launch) -> dict[str, Any] | None:

@@ -2,7 +2,9 @@
 
 import importlib
 import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from adopted import author_configs, captured, example, forget, of_kernel
 from asserting import every
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from triton.runtime.autotuner import Autotuner
+from triton.runtime.autotuner import Autotuner, OutOfResources
 from triton.runtime.jit import JITFunction
 
 from kerneltune.adopt import program, startup
@@ -387,16 +389,52 @@ def test_capture_counts_launches_of_recorded_classes_beside_very_many_other_keys
     assert {one.sizes["N"]: capture.count(one).launches for one in capture.classes} == {96: 3, 64: 2}
 
 
-def test_capture_of_an_autotuner_made_for_each_launch_has_one_class(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, most_classes=2)
-    for _ in range(4):
+def test_capture_of_an_autotuner_made_for_each_launch_has_a_class_per_size(tmp_path: Path) -> None:
+    recorder, grid = Recorder(tmp_path, most_classes=2), {"grid": (4,)}
+    for columns in (96, 64, 32, 96, 64):
         kernel = triton.autotune([triton.Config({"BLOCK": 64})], key=["N"])(example().row_sum.fn)
-        recorder.record(kernel, (torch.ones(4, 96), torch.empty(4), 4, 96), {"grid": (4,)})
-    recorder.record(kernel, (torch.ones(4, 96), torch.empty(4)), {"M": 4, "N": 96, "grid": (4,)})
+        recorder.record(kernel, (torch.ones(4, columns), torch.empty(4), 4, columns), grid)
+    recorder.record(kernel, (torch.ones(4, 96), torch.empty(4)), {"M": 4, "N": 96, **grid})
     recorder.flush()
     capture = read_capture(tmp_path)
-    assert [capture.count(one).launches for one in capture.classes] == [5]
-    assert "classes of launches" not in str(capture.notes.refused)
+    assert {one.sizes["N"]: capture.count(one).launches for one in capture.classes} == {96: 3, 64: 2}
+    assert "more than 2 classes" in capture.notes.refused["two_kernels.row_sum"]
+
+
+def test_capture_of_a_launch_without_any_config_after_pruning_says_so(tmp_path: Path) -> None:
+    model = {"perf_model": lambda **_: 1.0, "top_k": 0}
+    kernel = triton.autotune([triton.Config({"BLOCK": b}) for b in (64, 128)], ["N"], prune_configs_by=model)(
+        example().row_sum.fn
+    )
+    recorder = Recorder(tmp_path)
+    recorder.record(kernel, (torch.ones(4, 96), torch.empty(4), 4, 96), {"grid": (4,)})
+    recorder.flush()
+    notes, _ = read_notes(process_files(tmp_path))
+    assert notes.refused == {"two_kernels.row_sum": "not captured: the author's pruning leaves no config"}
+
+
+def test_captured_config_that_fails_in_two_threads_at_once_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both threads launch the first of two configs before either fails."""
+    both, kernel, lock = threading.Barrier(2), example().row_sum, threading.Lock()
+    first, original = kernel.configs[0], kernel.fn.run
+    monkeypatch.setattr(kernel, "configs", kernel.configs[:2])
+    startup.capture(tmp_path, pattern="row_sum")
+    kernel[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)  # records the class
+
+    def run(*args: Any, **options: Any) -> None:
+        if (options["BLOCK"], options["num_warps"]) == (first.kwargs["BLOCK"], first.num_warps):
+            both.wait(timeout=30)
+            raise OutOfResources(1, 0, "shared memory")
+        with lock:
+            original(*args, **options)
+
+    monkeypatch.setattr(kernel.fn, "run", run)
+    sums = [torch.empty(4), torch.empty(4)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda out: kernel[(4,)](torch.ones(4, 96), out, 4, 96), sums))
+    assert [out.tolist() for out in sums] == [[96.0] * 4] * 2
 
 
 def test_capture_that_cannot_write_lets_the_program_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
