@@ -146,7 +146,7 @@ def tune_capture(
     table = _table(tuned)
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
-    skipped = _skipped(capture, reasons | without_config | reasons)
+    skipped = _skipped(capture, without_config | reasons)
     return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
