@@ -23,7 +23,7 @@ from kerneltune.records import Record
 from kerneltune.reporting import tables
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, TaskKey
-from kerneltune.sweep import SweepCase
+from kerneltune.sweep import SweepCase, cases_by_op
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import pairs
 from kerneltune.worker import WorkerStoppedError
@@ -71,12 +71,17 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         return campaign.measure_headline(first_table) if plan.options.quick else campaign.check_tune_and_measure(first_table)
 
 
-def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[TaskKey] | None = None) -> list[Record]:
-    """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further."""
+def measure_live(
+    plan: Plan, progress: Progress, command: str, keys: Collection[TaskKey] | None = None, repeat: int = 1
+) -> list[Record]:
+    """Measure the selected variants, interleaved, on the selected bench cases, each of them `repeat` times.
+
+    keys: restrict the cases further, if given.
+    """
     device.require_gpu(command)
     entries = [entry for entry in plan.cases() if keys is None or plan.key(entry) in keys]
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        return _Campaign(plan, progress, worker).measure(entries, None)
+        return _Campaign(plan, progress, worker).measure(entries, None, repeat=repeat)
 
 
 def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
@@ -238,19 +243,24 @@ class _Campaign:
         return measured, files
 
     def measure(
-        self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
+        self,
+        entries: Sequence[SweepCase],
+        journal: Path | None,
+        stage: str = "measure",
+        without: Collection[str] = (),
+        repeat: int = 1,
     ) -> list[Record]:
         """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again.
 
         A variant that no config can run in a case has a failed row, which no journal keeps.
         """
-        runs_of = [self._runs(entry, without) for entry in entries]
+        tasks_of = [self.plan.tasks(entry.op, entry.case) for entry in entries]
+        runs_of = [[self._run(task) for task in tasks if task.variant.name not in without] * repeat for tasks in tasks_of]
         failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
         runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
         work = with_finished_rows(list(filter(None, runnable)), journal)
         lacking = [runs for runs, rows in work if rows is None]
-        tasks = [ceiling_task(self.plan.ops, task.op, task.case, task.policy) for task in (runs[0].task for runs in lacking)]
-        ceilings = [run if task is not None and isinstance(run := self._run(task), Run) else None for task in tasks]
+        ceilings = [self._ceiling(runs[0].task) for runs in lacking]
         to_compile = [*lacking, *([run] for run in ceilings if run is not None)]
         if sum(config is not None for runs in to_compile for _, config in runs) >= _WORTH_A_POOL:
             self._compile(to_compile, "measure")
@@ -271,12 +281,11 @@ class _Campaign:
             measured += rows
         return [*failed, *measured]
 
-    def _runs(self, entry: SweepCase, without: Collection[str]) -> list[Run | Record]:
-        """Return `_run` of each variant but `without`; of a single variant that the selection names twice, return it twice."""
-        named = self.plan.selection.variants
-        tasks = self.plan.tasks(entry.op, entry.case)
-        runs = [self._run(task) for task in tasks if task.variant.name not in without]
-        return runs * 2 if len(named) == 2 and named[0] == named[1] else runs
+    def _ceiling(self, task: Task) -> Run | None:
+        """Return the run of the streaming operator that moves as many bytes as a task's case; None where it cannot run."""
+        ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
+        run = None if ceiling is None else self._run(ceiling)
+        return run if isinstance(run, Run) else None
 
     def _run(self, task: Task) -> Run | Record:
         """Pair a task with the config of a call, None in a case that is not supported; return a failed row if none is valid."""
@@ -315,9 +324,9 @@ def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> 
 def _runs_to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool) -> list[Runs]:
     """Return the runs of each check case on a GPU: the default config of each variant, and covering pairs."""
     work = list[Runs]()
-    for op, of_op in records.grouped(entries, lambda entry: entry.op).items():
-        tasks_of = {entry.case: plan.checks(op, entry.case, with_peers=with_peers) for entry in of_op}
-        covered = {task.variant.name: _covering_configs(task, list(tasks_of)) for task in tasks_of[of_op[0].case]}
+    for op, cases in cases_by_op(entries).items():
+        tasks_of = {case: plan.checks(op, case, with_peers=with_peers) for case in cases}
+        covered = {task.variant.name: _covering_configs(task, cases) for task in tasks_of[cases[0]]}
         for case, tasks in tasks_of.items():
             runs = [Run(task, config) for task in tasks for config in (task.default, *covered[task.variant.name].get(case, ()))]
             work += [runs] if runs else []

@@ -20,7 +20,7 @@ from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Op
-from kerneltune.sweep import SweepCase
+from kerneltune.sweep import SweepCase, cases_by_op
 from kerneltune.wording import counted
 
 _MOST_OFFSET = 2**31 - 1
@@ -130,7 +130,7 @@ class _Checks:
 
 def mutate_outputs(plan: Plan) -> list[Outcome]:
     """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them."""
-    by_op = _by_op(plan.cases("check"))
+    by_op = cases_by_op(plan.cases("check"))
     if not by_op:
         raise ValueError(f"{plan.sweep.path}: no check case selected")
     jobs = []
@@ -144,15 +144,10 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
     return [outcome for job in jobs for outcome in outcomes[job]]
 
 
-def _by_op(entries: Sequence[SweepCase]) -> dict[str, list[Case]]:
-    """Return the cases of each operator."""
-    return {op: [entry.case for entry in of_op] for op, of_op in records.grouped(entries, lambda entry: entry.op).items()}
-
-
 def _derived_checks(plan: Plan, _tell: Tell) -> tuple[list[SweepCase], list[str], dict[str, set[Fact]]]:
     """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
-    derived, lines, bench, facts = [], [], _by_op(plan.cases()), {}
-    for op, cases in _by_op(plan.cases("check")).items():
+    derived, lines, bench, facts = [], [], cases_by_op(plan.cases()), {}
+    for op, cases in cases_by_op(plan.cases("check")).items():
         of_op, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
         derived += [SweepCase(op, case) for case in of_op]
         lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
@@ -162,10 +157,10 @@ def _derived_checks(plan: Plan, _tell: Tell) -> tuple[list[SweepCase], list[str]
 
 def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
     """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases."""
-    jobs, checks = [], _by_op(entries)
+    jobs, checks = [], cases_by_op(entries)
     for op, cases in checks.items():
         jobs += [pairs_job(task, cases) for task in plan.checks(op, cases[0])]
-    for op, cases in _by_op(plan.cases()).items():
+    for op, cases in cases_by_op(plan.cases()).items():
         for case in _largest(plan.ops[op], cases):
             supporting = [task for task in plan.checks(op, case) if not task.variant.unsupported(case)]
             jobs += [address_job(task, facts.get(op, ()), checks.get(op, ())) for task in supporting]

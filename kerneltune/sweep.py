@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -19,6 +19,7 @@ import yaml
 
 from kerneltune.errors import meant, unknown
 from kerneltune.files import RESULTS, data_root, read_bytes, written_root
+from kerneltune.records import grouped
 from kerneltune.spec import Case, Op, Option, dtype_name
 from kerneltune.wording import printable
 
@@ -50,6 +51,11 @@ class SweepCase:
 
     op: str
     case: Case
+
+
+def cases_by_op(entries: Iterable[SweepCase]) -> dict[str, list[Case]]:
+    """Return the cases of each operator."""
+    return {op: [entry.case for entry in of_op] for op, of_op in grouped(entries, lambda entry: entry.op).items()}
 
 
 @dataclass(frozen=True, slots=True)

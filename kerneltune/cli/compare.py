@@ -59,6 +59,8 @@ def command(
         if a is None:
             first, second = default_pair([record for record in selected(records, wanted) if record.role != "part"])
             a, b = first, b or second
+            if a == b:
+                raise ValueError(f"nothing to compare: A and B are both {b}: name another variant")
         assert b is not None  # without A there is a default of B
         of_a, of_b = _side(a, records, wanted), _side(b, records, wanted)
         policies = {record.policy for record in of_b}
@@ -92,9 +94,8 @@ def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Pa
     for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or ops for v in ops[op].variants))
     selection = o.make_selection(ops, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
-    plan = load_plan(ops, replace(selection, variants=(a, b)), options)
     with Reporter() as progress:
-        measured = measure_live(plan, progress, "compare --run")
+        measured = measure_live(load_plan(ops, selection, options), progress, "compare --run", repeat=1 + (a == b))
     if a == b:
         return measured[::2], measured[1::2]
     return [record for record in measured if record.variant == a], [record for record in measured if record.variant == b]

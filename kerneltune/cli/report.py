@@ -18,7 +18,7 @@ from kerneltune.records import Record, load
 from kerneltune.reporting.naming import by_family, source
 from kerneltune.reporting.page import Sources, page
 from kerneltune.reporting.picture import speedups
-from kerneltune.reporting.tables import BEST_PEER, ab_table, default_pair, family_pairs, paired
+from kerneltune.reporting.tables import ab_table, default_pair, family_pairs, paired
 from kerneltune.table import join_tables
 
 _PAGE = Path("report.html")
@@ -57,9 +57,8 @@ def command(
 
 
 def _picture(sources: Sources, a: str | None, b: str | None) -> str:
-    """Return the picture of the families that have both A and B; A is the fastest peer, else the baseline, unless named."""
-    has_peer = any(record.role == "peer" and record.time_us is not None for record in sources.records)
-    first, second = a or (BEST_PEER if has_peer else "baseline"), b or "optimized"
+    """Return the picture of the families that have both A and B, which are those of all records together unless named."""
+    first, second = default_pair(sources.records, a, b)
     families = {family: paired(members, first, second) for family, members in by_family(sources.records).items()}
     shown = [row.b for rows in families.values() for row in rows]
     return speedups(families, first, second, source(shown, ("device", "torch", "triton")) if shown else "")

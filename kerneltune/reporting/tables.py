@@ -131,8 +131,8 @@ def side(records: Iterable[Record], name: str) -> list[Record]:
 
 
 def paired(records: Iterable[Record], a: str, b: str) -> list[Comparison]:
-    """Pair two variants of some records, or the fastest peers where a name is `best-peer`."""
-    listed = list(records)
+    """Pair two variants of some records, or the fastest peers where a name is `best-peer`; a variant alone has no pair."""
+    listed = list(records) if a != b else []
     return ab_rows(side(listed, a), side(listed, b))
 
 
@@ -314,8 +314,7 @@ def check_table(records: Sequence[Record]) -> Table:
         Column("types", wraps=True), Column("modes", wraps=True),
     )  # fmt: skip
     lines, all_counts = [], Counter[str]()
-    for op, variant in dict.fromkeys((r.op, r.variant) for r in records):
-        of_it = [r for r in records if (r.op, r.variant) == (op, variant)]
+    for (op, variant), of_it in grouped(records, lambda r: (r.op, r.variant)).items():
         by_case = grouped(of_it, lambda r: (r.case, r.key.case))
         counts = Counter(
             "failed" if any(r.status == "failed" for r in of_case) else of_case[0].status for of_case in by_case.values()

@@ -178,6 +178,12 @@ def test_compare_with_options_that_it_ignores_fails(write: Callable[..., Path], 
         assert refused("compare", same, same) == f"error: {message}"
 
 
+def test_compare_of_records_of_a_single_variant_fails(write: Callable[..., Path]) -> None:
+    path = write("a.jsonl", record(variant="optimized"))
+    message = "error: nothing to compare: A and B are both optimized: name another variant"
+    assert refused("compare", "--from", path) == refused("compare", "optimized", "--from", path) == message
+
+
 def test_compare_with_output_writes_the_table_into_the_file(write: Callable[..., Path], tmp_path: Path) -> None:
     path, output = write("a.jsonl", *both()), tmp_path / "table.txt"
     result = run("compare", "baseline", "optimized", "--from", path, "--output", output)
@@ -205,8 +211,8 @@ def test_compare_of_unknown_names_fails_with_known_names(write: Callable[..., Pa
 def test_compare_with_run_measures_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def live(plan: Plan, _progress: object, command: str) -> list[Record]:
-        seen.update(selection=plan.selection, command=command, policy=plan.options.policy)
+    def live(plan: Plan, _progress: object, command: str, repeat: int) -> list[Record]:
+        seen.update(selection=plan.selection, command=command, policy=plan.options.policy, repeat=repeat)
         return both()
 
     monkeypatch.setattr("kerneltune.campaign.measure_live", live)
@@ -214,7 +220,7 @@ def test_compare_with_run_measures_the_selection(monkeypatch: pytest.MonkeyPatch
     result = run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", *part)
     assert result.stdout == TABLE
     of_part = Selection("rmsnorm", ("rmsnorm_fwd",), ("te-*",), ("bfloat16",), ("fp8",), ("baseline", "optimized"))
-    assert seen == {"selection": of_part, "command": "compare --run", "policy": None}
+    assert seen == {"selection": of_part, "command": "compare --run", "policy": None, "repeat": 1}
 
 
 def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +230,7 @@ def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: 
     noise = [0.01, -0.01, 0.02, -0.02, 0.0]
     good = [timed(1.0, noise), timed(1.0, noise[::-1])]
     odd = [timed(1.0, noise, quant="none"), timed(1.05, noise, quant="none")]
-    monkeypatch.setattr("kerneltune.campaign.measure_live", lambda *_: [*good, *odd])
+    monkeypatch.setattr("kerneltune.campaign.measure_live", lambda *_, repeat: [*good, *odd] if repeat == 2 else [])
     lines = run("compare", "baseline", "baseline", "--run", "--family", "rmsnorm").stdout.splitlines()
     assert [line.split()[0] for line in lines if line.endswith(" 1.0")] == ["fp8", "none"]
     label = "te-8192x4096 rmsnorm_fwd M=8192 N=4096 bfloat16 none cold"

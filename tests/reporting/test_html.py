@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import page as data
 from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import Sources, page, payload
-from kerneltune.reporting.tables import ab_rows, default_pair
+from kerneltune.reporting.tables import AB_COLUMNS, ab_rows
 
 RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 MOST_BYTES = 2_000_000
@@ -72,15 +73,11 @@ def test_payload_cases_have_records_by_variant_and_the_fullest_dtype_first() -> 
     assert shown["facts"]["records"] == "9 passed, 1 failed"
 
 
-def test_default_pair_is_that_asked_for_else_baseline_and_optimized() -> None:
-    rows = [record(variant=name) for name in ("old", "new", "liger")]
-    assert default_pair(experts()) == ("baseline", "optimized")
-    peers = [changed(row, role="peer") if row.variant == "liger" else row for row in rows]
-    assert default_pair(peers) == ("best-peer", "old")
-    assert default_pair([*peers, *(record(variant="new", axes={"N": n}) for n in (1, 2))]) == ("old", "new")
-    assert default_pair(rows, "new", "liger") == ("new", "liger")
-    with pytest.raises(ValueError, match=r"^b: 'newer': expected one of old, new, liger; did you mean new\?$"):
-        default_pair(rows, b="newer")
+def test_page_shows_every_measure_of_the_tables() -> None:
+    """The script leaves out a column that it has no measure for."""
+    script = files("kerneltune.reporting").joinpath("assets", "table.js").read_text()
+    measures = re.findall(r"^  (\w+): ", script.partition("const MEASURES = {\n")[2].partition("};")[0], re.MULTILINE)
+    assert {*measures, "mark"} == {column.csv_name for column in AB_COLUMNS if not column.only or "page" in column.only}
 
 
 def test_page_of_interpreter_records_says_that_nothing_is_timed() -> None:

