@@ -205,14 +205,16 @@ def check_case(op: Op, case: Case) -> None:
     if traffic.total <= 0 and all(size > 0 for _axis, size in case.axes):
         raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
     for variant in op.variants:
-        if variant.config is not None and variant.default is not None:
+        if variant.config is None or variant.default is None:
+            _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)
+        else:
             for one in dict.fromkeys((case, op.called(case))):
                 _check_knobs(f"{op.name} {variant.name} {one.label}", variant, variant.default, variant.config, one)
 
 
 def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: type[Any], case: Case) -> bool:
     """Check the space and the default of a variant for a case, and return whether the variant supports the case."""
-    if _asked(about, "unsupported", variant.unsupported, case) is not None:
+    if not _is_supported(about, variant, case):
         return False
     wrong = _wrong_knob(_asked(about, "space", variant.space, case), [knob.name for knob in dataclasses.fields(config)])
     if wrong is not None:
@@ -224,6 +226,13 @@ def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], c
     if refused is not None:
         raise _wrong(about, "default", default, f"{chosen}: not valid ({refused})")
     return True
+
+
+def _is_supported(about: str, variant: Variant, case: Case) -> bool:
+    reason = _asked(about, "unsupported", variant.unsupported, case)
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise _wrong(about, "unsupported", variant.unsupported, f"{reason!r}: expected None, or a reason in words")
+    return reason is None
 
 
 def _asked(about: str, field: str, function: Callable[..., Any], *arguments: Any) -> Any:

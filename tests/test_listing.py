@@ -205,6 +205,8 @@ def no_traffic(case: Case) -> Traffic:
         ({"valid": lambda case, _: "odd" if case["M"] == 7 else None}, "default: Knobs(rows=1, warps=4): not valid (odd)"),
         ({"valid": lambda case, _: 1 // (case["M"] - 7)}, "valid: ZeroDivisionError: integer division or modulo by zero"),
         ({"unsupported": lambda case: case["K"]}, "unsupported: KeyError: 'K'"),
+        ({"unsupported": lambda case: case["M"] != 7}, "unsupported: False: expected None, or a reason in words"),
+        ({"unsupported": lambda _: "", "config": None}, "unsupported: '': expected None, or a reason in words"),
     ],
 )
 def test_operator_that_contradicts_itself_on_a_case_raises_one_line(
