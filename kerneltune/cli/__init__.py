@@ -41,6 +41,8 @@ from kerneltune.worker import WorkerStoppedError
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+_TRACEBACK = "KERNELTUNE_TRACEBACK"
+"""Environment variable: whether an error of a command, which may be of this package, has its traceback."""
 _RESUMED = ("sweep", "tune")
 _MANY_COMMANDS = 6
 
@@ -91,6 +93,8 @@ class _Group(TyperGroup):
             error_line(f"error: {error.name}: not installed: `{ctx.invoked_subcommand}` needs it")
             raise typer.Exit(2) from None
         except (ValueError, LookupError) as error:
+            if os.environ.get(_TRACEBACK):
+                raise
             for text in options.damaged_classes():  # the sweep file, which lists them, has no other fault
                 error_line(f"skipped: {text}")
             error_line(f"error: {error}")
@@ -166,7 +170,7 @@ app = typer.Typer(
     help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
     epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_PLUGINS (modules with "
     "operators, separated by `:`), KERNELTUNE_STRICT=1 (a miss of the cache is an error), KERNELTUNE_LOG_MISSES (file that "
-    "misses are appended to), NO_COLOR.",
+    "misses are appended to), KERNELTUNE_TRACEBACK=1 (errors with their place in the code), NO_COLOR.",
 )
 _WORK, _LOOK, _SHIP = "Work", "Look", "Ship"
 for _name, _function, _panel in (

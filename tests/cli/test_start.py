@@ -152,6 +152,12 @@ def test_wrong_command_or_option_fails_with_one_line(tmp_path: Path) -> None:
     assert refused("gate", "one.jsonl", "two.jsonl", "--run", "rmsnorm") == one_of_them.replace("missing", "'two.jsonl'")
 
 
+def test_error_of_bad_input_shows_its_traceback_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused("compare", "--from", "nope.jsonl").startswith("error: cannot read nope.jsonl: ")
+    monkeypatch.setenv("KERNELTUNE_TRACEBACK", "1")
+    assert isinstance(run("compare", "--from", "nope.jsonl").exception, ValueError)
+
+
 def test_error_of_the_package_itself_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]) -> None:
     def broken(*_: object, **_named: object) -> None:
         raise KeyError("ours")
