@@ -166,14 +166,16 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file.
 
     Raises:
-        ValueError: the entries are not of one operator, the folder cannot be written, or the existing file is broken; nothing is
-            changed then.
+        ValueError: the entries are not of one operator, a value is none that `load` reads, the folder cannot be written, or the
+            existing file is broken; nothing is changed then.
     """
     new = {entry.key: entry for entry in ([entries] if isinstance(entries, CacheEntry) else entries)}
     ops = sorted({key.op for key in new})
     if len(ops) != 1:
         raise bad("entries", ops, "entries of one operator")
     (op_name,) = ops
+    for entry in new.values():
+        entry_from(op_name, _fields(entry))
     return _rewrite(device_slug, op_name, root, lambda stored: [*(e for e in stored if e.key not in new), *new.values()])
 
 
@@ -235,12 +237,17 @@ def _entry(op: str, row: _EntryRow) -> CacheEntry:
     return CacheEntry(**TaskKey.of(op, row)._asdict(), config=row.config, evidence=row.evidence)
 
 
+def _fields(entry: CacheEntry) -> dict[str, Any]:
+    """Return an entry as a file has it."""
+    return {**entry.key.fields, "config": entry.config, "evidence": entry.evidence}
+
+
 def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
     """Return the file's text: each entry on its line, sorted, so that a diff shows the entries that changed."""
     rows, by_case = [], sorted(entries, key=lambda e: (e.case.dtype, e.case.quant, json_text(e.case.options), e.case.axes))
     for entry in sorted(by_case, key=lambda e: (e.variant, e.policy)):
         try:
-            rows.append("    " + json_text({**entry.key.fields, "config": entry.config, "evidence": entry.evidence}))
+            rows.append("    " + json_text(_fields(entry)))
         except (TypeError, ValueError) as error:
             raise bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
     head = f'{{\n  "schema": {SCHEMA},\n  "op": {json_text(op_name)},\n  "device": {json_text(device_slug)},\n  "entries": [\n'

@@ -51,6 +51,9 @@ class KernelTime:
         ratio, floor, _change_us = self._against(other)
         return ratio.high < 1 - floor
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self.name}: a time alone is neither true nor false: expected a comparison with a limit")
+
     def __repr__(self) -> str:
         if self.samples is None:
             return f"{self.name}: not measured"

@@ -460,6 +460,28 @@ def test_store_of_no_entry_or_of_two_operators_raises_and_writes_nothing(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axes": (("M", 8.5), ("N", 4))}, "axes: {'M': 8.5, 'N': 4}: expected int"),
+        ({"axes": (("M", -8), ("N", 4))}, "axes: {'M': -8, 'N': 4}: expected int >= 0"),
+        ({"dtype": ""}, "dtype: '': expected str of length >= 1"),
+        ({"options": (("zero_centered", None),)}, "options: {'zero_centered': None}: expected bool | int | float | str"),
+        ({"config": {"block": None}}, "config: {'block': None}: expected bool | int | float | str"),
+        ({"config": {"block": 1 << 70}}, "config: {'block': 1180591620717411303424}: expected int <= 9223372036854775807"),
+        ({"evidence": {"time_us": -1.0}}, "evidence.time_us: -1.0: expected float >= 0.0"),
+    ],
+)
+def test_store_of_a_value_that_load_refuses_raises_and_keeps_the_file(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    before = cache.store(GPU, entry(), tmp_path).read_text()
+    with pytest.raises(ValueError) as error:
+        cache.store(GPU, entry(16384, **changes), tmp_path)
+    assert str(error.value) == message
+    assert (tmp_path / GPU / f"{OP}.json").read_text() == before
+
+
 def test_store_of_an_infinite_knob_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^config: .*: expected values that JSON can hold, in the evidence too$"):
         cache.store(GPU, entry(config={"x": float("inf")}), tmp_path)

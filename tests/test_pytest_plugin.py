@@ -198,4 +198,6 @@ def test_times_are_compared_by_the_interval_of_their_ratio(
     assert (a <= factor * peer_us) == is_within
     assert abs(float(str(noted["time of mine in µs"])) / mine_us - 1) < 0.001
     assert repr(a).startswith("mine: ")
+    with pytest.raises(TypeError, match=r"^mine: a time alone is neither true nor false: expected a comparison with a limit$"):
+        assert a
     assert repr(a).endswith(" µs")
