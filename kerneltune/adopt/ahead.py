@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kerneltune.adopt.folder import read_json
+from kerneltune.adopt.folder import read_json, whole_folder
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
@@ -55,26 +54,19 @@ def _copy(entry: Path, target: Path) -> bool:
     """
     if target.is_dir() and any(target.glob(f"{_GROUP}*")):
         return False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=target.parent))
     try:
-        for file in entry.iterdir():
-            if file.is_file() and file.suffix in _DATA:
-                if file.name.startswith(_GROUP):
-                    paths = json.loads(file.read_text(encoding="utf-8"))["child_paths"]
-                    own = {name: str(target / name) for name in paths if Path(name).name == name}
-                    (part / file.name).write_text(json.dumps({"child_paths": own}), encoding="utf-8")
-                else:
-                    shutil.copyfile(file, part / file.name)
-        if target.is_dir():  # an entry without its group: Triton was writing it
-            shutil.rmtree(target, ignore_errors=True)
-        os.chmod(part, 0o755)
-        os.replace(part, target)
+        with whole_folder(target) as part:  # Triton was writing a target without its group
+            for file in entry.iterdir():
+                if file.is_file() and file.suffix in _DATA:
+                    if file.name.startswith(_GROUP):
+                        paths = json.loads(file.read_text(encoding="utf-8"))["child_paths"]
+                        own = {name: str(target / name) for name in paths if Path(name).name == name}
+                        (part / file.name).write_text(json.dumps({"child_paths": own}), encoding="utf-8")
+                    else:
+                        shutil.copyfile(file, part / file.name)
         return True
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OSError(f"{entry}: {type(error).__name__}: {error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 LAUNCHERS = "launchers.json"

@@ -7,11 +7,12 @@ on load.
 
 import mmap
 import os
+import secrets
 import shutil
 import struct
-import tempfile
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -197,25 +198,36 @@ def write_class(root: Path, captured: LaunchClass, values: Mapping[str, Any] | N
 
     values: tensors by name, for safetensors; None for no values.
     """
-    parent, folder = root / CLASSES, root / CLASSES / captured.digest
-    parent.mkdir(parents=True, exist_ok=True)
-    is_replaced = folder.exists()
+    folder = root / CLASSES / captured.digest
     if (folder / META).exists() and not _has_more(captured, folder):
         return
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=parent))
-    try:
+    with whole_folder(folder) as part:
         if values:
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
         stored = {"format": FORMAT, **{each.name: getattr(captured, each.name) for each in fields(captured)}}
         (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder that takes the place of `folder` once it is filled, whole or not at all.
+
+    A folder that another process makes meanwhile stays.
+    """
+    is_replaced = folder.exists()
+    part = folder.parent / f".part-{secrets.token_hex(8)}"
+    part.mkdir(parents=True)
+    try:
+        yield part
         if is_replaced:
             shutil.rmtree(folder, ignore_errors=True)  # another process may remove it, too
-        os.replace(part, folder)
-    except OSError:
-        if not (folder / META).exists():  # another process was faster otherwise
-            raise
+        try:
+            os.replace(part, folder)
+        except OSError:
+            if not folder.exists():  # another process was faster otherwise
+                raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

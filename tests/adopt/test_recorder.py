@@ -38,6 +38,12 @@ def test_capture_of_two_sizes_has_a_class_per_size(tmp_path: Path) -> None:
     assert of_kernel(capture, "scale_chosen")[0].keys == ()
 
 
+def test_captured_classes_can_be_read_by_whom_the_captures_folder_lets(tmp_path: Path) -> None:
+    (launch, _) = captured(tmp_path).classes
+    modes = [folder.stat().st_mode for folder in (tmp_path / CLASSES, tmp_path / CLASSES / launch.digest)]
+    assert modes[0] == modes[1]
+
+
 def test_notes_that_are_due_in_a_graph_capture_query_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA ends a graph capture in which an event is queried."""
     is_capturing, queried, seconds = [False], list[bool](), itertools.count(step=10)
