@@ -145,6 +145,11 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
     return _Reader(ops, max_cases).sweep(_root(path))
 
 
+def whole_numbers(path: Path) -> dict[str, list[int]]:
+    """Return the whole numbers of 0 or more in a YAML file, one or more for each field."""
+    return {name: numbers.sizes(0) for name, numbers in _root(path).fields().items()}
+
+
 def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tuple[str, Case]]]) -> str:
     """Return a sweep file with a line for each case of an operator; a case without a name is named by its sizes.
 
@@ -180,7 +185,7 @@ def _root(path: Path) -> "_Field":
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML raises the last two for an escape beyond Unicode
         raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
     if root is None:
-        raise ValueError(f"{path}:1: file: empty: expected family, ops and cases")
+        raise ValueError(f"{path}:1: file: empty: expected fields with values")
     return _Field(path, "file", root)
 
 

@@ -78,7 +78,7 @@ gate: {{margin: 0.05}}
         ("family: f\nops: [x]\nbench: [\n", ":4: YAML: expected the node content, but found '<stream end>'"),
         ("# a comment\nops: [x]\n", ":2: family: missing: expected a name"),
         ("ops: [x]\nfamily: a/b\n", ":2: family: 'a/b': expected at most 80 letters, digits, `_`, `-` and `.`"),
-        ("", ":1: file: empty: expected family, ops and cases"),
+        ("", ":1: file: empty: expected fields with values"),
     ],
 )
 def test_family_with_an_invalid_name_raises_with_the_line(text: str, message: str, tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", ":1: file: empty: expected family, ops and cases"),
-        ("# nothing\n", ":1: file: empty: expected family, ops and cases"),
+        ("", ":1: file: empty: expected fields with values"),
+        ("# nothing\n", ":1: file: empty: expected fields with values"),
         ("- 1\n", ":1: file: a list: expected fields with values"),
         ("family: [\n", ":2: YAML: expected the node content, but found '<stream end>'"),
         ("family: a\nops: [x\n", ":3: YAML: expected ',' or ']', but got '<stream end>', in what begins on line 2"),

@@ -14,7 +14,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import Reporter
-from kerneltune.files import read_text
+from kerneltune.sweep import whole_numbers
 from kerneltune.wording import counted, first_of, pairs
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def getter_command(
     is_whole_table = not tokens and (model is not None or export is not None)
     cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None), is_whole_table)
     began = time.monotonic()
-    asked = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
+    asked = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, whole_numbers(space) if space else {})
     try:
         (facts,) = in_fresh_processes(1, probe, asked)
     except ValueError as error:  # a crash or a hang has no name
@@ -172,20 +172,6 @@ def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCas
         count = f"{len(called)} of {len(wanted)} calls"
         note(f"no GPU: {count} in the interpreter, where thousands of tokens take minutes: --tokens chooses others")
     return called
-
-
-def _read_space(path: Path | None) -> dict[str, list[int]]:
-    """Return the values of knobs that the user gave; empty without a file."""
-    import yaml
-
-    try:
-        space = yaml.safe_load(read_text(path)) if path else {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:150]}") from None
-    for name, values in space.items() if isinstance(space, dict) else [("knobs", space)]:
-        if not isinstance(values, list) or not values or any(type(value) is not int for value in values):
-            raise ValueError(f"{path}: {name}: {values!r}: expected a list of whole numbers")
-    return space
 
 
 def _show_calls(names: "Sequence[str]", calls: "Sequence[TunedCall]", seconds: float) -> None:

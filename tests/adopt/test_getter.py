@@ -222,10 +222,13 @@ def test_getter_command_with_bad_arguments_names_them(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("BLOCK: [a]", "BLOCK: ['a']: expected a list"),
-        ("BLOCK: []", "BLOCK: []: expected a list of whole numbers"),
-        ("[", "while parsing"),
-        ("7", "knobs: 7: expected a list"),
+        ("BLOCK: [a]", "1: BLOCK: 'a': expected an integer of 0 or more"),
+        ("A: 1\nBLOCK: []", "2: BLOCK: []: expected at least one value"),
+        ("BLOCK: [16]\nBLOCK: [32]", "2: BLOCK: a list: expected each field once"),
+        ("BLOCK: 2026-13-45", "1: BLOCK: '2026-13-45': expected a plain value"),
+        ("[", "1: YAML: "),
+        ("7", "1: file: '7': expected fields with values"),
+        ("", "1: file: empty: expected fields with values"),
     ],
 )
 def test_getter_command_with_a_damaged_space_file_names_it(text: str, message: str, tmp_path: Path) -> None:
@@ -233,7 +236,7 @@ def test_getter_command_with_a_damaged_space_file_names_it(text: str, message: s
     path.write_text(text)
     options = ["--call", "b:c", "--tokens", "1", "--out", str(tmp_path), "--space", str(path)]
     result = CliRunner().invoke(app, ["adopt", "getter", "a:b", *options])
-    assert (result.exit_code, result.stderr.startswith(f"error: {path}: {message}")) == (2, True), result.stderr
+    assert (result.exit_code, result.stderr.startswith(f"error: {path}:{message}")) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize(("name", "other"), [("time", "<module 'time' (built-in)>"), ("yaml", "yaml/__init__.py")])

@@ -228,7 +228,7 @@ def test_sweep_with_a_read_only_folder_fails_before_it_checks(tmp_path: Path) ->
     ("text", "message"),
     [
         ("family: [", "{path}:1: YAML: "),
-        ("", "{path}:1: file: empty: expected family, ops and cases"),
+        ("", "{path}:1: file: empty: expected fields with values"),
         ("family: f\nops: [softmax]\n", "{path}:2: ops: 'softmax': expected one of "),
         ("family: f\nops: [rmsnorm_fwd]\nspeed: 3\n", "{path}:3: speed: '3': expected one of "),
         (
