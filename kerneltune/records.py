@@ -45,6 +45,7 @@ _Time = Annotated[float, Meta(ge=_LEAST_US, le=MOST)]
 _Rounds = Annotated[Sequence[_Time], Meta(min_length=1)]
 
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device", "family")
+RUN_FIELDS = ("unit", "driver", "torch", "triton", "commit")
 _REQUIRED_MEASURES = ("time_us", "gbps", "ci_low_us", "ci_high_us")
 _OPTIONAL_MEASURES = ("ceiling_gbps", "pct_ceiling", "aa_floor", "p10_us", "p90_us")
 _UTC = timedelta(0)
@@ -250,7 +251,7 @@ def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], 
 
 def other_run(a: Record, b: Record) -> list[str]:
     """Return the fields of the run that differ between two records; a field that a record lacks does not count."""
-    sides = ((name, getattr(a, name), getattr(b, name)) for name in ("unit", "driver", "torch", "triton", "commit"))
+    sides = ((name, getattr(a, name), getattr(b, name)) for name in RUN_FIELDS)
     return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
 
 

@@ -6,6 +6,7 @@ Reads no file but its own assets, and lays nothing out.
 import importlib.resources
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 from kerneltune import cache
 from kerneltune.device import INTERPRETER
-from kerneltune.records import Record, case_on_device, grouped, newest
+from kerneltune.records import RUN_FIELDS, Record, case_on_device, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, distinct_names, look, source_facts
 from kerneltune.reporting.shares import bound_of, share
 from kerneltune.reporting.tables import (
@@ -192,6 +193,7 @@ def _result(record: Record) -> dict[str, Any]:
         "gbps": record.gbps,
         "pct": share(record),
         "floor": record.aa_floor,
+        "run": f"{zlib.crc32(repr([getattr(record, name) for name in RUN_FIELDS]).encode()):x}",
         "n": record.n,
         "config": record.config_label,
     }

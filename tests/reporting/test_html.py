@@ -73,6 +73,14 @@ def test_payload_cases_have_records_by_variant_and_the_fullest_dtype_first() -> 
     assert shown["facts"]["records"] == "9 passed, 1 failed"
 
 
+def test_page_tells_the_runs_of_records_apart() -> None:
+    """The script shows no interval of a speed-up between two runs, as the tables do."""
+    others = [record(variant=name, **{name: "other"}) for name in ("unit", "driver", "torch", "triton", "commit")]
+    same, *of_others = payload(Sources([record(), record(variant="optimized"), *others]))["cases"][0]["of"].values()
+    assert len({one["run"] for one in of_others[1:]} - {same["run"]}) == len(others)
+    assert of_others[0]["run"] == same["run"]
+
+
 def test_page_shows_every_measure_of_the_tables() -> None:
     """The script leaves out a column that it has no measure for."""
     script = files("kerneltune.reporting").joinpath("assets", "table.js").read_text()

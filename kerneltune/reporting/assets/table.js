@@ -9,10 +9,11 @@ function compared(c) {
   const timed = a.us != null && b.us != null;
   const peer = c.best && c.best.is !== state.b ? c.best : null;
   const speedup = timed ? a.us / b.us : null;
+  const isOneRun = timed && a.run === b.run; // an interval covers the noise within a run only
   return {
     c, a, b, speedup,
-    low: timed ? a.low / b.high : null,
-    high: timed ? a.high / b.low : null,
+    low: isOneRun ? a.low / b.high : null,
+    high: isOneRun ? a.high / b.low : null,
     mark: speedup > data.win ? "+" : speedup != null && speedup < data.loss ? "-" : "",
     peer: peer && b.us != null ? { name: peer.is, ratio: peer.us / b.us } : null,
     floor: d3.max([a.floor, b.floor].filter((floor) => floor != null)) ?? null,
