@@ -135,9 +135,9 @@ def live_configs(
 ) -> dict[StoredConfig, Any]:
     """Return the config objects of an autotuner's list, and of other wanted configs, by their values.
 
-    An object of the list stands for a wanted config of its values, so that its pre_hook survives. Another config is made with the
-    pre_hook that all configs of the list share; it is left out if their pre_hooks differ, if it needs one and they have none, or
-    if a function in it has changed.
+    An object of the list stands for a wanted config of its values, with its pre_hook. Another config is made without one, or,
+    if it had one when it was captured, with the only pre_hook of the list. It is left out where the list has no or several
+    pre_hooks, or where a function in it has changed.
 
     without_hooks: whether to make all other wanted configs without a pre_hook, because the author's pruning makes them anew.
     """
@@ -145,14 +145,24 @@ def live_configs(
     for config in listed:
         with suppress(NotRecordableError):
             live.setdefault(StoredConfig.of(config), config)
-    pre_hooks = {getattr(config, "pre_hook", None) for config in listed}
-    shared = None if without_hooks else next(iter(pre_hooks), None)
+    pre_hooks = {_code_of(hook): hook for config in listed if (hook := getattr(config, "pre_hook", None)) is not None}
     for stored in wanted:
-        fits = len(pre_hooks) == 1 and stored.pre_hook == (shared is not None)
-        if stored not in live and (fits or without_hooks):
+        needs_hook = stored.pre_hook and not without_hooks
+        if stored in live and (not needs_hook or live[stored].pre_hook is not None):
+            continue
+        live.pop(stored, None)
+        if not needs_hook or len(pre_hooks) == 1:
             with suppress(Exception):  # of the import of a function's module
-                live[stored] = stored.live(shared)
+                live[stored] = stored.live(*pre_hooks.values() if needs_hook else ())
     return live
+
+
+def _code_of(hook: Any) -> Any:
+    """Return what tells a pre_hook from others: code and enclosed values, as a list may make a pre_hook for each config."""
+    try:
+        return hook.__code__, tuple(repr(cell.cell_contents) for cell in hook.__closure__ or ())
+    except (AttributeError, ValueError):  # no function, or a value that is not set yet
+        return id(hook)
 
 
 def launch_defaults() -> dict[str, int]:

@@ -335,7 +335,8 @@ class Replay:
         pruned = launch.pruned(by_model=False) if autotuner.early_config_prune else []  # pruning may make configs
         config = live_configs([*pruned, *autotuner.configs], [stored]).get(stored)
         if config is None:
-            raise ReplayError(f"{captured.kernel.text}: the author's configs have no pre_hook for {stored.label}")
+            reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"
+            raise ReplayError(f"{captured.kernel.text}: {stored.label}: {reason}")
         options = config.all_kwargs()
         named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn.run
         named_arguments = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too

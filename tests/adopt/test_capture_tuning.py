@@ -5,6 +5,7 @@ import importlib
 import json
 import pickle
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,14 @@ def test_tune_lets_classes_with_different_pruned_lists_share_a_config(
 MADE = """
 import triton
 import triton.language as tl
-def zeroed(named):
-    named["y_ptr"].zero_()
+most = 2
+def zeroed(name):
+    return lambda named: named[name].zero_()
 def pruned(configs, named, **_):
     for config in configs:
-        for parts in (2, 1):
+        for parts in range(most, 0, -1):
             kwargs = {"PARTS": parts, "BLOCK": min(config.kwargs["BLOCK"], 64)}
-            yield triton.Config(kwargs, num_warps=4, pre_hook=lambda named: zeroed(named))
+            yield triton.Config(kwargs, num_warps=4, pre_hook=zeroed("y_ptr"))
 listed = [triton.Config({"BLOCK": 128, "PARTS": 1}), triton.Config({"BLOCK": 32, "PARTS": 1})]
 @triton.autotune(listed, ["N"], prune_configs_by={"early_config_prune": pruned})
 @triton.jit
@@ -169,11 +171,13 @@ def step(x, y):
 """
 
 
+@pytest.mark.parametrize("most", [2, 1])  # without the program, pruning makes all configs, or fewer
 def test_configs_that_pruning_makes_are_checked_and_served_with_their_pre_hooks(
-    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+    most: int, tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "of_made_configs.py").write_text(MADE)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "of_made_configs", raising=False)
     module = importlib.import_module("of_made_configs")
     monkeypatch.setattr(h200, "time_us", lambda *_: 10.0)
     startup.capture(tmp_path / "cap")
@@ -183,11 +187,13 @@ def test_configs_that_pruning_makes_are_checked_and_served_with_their_pre_hooks(
     (launch,) = read_capture(tmp_path / "cap").classes
     assert [each.config.kwargs["PARTS"] for each in launch.candidates] == [2, 1, 2, 1]
     replay = make_replay(launch, tmp_path / "cap" / CLASSES / launch.digest, "cpu", 0)
+    module.most = most
     for candidate in launch.candidates:
         replay.named["y_ptr"].fill_(float("nan"))
         replay.run(candidate.config)
         assert torch.equal(replay.named["y_ptr"], replay.named["x_ptr"])
     assert tune_capture(tmp_path / "cap", Progress()).skipped == []
+    module.most = 2
     startup.install(tmp_path / "cap", miss="error")
     assert torch.equal(module.step(torch.ones(96), torch.full((96,), torch.nan)), torch.ones(96))
     assert module.added.best_config.kwargs in [each.config.kwargs for each in launch.candidates]
