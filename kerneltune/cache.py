@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,7 @@ _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
 _Group = tuple[str, Axes]
+Source = Literal["own", "near", "default"]
 
 _MOST_ELEMENTS = 1 << 48
 """Elements of an axis, at most: no memory holds more."""
@@ -263,7 +264,7 @@ class Choice(NamedTuple):
     """
 
     config: Any
-    source: str
+    source: Source
     describe: Callable[[], str]
 
 

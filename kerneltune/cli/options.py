@@ -21,7 +21,7 @@ from kerneltune.files import RESULTS, decode, in_checkout
 from kerneltune.listing import OpFacts, facts_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.search import SAMPLERS
-from kerneltune.search.task import KnobTexts, store_folder
+from kerneltune.search.task import KnobTexts, store_path
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 POLICIES = ("cold", "hot", "eager")
@@ -271,7 +271,7 @@ def require_folders(options: Options) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
     here, folders = device.current(), [options.results / "runs"]
     if here.is_gpu and options.mode != "check":
-        tuned = [configs_root(options.configs), store_folder(options.results, "")]
+        tuned = [configs_root(options.configs), store_path(options.results, "", "").parent]
         folders += [options.results, *(tuned if options.mode == "tune" else ())]
     for folder in folders:
         require_writable(folder / here.slug)

@@ -12,7 +12,7 @@ from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.plan import Plan, Selection
 from kerneltune.rounding import cdiv
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Evaluation, store_folder, store_path
+from kerneltune.search.task import Evaluation, store_path
 from kerneltune.spec import Case
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
@@ -39,7 +39,7 @@ def command(
     gpu = gpu or device.current().slug
     by_title = searches_of(plan, gpu)
     if not by_title:
-        folder = store_folder(plan.options.results, gpu)
+        folder = store_path(plan.options.results, gpu, "").parent
         patterns = {str(store_path(Path(), "*", entry.op)) for entry in plan.cases()}
         stores = (path for pattern in patterns for path in plan.options.results.glob(pattern))
         elsewhere = sorted({path.parent.name for path in stores} - {gpu})

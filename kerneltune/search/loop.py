@@ -78,9 +78,9 @@ class Candidates:
 
     def in_order(self, search: Search) -> list[Config]:
         """Return all configs in the order in which a search tries them before the first times are known."""
-        first = list(dict.fromkeys(self.first))
-        rest = [config for config in self.pool if config not in set(first)]
-        return first + _drawn(rest, () if search.sampler == "random" else first, search.seed)
+        first = dict.fromkeys(self.first)
+        rest = [config for config in self.pool if config not in first]
+        return [*first, *_drawn(rest, () if search.sampler == "random" else list(first), search.seed)]
 
 
 class Evaluator(Protocol):
@@ -156,12 +156,12 @@ def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list
     """Return configs in random order; a config that differs little from a guess probably comes early."""
     rng, guessed = random.Random(seed), [knobs_of(guess).values() for guess in guesses]
 
-    def turn(config: Config) -> float:
+    def draw_time(config: Config) -> float:
         values = knobs_of(config).values()
         num_changed = min((sum(map(operator.ne, values, guess)) for guess in guessed), default=0)
         return rng.expovariate(1.0) * _LESS_LIKELY**num_changed
 
-    return sorted(rest, key=turn)
+    return sorted(rest, key=draw_time)
 
 
 class SearchState:

@@ -201,11 +201,6 @@ def changed(variant: Variant, entry: CacheEntry, here: bool) -> str:
     return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])
 
 
-def store_folder(results: Path, gpu: str) -> Path:
-    """Return the folder of a GPU model's trials; see `store_path`."""
-    return results / "runs" / "trials" / gpu
-
-
 def store_path(results: Path, gpu: str, op: str) -> Path:
     """Return the file of an operator's trials on a GPU model.
 
@@ -213,4 +208,4 @@ def store_path(results: Path, gpu: str, op: str) -> Path:
         results: folder of the records.
         gpu: folder name of the GPU model.
     """
-    return store_folder(results, gpu) / f"{op}.log"
+    return results / "runs" / "trials" / gpu / f"{op}.log"

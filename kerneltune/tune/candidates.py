@@ -20,18 +20,24 @@ _TRANSFERRED = 16
 """Fastest configs of the other 16-bit type that are searched in place of the whole space."""
 
 
-def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
-    """Return the default, then the configs of the space, or the fastest of the other 16-bit type if that type was searched.
+def whole_pool(task: Task) -> list[Config]:
+    """Return the default, then the other configs of the space."""
+    return _default_first(task, checked_space(task))
 
-    Without a store, all configs of the space are returned.
-    """
+
+def narrowed_pool(task: Task, store: "TrialStore") -> list[Config]:
+    """Return the default, then the fastest configs of the other 16-bit type if that type was searched, else the whole space."""
     space = checked_space(task)
     other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
-    if store is not None and other in task.op.dtypes:
+    if other in task.op.dtypes:
         ranked = store.ranked(replace(task, case=replace(task.case, dtype=other)))
         if len(ranked) > max(_TRANSFERRED, len(store.ranked(task))):
             offered = set(space)
             space = [config for values in ranked[:_TRANSFERRED] if (config := task.variant.config_from(values)) in offered]
+    return _default_first(task, space)
+
+
+def _default_first(task: Task, space: Sequence[Config]) -> list[Config]:
     return [task.default, *(config for config in space if config != task.default)]
 
 

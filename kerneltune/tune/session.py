@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
 
 
-_FROM = {"own": "its own config", "near": "of a near case", "default": "the default"}
+_FROM: Mapping[cache.Source, str] = {"own": "its own config", "near": "of a near case", "default": "the default"}
 _CASES_AHEAD = 6
 """Cases whose first configs are compiled ahead. Half of these cases are ceiling cases, which compile at once."""
 

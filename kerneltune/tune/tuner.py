@@ -22,7 +22,7 @@ from kerneltune.search.loop import Candidates, Search, explore, times_of
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.tune.candidates import checked_space, pool_of, starting_points
+from kerneltune.tune.candidates import checked_space, narrowed_pool, starting_points, whole_pool
 from kerneltune.tune.gpu_worker import TRIED_WHOLE, GpuWorker
 from kerneltune.worker import WorkerCrashedError
 
@@ -132,7 +132,7 @@ class Tuner:
 
     def _candidates(self) -> Candidates:
         searches_all = self.options.renews == "all" or self.options.knobs
-        pool = pool_of(self.task, None if searches_all else self.store)
+        pool = whole_pool(self.task) if searches_all else narrowed_pool(self.task, self.store)
         return Candidates(pool, starting_points(self.task, pool, self.options.configs))
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:

@@ -44,7 +44,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tune.candidates import pool_of, starting_points
+from kerneltune.tune.candidates import narrowed_pool, starting_points
 from kerneltune.tune.tuner import NothingPassedError, Tuner
 
 # enumeration
@@ -65,7 +65,7 @@ def test_tuner_visits_a_small_space_once_with_the_default_first(setting: Setting
 
 def test_tuner_tries_a_default_outside_of_the_space(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(768, 3))
-    pool = pool_of(Task(op_of(variant), CASE, variant), setting.store())
+    pool = narrowed_pool(Task(op_of(variant), CASE, variant), setting.store())
     assert pool[0] == Small(768, 3)
     assert len(pool) == 26 == len(set(pool))
 
@@ -282,11 +282,11 @@ def test_tuner_after_an_interrupt_continues_behind_stored_trials(setting: Settin
 def test_pool_is_narrowed_to_the_best_configs_of_the_other_16_bit_dtype(setting: Setting) -> None:
     setting.tune(setting.tuner(SMALL, small_time))
     ranked = sorted(SMALL.configs(CASE), key=small_time)
-    pool = pool_of(Task(op_of(SMALL), HALF, SMALL), setting.store())
+    pool = narrowed_pool(Task(op_of(SMALL), HALF, SMALL), setting.store())
     assert pool[0] == Small(256, 4)
     assert set(pool) == {*ranked[:16], Small(256, 4)}
     for case, policy in ((SINGLE, "cold"), (HALF, "hot"), (Case("b", (("M", 9),), "float16"), "cold"), (CASE, "cold")):
-        assert len(pool_of(Task(op_of(SMALL), case, SMALL, policy), setting.store())) == 25
+        assert len(narrowed_pool(Task(op_of(SMALL), case, SMALL, policy), setting.store())) == 25
 
     half = setting.tuner(SMALL, small_time, HALF)
     setting.tune(half)
@@ -298,7 +298,7 @@ def test_pool_is_not_narrowed_by_few_trials_of_the_other_dtype(setting: Setting)
     store = setting.store()
     for config in list(SMALL.configs(CASE))[:16]:
         store.put(Task(op_of(SMALL), CASE, SMALL), config, Evaluation("passed", small_time(config)))
-    assert len(pool_of(Task(op_of(SMALL), HALF, SMALL), store)) == 25
+    assert len(narrowed_pool(Task(op_of(SMALL), HALF, SMALL), store)) == 25
 
 
 def test_tuner_over_a_narrowed_complete_store_evaluates_nothing(setting: Setting) -> None:
@@ -314,7 +314,7 @@ def test_starting_points_include_configs_of_other_free_options(setting: Setting)
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
     entry = cache.CacheEntry(op="fake", variant="optimized", case=wide, policy="cold", config={"block": 512, "warps": 8})
     cache.store(device.current().slug, entry, setting.root)
-    pool = pool_of(Task(op, narrow, SMALL), setting.store())
+    pool = narrowed_pool(Task(op, narrow, SMALL), setting.store())
     assert starting_points(Task(op, narrow, SMALL), pool, setting.root) == [Small(256, 4), Small(512, 8)]
     fixed = replace(op, free_options=())
     assert starting_points(Task(fixed, narrow, SMALL), pool, setting.root) == [Small(256, 4)]
