@@ -19,7 +19,7 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     An argument is written if a launch changes the captured values, or filled values in their place. An argument whose old values
     do not change the results is poisoned before all later launches.
     """
-    reference = getattr(live_kernel(replay.captured), "kerneltune_reference", None)
+    reference = getattr(live_kernel(replay.launch_class), "kerneltune_reference", None)
     if reference is not None:
         _vary(replay)
     replay.before = [storage.clone() for storage in replay.storages]
@@ -41,10 +41,10 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     replay.restore()
     if reference is not None:
         _use_reference(replay, reference, written)
-    first = replay.captured.candidate(stored)
+    first = replay.launch_class.candidate(stored)
     is_launched = first is None or first.grid is None or 0 not in first.grid
     if not replay.expected and is_launched and any(map(torch.numel, _tensors(replay.named).values())):
-        raise ReplayError(f"{replay.captured.kernel.text}: the author's first config changes no argument: nothing to compare")
+        raise ReplayError(f"{replay.launch_class.kernel.text}: the author's first config changes no argument: nothing to compare")
     return written
 
 
@@ -58,7 +58,7 @@ def _run(replay: Replay, stored: StoredConfig) -> None:
 
 def _earlier(replay: Replay) -> dict[str, torch.Tensor]:
     """Return the tensors among the arguments as they are before a launch."""
-    return _tensors(live_arguments(replay.captured, replay.before or ()))
+    return _tensors(live_arguments(replay.launch_class, replay.before or ()))
 
 
 def _changed(replay: Replay) -> set[str]:
@@ -79,11 +79,11 @@ def _hidden_writes(replay: Replay, stored: StoredConfig, changed: set[str]) -> s
     To find them, each storage of floating-point values that did not change is filled with another value before a launch. Whole
     numbers stay, because they may be indices.
     """
-    storages = {a.name: a.tensor.storage for a in replay.captured.arguments if a.tensor is not None}
+    storages = {a.name: a.tensor.storage for a in replay.launch_class.arguments if a.tensor is not None}
     changed_storages = {storages[name] for name in changed}
     before = replay.before or []
     replay.before = list(before)
-    for number, about in enumerate(replay.captured.storages):
+    for number, about in enumerate(replay.launch_class.storages):
         if number not in changed_storages and _is_floating(about):
             replay.before[number] = torch.full_like(before[number], _LEAST_FILL + number % _FILLS)
     _run(replay, stored)
@@ -100,8 +100,8 @@ def _is_floating(about: Mapping[str, Any]) -> bool:
 def _vary(replay: Replay) -> None:
     """Vary the rows of inputs whose values are not kept, so that the author's reference sees more than values around zero."""
     for name, tensor in _tensors(replay.named).items():
-        argument = next(a for a in replay.captured.arguments if a.name == name)
-        is_data = argument.tensor is not None and _is_floating(replay.captured.storages[argument.tensor.storage])
+        argument = next(a for a in replay.launch_class.arguments if a.name == name)
+        is_data = argument.tensor is not None and _is_floating(replay.launch_class.storages[argument.tensor.storage])
         is_wide = tensor.is_floating_point() and tensor.element_size() > 1
         if is_data and is_wide and tensor.ndim > 1 and tensor.is_contiguous() and tensor.any():  # zeros are a sum that begins
             vary_rows(tensor, large=1.0)  # a large row would hide differences elsewhere: they are relative to all elements
@@ -109,9 +109,9 @@ def _vary(replay: Replay) -> None:
 
 def _use_reference(replay: Replay, reference: Callable[..., Any], written: Sequence[str]) -> None:
     """Compare results with the author's reference, which gets copies of the arguments."""
-    refused = f"reference of {replay.captured.kernel.text}: "
+    refused = f"reference of {replay.launch_class.kernel.text}: "
     try:
-        returned = reference(with_tuples(live_arguments(replay.captured, [storage.clone() for storage in replay.storages])))
+        returned = reference(with_tuples(live_arguments(replay.launch_class, [storage.clone() for storage in replay.storages])))
     except Exception as error:  # the author's own code
         raise ReplayError(f"{place_of(reference, error)}{refused}{first_line(error)}") from error
     try:
@@ -122,7 +122,7 @@ def _use_reference(replay: Replay, reference: Callable[..., Any], written: Seque
         raise ReplayError(f"{place_of(reference)}{refused}{error}") from error
     replay.expected |= values
     replay.has_reference = True
-    replay.tolerance = getattr(live_kernel(replay.captured), "kerneltune_tolerance", None)
+    replay.tolerance = getattr(live_kernel(replay.launch_class), "kerneltune_tolerance", None)
 
 
 def _expected_values(returned: object, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,10 +146,10 @@ def _expected_values(returned: object, like: Mapping[str, torch.Tensor]) -> dict
 
 def _poison(replay: Replay, stored: StoredConfig, written: Sequence[str]) -> None:
     """Poison each written storage whose content before the launch does not matter."""
-    captured, contents = replay.captured, replay.before or []
-    written_storages = {a.tensor.storage for a in captured.arguments if a.tensor is not None and a.name in written}
+    launch_class, contents = replay.launch_class, replay.before or []
+    written_storages = {a.tensor.storage for a in launch_class.arguments if a.tensor is not None and a.name in written}
     for number in sorted(written_storages):
-        if not _is_floating(captured.storages[number]):
+        if not _is_floating(launch_class.storages[number]):
             continue
         before = contents[number]
         contents[number] = torch.full_like(before, _POISON)
@@ -181,7 +181,9 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
             if replay.tolerance is not None:
                 text = "; ".join(line.removeprefix(f"{name}: ") for line in close(name, tensor, expected, *replay.tolerance))
             else:
-                text = disagreement(expected, tensor, replay.noise.get(name, 0.0), replay.captured.dtypes, replay.has_reference)
+                text = disagreement(
+                    expected, tensor, replay.noise.get(name, 0.0), replay.launch_class.dtypes, replay.has_reference
+                )
             if text:
                 lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:

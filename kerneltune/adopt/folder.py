@@ -193,20 +193,20 @@ class ProcessNotes(msgspec.Struct):
     format: int = FORMAT
 
 
-def write_class(root: Path, captured: LaunchClass, values: Mapping[str, Any] | None) -> None:
+def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any] | None) -> None:
     """Write a class, whole or not at all; a class that the folder has already stays, unless the new class has more.
 
     values: tensors by name, for safetensors; None for no values.
     """
-    folder = root / CLASSES / captured.digest
-    if (folder / META).exists() and not _has_more(captured, folder):
+    folder = root / CLASSES / launch_class.digest
+    if (folder / META).exists() and not _has_more(launch_class, folder):
         return
     with whole_folder(folder) as part:
         if values:
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
-        stored = {"format": FORMAT, **{each.name: getattr(captured, each.name) for each in fields(captured)}}
+        stored = {"format": FORMAT, **{each.name: getattr(launch_class, each.name) for each in fields(launch_class)}}
         (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
 
 
@@ -232,14 +232,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _has_more(captured: LaunchClass, folder: Path) -> bool:
+def _has_more(launch_class: LaunchClass, folder: Path) -> bool:
     """Return whether a class has values or an author's choice that a folder lacks; true where the folder's class is damaged."""
     try:
         present = read_class(folder)
     except ValueError:
         return True
     has_values = not (present.lacks_values or missing_values(present, folder))
-    return not (has_values or captured.lacks_values) or (captured.choice is not None and present.choice is None)
+    return not (has_values or launch_class.lacks_values) or (launch_class.choice is not None and present.choice is None)
 
 
 def _builtin(value: Any) -> Any:
@@ -278,10 +278,10 @@ def write_json(path: Path, value: object) -> None:
 
 def read_class(folder: Path) -> LaunchClass:
     """Return the class of a folder, without its values."""
-    captured = read_json(folder / META, LaunchClass, is_versioned=True)
-    if captured.digest != folder.name:
-        raise ValueError(f"{folder / META}: digest: {captured.digest!r}: expected {folder.name!r}, the folder's name")
-    return captured
+    launch_class = read_json(folder / META, LaunchClass, is_versioned=True)
+    if launch_class.digest != folder.name:
+        raise ValueError(f"{folder / META}: digest: {launch_class.digest!r}: expected {folder.name!r}, the folder's name")
+    return launch_class
 
 
 def read_classes(root: Path) -> tuple[list[LaunchClass], list[str]]:
@@ -292,16 +292,16 @@ def read_classes(root: Path) -> tuple[list[LaunchClass], list[str]]:
     for folder in sorted(parent.iterdir()):
         if folder.is_dir() and not folder.name.startswith("."):
             try:
-                captured = read_class(folder)
-                classes.append(replace(captured, problem=captured.problem or missing_values(captured, folder)))
+                launch_class = read_class(folder)
+                classes.append(replace(launch_class, problem=launch_class.problem or missing_values(launch_class, folder)))
             except ValueError as error:
                 problems.append(str(error))
     return classes, problems
 
 
-def missing_values(captured: LaunchClass, folder: Path) -> str:
+def missing_values(launch_class: LaunchClass, folder: Path) -> str:
     """Return a line where the values of a class are gone from its folder; empty if they are there."""
-    is_kept = any(about.get("kept") in ("values", "sample") and about.get("bytes") for about in captured.storages)
+    is_kept = any(about.get("kept") in ("values", "sample") and about.get("bytes") for about in launch_class.storages)
     return f"{folder / VALUES}: missing: capture again" if is_kept and not (folder / VALUES).is_file() else ""
 
 
@@ -325,18 +325,18 @@ def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
     write_json(root / BLOCKS, {"classes": blocks})
 
 
-def judged(captured: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
+def judged(launch_class: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
     """Return a class without the grids of the candidates whose blocks may not change; `untried` stands for a missing reason."""
-    if not captured.is_plain:
-        return captured
-    program = captured.candidates[0].config
+    if not launch_class.is_plain:
+        return launch_class
+    program = launch_class.candidates[0].config
 
     def judge(one: Candidate) -> Candidate:
         reasons = [blocks.get(name, untried) for name in one.config.changed(program.kwargs)]
         problem = next(filter(None, reasons), "")
         return replace(one, grid=None, problem=problem) if problem else one
 
-    return replace(captured, candidates=tuple(map(judge, captured.candidates)))
+    return replace(launch_class, candidates=tuple(map(judge, launch_class.candidates)))
 
 
 MISSES = "misses"

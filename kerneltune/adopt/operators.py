@@ -44,8 +44,8 @@ def operators(folder: str) -> tuple[Op, ...]:
         ValueError: no class of the capture can be launched again.
     """
     capture = read_capture(Path(folder))
-    if capture.classes and all(captured.problem for captured in capture.classes):
-        reasons = dict.fromkeys(f"{captured.kernel.text}: {captured.problem}" for captured in capture.classes)
+    if capture.classes and all(launch_class.problem for launch_class in capture.classes):
+        reasons = dict.fromkeys(f"{launch_class.kernel.text}: {launch_class.problem}" for launch_class in capture.classes)
         raise ValueError(f"{folder}: no launch can be made again: {first_of(list(reasons), 1)}")
     return operators_of(capture)
 
@@ -60,27 +60,27 @@ def write_capture_sweep(capture: Capture) -> Path:
     """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find the launches that can be replayed."""
     sections: dict[Section, list[tuple[str, Case]]] = {"check": [], "bench": []}
     for classes in capture.kernels().values():
-        good, axes = [captured for captured in classes if not captured.problem], _axes(classes)
+        good, axes = [launch_class for launch_class in classes if not launch_class.problem], _axes(classes)
         for section, chosen in zip(sections, (_checked(good), good), strict=True):
-            sections[section] += [(operator_name(captured), case_of(captured, axes)) for captured in chosen]
+            sections[section] += [(operator_name(launch_class), case_of(launch_class, axes)) for launch_class in chosen]
     replace_text(capture.root / SWEEP, sweep_text(_ABOUT, "captured", sections))
     return capture.root / SWEEP
 
 
 def _checked(classes: Sequence[LaunchClass]) -> list[LaunchClass]:
     """Return a kernel's launches that the interpreter can check in seconds; if there are none, the smallest below 64 MiB."""
-    small = [captured for captured in classes if captured.argument_bytes < _CHECKED_BYTES]
-    smallest = sorted(classes, key=lambda captured: captured.argument_bytes)[:1]
-    return small or [captured for captured in smallest if captured.argument_bytes < _MOST_CHECKED_BYTES]
+    small = [launch_class for launch_class in classes if launch_class.argument_bytes < _CHECKED_BYTES]
+    smallest = sorted(classes, key=lambda launch_class: launch_class.argument_bytes)[:1]
+    return small or [launch_class for launch_class in smallest if launch_class.argument_bytes < _MOST_CHECKED_BYTES]
 
 
-def operator_name(captured: LaunchClass) -> str:
+def operator_name(launch_class: LaunchClass) -> str:
     """Return the operator's name of a class's kernel: module and name, and its digest."""
-    return f"{captured.kernel.text}-{captured.source[:4]}{captured.configs[:4]}"
+    return f"{launch_class.kernel.text}-{launch_class.source[:4]}{launch_class.configs[:4]}"
 
 
 def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
-    by_digest = {captured.digest: captured for captured in classes}
+    by_digest = {launch_class.digest: launch_class for launch_class in classes}
     kind: Any = knob_class(f"Config_{classes[0].source[:8]}_{classes[0].configs[:8]}", _knobs(classes))
 
     def about(case: Case) -> LaunchClass:
@@ -106,7 +106,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
     return Op(
         name=operator_name(classes[0]),
         axes=_axes(classes),
-        dtypes=tuple(dict.fromkeys(case_dtype(captured) for captured in classes)),
+        dtypes=tuple(dict.fromkeys(case_dtype(launch_class) for launch_class in classes)),
         inputs=partial(make_inputs, str(root)),
         reference=reference,
         compare=compare,
@@ -118,16 +118,16 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
     )
 
 
-def case_of(captured: LaunchClass, axes: Sequence[str]) -> Case:
+def case_of(launch_class: LaunchClass, axes: Sequence[str]) -> Case:
     """Return the case of a class."""
-    name = f"{captured.kernel.name.rpartition('.')[2]}-{captured.digest[:8]}"
-    pairs = tuple((axis, captured.sizes[axis]) for axis in axes)
-    return Case(name, pairs, case_dtype(captured), "none", ((CLASS, captured.digest), (BYTES, BYTES_OF)))
+    name = f"{launch_class.kernel.name.rpartition('.')[2]}-{launch_class.digest[:8]}"
+    pairs = tuple((axis, launch_class.sizes[axis]) for axis in axes)
+    return Case(name, pairs, case_dtype(launch_class), "none", ((CLASS, launch_class.digest), (BYTES, BYTES_OF)))
 
 
-def case_dtype(captured: LaunchClass) -> str:
+def case_dtype(launch_class: LaunchClass) -> str:
     """Return the element types of a class's floating-point tensors, joined to a name."""
-    names = sorted({a.tensor.dtype for a in captured.arguments if a.tensor is not None and not a.tensor.is_whole})
+    names = sorted({a.tensor.dtype for a in launch_class.arguments if a.tensor is not None and not a.tensor.is_whole})
     return "+".join(names) or "none"
 
 
@@ -140,12 +140,12 @@ def _axes(classes: Sequence[LaunchClass]) -> tuple[str, ...]:
     taken = {*OF_EVERY_CASE, CLASS, BYTES}
     names = [a.name for a in classes[0].arguments if type(a.value) is int]
     first = [name for name in names if name.isidentifier() and name not in taken]
-    return tuple(name for name in first if all(captured.sizes.get(name, 0) >= 1 for captured in classes))
+    return tuple(name for name in first if all(launch_class.sizes.get(name, 0) >= 1 for launch_class in classes))
 
 
 def _knobs(classes: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
     """Return the names and types of the knobs of a kernel's configs."""
-    configs = [one.config for captured in classes for one in captured.candidates]
+    configs = [one.config for launch_class in classes for one in launch_class.candidates]
     types = {knob: type(value) for knob, value in configs[0].kwargs.items()}
     uniform = all(
         list(config.kwargs) == list(types)
@@ -174,27 +174,27 @@ def _unpickled(name: str, knobs: tuple[tuple[str, type], ...], values: tuple[Any
 
 
 @lru_cache(maxsize=256)
-def _candidates(captured: LaunchClass, kind: Any) -> dict[Config, Candidate]:
+def _candidates(launch_class: LaunchClass, kind: Any) -> dict[Config, Candidate]:
     """Return the candidates of a class by instances of the kernel's `knob_class`; of candidates with equal configs, the first."""
     candidates: dict[Config, Candidate] = {}
     is_numbered = list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]
-    for place, one in enumerate(captured.candidates):
+    for place, one in enumerate(launch_class.candidates):
         options = {name: getattr(one.config, name) or default for name, default in _OPTIONS.items()}
         candidates.setdefault(kind(place) if is_numbered else kind(**one.config.kwargs, **options), one)
     return candidates
 
 
-def config_of(stored: StoredConfig, captured: LaunchClass, kind: Any) -> Config:
+def config_of(stored: StoredConfig, launch_class: LaunchClass, kind: Any) -> Config:
     """Return the config of a class's candidate as an instance of the kernel's `knob_class`."""
-    return next(config for config, one in _candidates(captured, kind).items() if one.config == stored)
+    return next(config for config, one in _candidates(launch_class, kind).items() if one.config == stored)
 
 
-def candidate_of(config: Config, captured: LaunchClass) -> Candidate:
+def candidate_of(config: Config, launch_class: LaunchClass) -> Candidate:
     """Return the candidate of a class that an instance of the kernel's `knob_class` stands for."""
     kind: Any = type(config)
-    candidate = _candidates(captured, kind).get(config)
+    candidate = _candidates(launch_class, kind).get(config)
     if candidate is None:
-        raise ValueError(f"{captured.label}: {config}: no candidate of this class")
+        raise ValueError(f"{launch_class.label}: {config}: no candidate of this class")
     return candidate
 
 
@@ -209,12 +209,12 @@ def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> I
 
 def run_config(inputs: Inputs, config: Config) -> Outputs:
     """Launch a config; after `reference`, restore the arguments before the launch."""
-    return _run(inputs, candidate_of(config, inputs[_LAUNCH].captured).config)
+    return _run(inputs, candidate_of(config, inputs[_LAUNCH].launch_class).config)
 
 
 def run_author(inputs: Inputs, config: Config) -> Outputs:
     """Launch the author's choice."""
-    return _run(inputs, inputs[_LAUNCH].captured.author_choice)
+    return _run(inputs, inputs[_LAUNCH].launch_class.author_choice)
 
 
 def _run(inputs: Inputs, stored: StoredConfig) -> Outputs:
@@ -234,7 +234,7 @@ def reference(inputs: Inputs) -> Outputs:
     from kerneltune.adopt.effects import learn
 
     replay = inputs[_LAUNCH]
-    learn(replay, replay.captured.first_config)
+    learn(replay, replay.launch_class.first_config)
     return dict(replay.expected)
 
 

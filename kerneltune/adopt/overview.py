@@ -25,28 +25,28 @@ class Capture:
     notes: ProcessNotes
     problems: list[str] = field(default_factory=list)
 
-    def count(self, captured: LaunchClass) -> Count:
+    def count(self, launch_class: LaunchClass) -> Count:
         """Return the launches of a class; 0 launches if no process has counted any."""
-        return self.notes.launches.get(captured.digest, Count())
+        return self.notes.launches.get(launch_class.digest, Count())
 
-    def cost_us(self, captured: LaunchClass) -> float:
+    def cost_us(self, launch_class: LaunchClass) -> float:
         """Return the GPU time of a class's launches; if none was timed, the time to move their arguments at 1 TB/s."""
-        count = self.count(captured)
-        return count.launches * (count.time_us or 0.0) or max(count.launches, 1) * captured.argument_bytes / 1e6
+        count = self.count(launch_class)
+        return count.launches * (count.time_us or 0.0) or max(count.launches, 1) * launch_class.argument_bytes / 1e6
 
     def shares(self) -> dict[str, float]:
         """Return each class's share of the time of all captured launches."""
         total = sum(map(self.cost_us, self.classes)) or 1.0
-        return {captured.digest: self.cost_us(captured) / total for captured in self.classes}
+        return {launch_class.digest: self.cost_us(launch_class) / total for launch_class in self.classes}
 
     def kernels(self) -> dict[object, list[LaunchClass]]:
         """Return the classes of each kernel, the most expensive kernel first."""
-        by_kernel = grouped(self.classes, lambda captured: (captured.kernel, captured.source, captured.configs))
+        by_kernel = grouped(self.classes, lambda launch_class: (launch_class.kernel, launch_class.source, launch_class.configs))
         return dict(sorted(by_kernel.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
     def plain(self) -> list[str]:
         """Return the kernels that were launched without an autotuner and not captured."""
-        names = {captured.kernel.text for captured in self.classes}
+        names = {launch_class.kernel.text for launch_class in self.classes}
         return sorted(set(self.notes.plain) - names)
 
     def own_runs(self) -> dict[str, list[str]]:
@@ -62,7 +62,9 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
     """
     read, problems = read_classes(root)
     blocks = read_blocks(root)
-    classes = [judged(captured, blocks.get(captured.digest, {}), untried) for captured in read if captured.argument_bytes]
+    classes = [
+        judged(launch_class, blocks.get(launch_class.digest, {}), untried) for launch_class in read if launch_class.argument_bytes
+    ]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
@@ -97,10 +99,10 @@ def seed_hint(classes: Sequence[LaunchClass]) -> str:
     Whole numbers of the author's key are left out, because the key tells classes apart.
     """
     keys, values = () if classes[0].is_plain else classes[0].keys, dict[str, set[int]]()
-    for a in (a for captured in classes for a in captured.arguments if type(a.value) is int and a.name not in keys):
+    for a in (a for launch_class in classes for a in launch_class.arguments if type(a.value) is int and a.name not in keys):
         values.setdefault(a.name, set()).add(a.value)
     names = sorted(name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED)
-    without = {name: len({signature(captured.arguments, {name}) for captured in classes}) for name in names}
+    without = {name: len({signature(launch_class.arguments, {name}) for launch_class in classes}) for name in names}
     name = min(without, key=lambda one: without[one], default="")
     if not name or 2 * without[name] > len(classes):
         return ""
@@ -108,13 +110,13 @@ def seed_hint(classes: Sequence[LaunchClass]) -> str:
     return f"{count}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
-def omitted(captured: LaunchClass) -> list[str]:
+def omitted(launch_class: LaunchClass) -> list[str]:
     """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
-    shapes = [argument.tensor.shape for argument in captured.arguments if argument.tensor is not None]
+    shapes = [argument.tensor.shape for argument in launch_class.arguments if argument.tensor is not None]
     dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
-    named = {*captured.keys, *(name for candidate in captured.candidates for name in candidate.config.kwargs)}
-    values = {a.name: a.value for a in captured.arguments if type(a.value) is int and a.name not in named}
-    sizes = [name for name, value in values.items() if value in dimensions and captured.list_size > 1]
+    named = {*launch_class.keys, *(name for candidate in launch_class.candidates for name in candidate.config.kwargs)}
+    values = {a.name: a.value for a in launch_class.arguments if type(a.value) is int and a.name not in named}
+    sizes = [name for name, value in values.items() if value in dimensions and launch_class.list_size > 1]
     return [name for name in sizes if _is_size(name) and not name.startswith("BLOCK")]
 
 
@@ -128,7 +130,7 @@ def findings(capture: Capture) -> list[str]:
     wins, wrong, checks = _chosen_configs(capture.root), _wrong_trials(capture.root), _last_checks(capture.root)
     lines: list[str] = []
     for classes in capture.kernels().values():
-        records = [record for captured in classes for record in checks.get(captured.digest, {}).values()]
+        records = [record for launch_class in classes for record in checks.get(launch_class.digest, {}).values()]
         by_reason = grouped((one for one in records if one.status == "failed"), lambda one: _NUMBERS.sub("", one.reason))
         texts = [*_of_kernel(classes, wins, wrong)]
         for alike in by_reason.values():
@@ -140,9 +142,9 @@ def findings(capture: Capture) -> list[str]:
 
 def _several_lists(classes: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
-    for name, of_name in grouped(classes, lambda captured: captured.kernel.text).items():
-        alike = grouped(of_name, lambda captured: (captured.source, captured.told_apart()))
-        most = max(len({captured.configs for captured in each}) for each in alike.values())
+    for name, of_name in grouped(classes, lambda launch_class: launch_class.kernel.text).items():
+        alike = grouped(of_name, lambda launch_class: (launch_class.source, launch_class.told_apart()))
+        most = max(len({launch_class.configs for launch_class in each}) for each in alike.values())
         if most > 1:
             effect = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {effect}"
@@ -161,12 +163,12 @@ def _of_kernel(classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
     if sizes := [name for name in omitted(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
-    chosen = {config for captured in classes for config in wins.get(captured.digest, ())}
+    chosen = {config for launch_class in classes for config in wins.get(launch_class.digest, ())}
     never = [one.config for one in first.candidates if one.is_author and one.config not in chosen]
     if chosen and never and not first.is_plain:  # the other configs of a plain kernel are no author's
         labels = "; ".join(one.label for one in never[:_LABELS]) + ("…" if len(never) > _LABELS else "")
         yield f"{len(never)} of {first.list_size} configs never win in {counted(len(classes), 'class', 'classes')}: {labels}"
-    if results := [text for captured in classes for text in wrong.get(captured.digest, ())]:
+    if results := [text for launch_class in classes for text in wrong.get(launch_class.digest, ())]:
         yield f"results change with the config: {len(results)} configs disagree with the author's first: {results[0]}"
 
 

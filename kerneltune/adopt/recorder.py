@@ -207,35 +207,35 @@ class Recorder:
         if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
         try:
-            captured, storages = describe_launch(launch, self.ignored.difference(tuner.keys))
-            if self._bytecode_of.setdefault((name.text, captured.source), captured.bytecode) != captured.bytecode:
+            launch_class, storages = describe_launch(launch, self.ignored.difference(tuner.keys))
+            if self._bytecode_of.setdefault((name.text, launch_class.source), launch_class.bytecode) != launch_class.bytecode:
                 return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
-            if captured.digest not in classes:
+            if launch_class.digest not in classes:
                 if len(classes) >= most:
                     return self._refuse(name, too_many)
-                classes[captured.digest] = RecordedClass()
-                classes[captured.digest] = self._new_class(launch, captured, storages)
+                classes[launch_class.digest] = RecordedClass()
+                classes[launch_class.digest] = self._new_class(launch, launch_class, storages)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
-        digests.add(captured.digest)
-        return classes[captured.digest]
+        digests.add(launch_class.digest)
+        return classes[launch_class.digest]
 
-    def _new_class(self, launch: Launch, captured: LaunchClass, storages: Sequence[Any]) -> RecordedClass:
+    def _new_class(self, launch: Launch, launch_class: LaunchClass, storages: Sequence[Any]) -> RecordedClass:
         """Record a class that this process has not seen before: see `describe_launch`."""
         name, allowed = launch.name, self._pruned(launch)
         if not allowed:
             return self._refuse(name, "not captured: the author's pruning leaves no config")
-        captured = with_candidates(captured, launch, allowed)
-        values = self._values(captured, storages)
-        if held := arguments.holds_addresses(captured.arguments, values):
+        launch_class = with_candidates(launch_class, launch, allowed)
+        values = self._values(launch_class, storages)
+        if held := arguments.holds_addresses(launch_class.arguments, values):
             return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
-        if captured.problem:
-            self._refuse(name, f"cannot be tuned: {captured.problem}")
-        captured = replace(captured, storages=values.kinds)
-        if not self.autotune or captured.is_plain:
-            write_class(self.root, captured, values.tensors)
-            return RecordedClass(captured.digest, [] if captured.is_plain else allowed)
-        return RecordedClass(captured.digest, unwritten=(captured, values))
+        if launch_class.problem:
+            self._refuse(name, f"cannot be tuned: {launch_class.problem}")
+        launch_class = replace(launch_class, storages=values.kinds)
+        if not self.autotune or launch_class.is_plain:
+            write_class(self.root, launch_class, values.tensors)
+            return RecordedClass(launch_class.digest, [] if launch_class.is_plain else allowed)
+        return RecordedClass(launch_class.digest, unwritten=(launch_class, values))
 
     def _pruned(self, launch: Launch) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
@@ -250,14 +250,14 @@ class Recorder:
             program.warn_once(f"{launch.name.text}: pruning fails without a GPU ({first_line(error)}): no config is pruned")
             return list(launch.autotuner.configs)
 
-    def _values(self, captured: LaunchClass, storages: Sequence[Any]) -> Values:
+    def _values(self, launch_class: LaunchClass, storages: Sequence[Any]) -> Values:
         if program.is_capturing():
             return Values(kinds=({"kept": "missing"},) * len(storages))
-        values = arguments.collect(captured.arguments, storages, self._bytes_left, self._sample_bytes_left)
+        values = arguments.collect(launch_class.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
         self._sample_bytes_left -= values.sampled
         if left := values.left_out:
-            log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", captured.label, left)
+            log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", launch_class.label, left)
         return values
 
     def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -284,16 +284,16 @@ class Recorder:
         if not recorded.configs:
             result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
             if recorded.unwritten is not None:
-                (captured, values), recorded.unwritten = recorded.unwritten, None
+                (launch_class, values), recorded.unwritten = recorded.unwritten, None
                 try:
                     choice = StoredConfig.of(autotuner.best_config)
-                    captured = replace(captured, choice=choice)
-                    if captured.candidate(choice) is None:  # chosen for other arguments, pruned for these
+                    launch_class = replace(launch_class, choice=choice)
+                    if launch_class.candidate(choice) is None:  # chosen for other arguments, pruned for these
                         added = _candidate(Launch(autotuner, args, kwargs), autotuner.best_config)
-                        captured = replace(captured, candidates=(*captured.candidates, added))
-                    write_class(self.root, captured, values.tensors)
+                        launch_class = replace(launch_class, candidates=(*launch_class.candidates, added))
+                    write_class(self.root, launch_class, values.tensors)
                 except Exception as error:  # a full disk, for example: the program must not notice
-                    self._refuse(captured.kernel, first_line(error))
+                    self._refuse(launch_class.kernel, first_line(error))
             return result
         while True:
             config = recorded.configs[0]
@@ -376,7 +376,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
     read = kernels.read_globals(function)
     signed = arguments.signature(described, ignored)
     parts = [name.module, name.name, source, listed, signed, *([json.dumps(read)] if read else ())]
-    captured = LaunchClass(
+    launch_class = LaunchClass(
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
         kernel=name,
         file=function.__code__.co_filename,
@@ -393,10 +393,10 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
         globals=read,
         is_plain=is_plain(tuner),
     )
-    return captured, storages
+    return launch_class, storages
 
 
-def with_candidates(captured: LaunchClass, launch: Launch, allowed: Sequence[Any]) -> LaunchClass:
+def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence[Any]) -> LaunchClass:
     """Return the class of a launch with its candidates, and with what a replay needs to find the kernel.
 
     allowed: the configs that the author's pruning leaves.
@@ -408,7 +408,7 @@ def with_candidates(captured: LaunchClass, launch: Launch, allowed: Sequence[Any
     with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
         launch.grid(allowed[0])
     return replace(
-        captured,
+        launch_class,
         candidates=tuple(candidates),
         home=home,
         home_file=home_file,

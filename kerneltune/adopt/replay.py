@@ -35,45 +35,45 @@ class ReplayError(CaseError):
     """Report that a class cannot be replayed here; the message is one line."""
 
 
-def live_kernel(captured: LaunchClass) -> Any:
+def live_kernel(launch_class: LaunchClass) -> Any:
     """Import a captured kernel's module and return its autotuner."""
-    home, name = captured.home or captured.kernel, captured.kernel.text
-    module = _module_of(captured, home)
+    home, name = launch_class.home or launch_class.kernel, launch_class.kernel.text
+    module = _module_of(launch_class, home)
     file, held = getattr(module, "__file__", home.module), vars(module)
-    unwrap = kernels.jit_of if captured.is_plain else kernels.autotuner_of
+    unwrap = kernels.jit_of if launch_class.is_plain else kernels.autotuner_of
     holder = attribute(held, home.name)
     tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
-    if captured.is_plain:
-        options = captured.candidates[0].config.options
-        tuners = [plain_tuner(kernel, options, captured.keys) for kernel in tuners]
-    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == captured.kernel.name]
-    same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == captured.bytecode]
+    if launch_class.is_plain:
+        options = launch_class.candidates[0].config.options
+        tuners = [plain_tuner(kernel, options, launch_class.keys) for kernel in tuners]
+    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == launch_class.kernel.name]
+    same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == launch_class.bytecode]
     is_other_bytecode = not same
-    same = same or [tuner for tuner in tuners if arguments.source_digest(tuner.base_fn) == captured.source]
+    same = same or [tuner for tuner in tuners if arguments.source_digest(tuner.base_fn) == launch_class.source]
     if tuners and not same:
         raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
     if not same:
         jits = [kernels.jit_of(value) for value in held.values()]
-        if not any(jit.fn.__qualname__ == captured.kernel.name for jit in jits if jit is not None):
+        if not any(jit.fn.__qualname__ == launch_class.kernel.name for jit in jits if jit is not None):
             place = ' outside `if __name__ == "__main__"`' if home.module == "__main__" else ""
             raise ReplayError(f"{name}: {file} has no kernel of this name{place}: capture again")
         raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
     present = kernels.read_globals(same[0].base_fn)
-    for read, value in captured.globals.items():
+    for read, value in launch_class.globals.items():
         if present.get(read) != value:
             values = f"which was {value!r} when captured and is {present.get(read)!r} here"
             raise ReplayError(f"{name}: the kernel reads {read}, {values}")
-    if is_other_bytecode and captured.versions.get("python") == python_version():  # another Python has other bytecode
+    if is_other_bytecode and launch_class.versions.get("python") == python_version():  # another Python has other bytecode
         raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
-    return next((tuner for tuner in same if configs_digest(tuner.configs) == captured.configs), same[0])
+    return next((tuner for tuner in same if configs_digest(tuner.configs) == launch_class.configs), same[0])
 
 
-def _module_of(captured: LaunchClass, name: KernelName) -> Any:
+def _module_of(launch_class: LaunchClass, name: KernelName) -> Any:
     """Import the module of a kernel, or of a function that is an argument of the kernel: see `_module`."""
-    files = {captured.kernel.module: captured.file, "__main__": next(iter(captured.argv), "")}
-    if captured.home is not None and captured.home_file:
-        files[captured.home.module] = captured.home_file
-    return _module(name, files.get(name.module, ""), captured.argv, captured.path)
+    files = {launch_class.kernel.module: launch_class.file, "__main__": next(iter(launch_class.argv), "")}
+    if launch_class.home is not None and launch_class.home_file:
+        files[launch_class.home.module] = launch_class.home_file
+    return _module(name, files.get(name.module, ""), launch_class.argv, launch_class.path)
 
 
 @cache
@@ -284,7 +284,7 @@ class Replay:
         tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
     """
 
-    captured: LaunchClass
+    launch_class: LaunchClass
     named: dict[str, Any]
     storages: list[torch.Tensor]
     guard_bytes: int = 0
@@ -323,20 +323,20 @@ class Replay:
         """Return a function that launches a config, or only compiles it."""
         import triton
 
-        captured = self.captured
-        autotuner = live_kernel(captured)
-        candidate = captured.candidate(stored)
+        launch_class = self.launch_class
+        autotuner = live_kernel(launch_class)
+        candidate = launch_class.candidate(stored)
         if candidate is None or candidate.grid is None:
-            raise ReplayError(f"{captured.kernel.text}: no grid is known for {stored.label}")
+            raise ReplayError(f"{launch_class.kernel.text}: no grid is known for {stored.label}")
         grid = candidate.grid
-        args = list(with_tuples({a.name: self.named[a.name] for a in captured.arguments if a.is_positional}).values())
-        kwargs = with_tuples({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
+        args = list(with_tuples({a.name: self.named[a.name] for a in launch_class.arguments if a.is_positional}).values())
+        kwargs = with_tuples({a.name: self.named[a.name] for a in launch_class.arguments if not a.is_positional})
         launch = Launch(autotuner, args, {**kwargs, "grid": grid})
         pruned = launch.pruned(by_model=False) if autotuner.early_config_prune else []  # pruning may make configs
         config = live_configs([*pruned, *autotuner.configs], [stored]).get(stored)
         if config is None:
             reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"
-            raise ReplayError(f"{captured.kernel.text}: {stored.label}: {reason}")
+            raise ReplayError(f"{launch_class.kernel.text}: {stored.label}: {reason}")
         options = config.all_kwargs()
         named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn.run
         named_arguments = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
@@ -352,28 +352,30 @@ class Replay:
         return call
 
 
-def make_replay(captured: LaunchClass, folder: Path, device: str, seed: int) -> Replay:
+def make_replay(launch_class: LaunchClass, folder: Path, device: str, seed: int) -> Replay:
     """Make a class's arguments: indices as captured, data from the sample or the statistics; on device `meta` without values."""
     storages = []
-    guard_bytes = _GUARD_BYTES if captured.is_plain and device not in ("cpu", "meta") else 0  # the interpreter checks accesses
-    if device != "meta" and (problem := missing_values(captured, folder)):
+    guard_bytes = (
+        _GUARD_BYTES if launch_class.is_plain and device not in ("cpu", "meta") else 0
+    )  # the interpreter checks accesses
+    if device != "meta" and (problem := missing_values(launch_class, folder)):
         raise ReplayError(problem)
     kept = _read_values(folder / VALUES) if device != "meta" else {}
-    for number, about in enumerate(captured.storages):
-        tensors = views(captured.arguments, number)
+    for number, about in enumerate(launch_class.storages):
+        tensors = views(launch_class.arguments, number)
         begin, end = span(tensors)
         if device == "meta":
             storages.append(torch.empty(_aligned(begin) + end - begin, dtype=torch.uint8, device=device))
             continue
         if about.get("kept") == "missing" and any(tensor.is_whole for tensor in tensors):
-            raise ReplayError(f"{captured.label}: index values were not kept: capture again, with more --max-bytes")
+            raise ReplayError(f"{launch_class.label}: index values were not kept: capture again, with more --max-bytes")
         storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number, guard_bytes))
-    return Replay(captured, live_arguments(captured, storages), storages, guard_bytes)
+    return Replay(launch_class, live_arguments(launch_class, storages), storages, guard_bytes)
 
 
-def live_arguments(captured: LaunchClass, storages: Sequence[torch.Tensor]) -> dict[str, Any]:
+def live_arguments(launch_class: LaunchClass, storages: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return the arguments of a class by name, tensors as views of its storages."""
-    return {a.name: _live(a, captured, storages) for a in captured.arguments}
+    return {a.name: _live(a, launch_class, storages) for a in launch_class.arguments}
 
 
 def _aligned(begin: int) -> int:
@@ -412,14 +414,14 @@ def _storage(
     return whole
 
 
-def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Tensor]) -> Any:
+def _live(argument: Argument, launch_class: LaunchClass, storages: Sequence[torch.Tensor]) -> Any:
     if argument.tensor is None:
         try:
-            return decode_value(argument.value, lambda module, name: _module_of(captured, KernelName(module, name)))
+            return decode_value(argument.value, lambda module, name: _module_of(launch_class, KernelName(module, name)))
         except ValueError as error:
-            raise ReplayError(f"{captured.label}: {argument.name}: {error}") from error
+            raise ReplayError(f"{launch_class.label}: {argument.name}: {error}") from error
     tensor = argument.tensor
-    begin, _ = span(views(captured.arguments, tensor.storage))
+    begin, _ = span(views(launch_class.arguments, tensor.storage))
     storage = storages[tensor.storage]
     offset = _aligned(begin) + tensor.offset - begin
     kind = torch_dtype(tensor.dtype)

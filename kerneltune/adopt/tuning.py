@@ -66,7 +66,7 @@ class TunedClass:
         cost_us: GPU time of all captured launches.
     """
 
-    captured: LaunchClass
+    launch_class: LaunchClass
     task: Task
     best: StoredConfig
     author: StoredConfig
@@ -132,8 +132,8 @@ def tune_capture(
     chosen, reasons = _chosen(capture, share, device.current().slug)
     if probe_blocks(capture, chosen):
         capture = read_capture(root)
-        by_digest = {captured.digest: captured for captured in capture.classes}
-        chosen = [by_digest[captured.digest] for captured in chosen]
+        by_digest = {launch_class.digest: launch_class for launch_class in capture.classes}
+        chosen = [by_digest[launch_class.digest] for launch_class in chosen]
     options = Options(workers=workers, renews="all" if force else "")
     until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
@@ -187,26 +187,26 @@ def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:
     block. Write the verdicts beside the classes, and return whether a verdict is new.
     """
     blocks, is_new = read_blocks(capture.root), False
-    plain = [captured for captured in classes if captured.is_plain]
+    plain = [launch_class for launch_class in classes if launch_class.is_plain]
     with GpuWorker() as worker:
-        for captured, task in zip(plain, _tasks(capture, plain), strict=True):
-            verdicts = blocks.setdefault(captured.digest, {})
-            for name in [name for name in captured.candidates[0].config.kwargs if name not in verdicts]:
-                verdicts[name], is_new = _coupling(worker, task, captured, name), True
+        for launch_class, task in zip(plain, _tasks(capture, plain), strict=True):
+            verdicts = blocks.setdefault(launch_class.digest, {})
+            for name in [name for name in launch_class.candidates[0].config.kwargs if name not in verdicts]:
+                verdicts[name], is_new = _coupling(worker, task, launch_class, name), True
     if is_new:
         write_blocks(capture.root, {digest: of_class for digest, of_class in blocks.items() if of_class})
     return is_new
 
 
-def _coupling(worker: GpuWorker, task: Task, captured: LaunchClass, name: str) -> str:
+def _coupling(worker: GpuWorker, task: Task, launch_class: LaunchClass, name: str) -> str:
     """Return why a block may not change; empty if launches with other values leave the same results."""
-    program, kind, passed = captured.candidates[0].config, task.variant.config, False
+    program, kind, passed = launch_class.candidates[0].config, task.variant.config, False
     assert kind is not None
     for size in (program.kwargs[name] * 2, program.kwargs[name] // 2):
-        candidate = captured.candidate(replace(program, kwargs={**program.kwargs, name: size}))
+        candidate = launch_class.candidate(replace(program, kwargs={**program.kwargs, name: size}))
         if candidate is None:
             continue
-        outcome = worker.check(task, config_of(candidate.config, captured, kind))
+        outcome = worker.check(task, config_of(candidate.config, launch_class, kind))
         if outcome.status != "checked" and not any(failure in outcome.reason for failure in LAUNCH_FAILURES):
             return f"{name}={size}: {outcome.reason}"
         passed |= outcome.status == "checked"
@@ -216,11 +216,11 @@ def _coupling(worker: GpuWorker, task: Task, captured: LaunchClass, name: str) -
 def _tasks(capture: Capture, classes: Sequence[LaunchClass]) -> list[Task]:
     """Return the tasks of tuning classes."""
     by_name = {op.name: op for op in operators_of(capture)}
-    ops = [by_name[operator_name(captured)] for captured in classes]
-    policies = ["cold" if captured.argument_bytes >= _COLD_BYTES else "hot" for captured in classes]
+    ops = [by_name[operator_name(launch_class)] for launch_class in classes]
+    policies = ["cold" if launch_class.argument_bytes >= _COLD_BYTES else "hot" for launch_class in classes]
     return [
-        Task(op, case_of(captured, op.axes), op.variant(TUNED), policy)
-        for captured, op, policy in zip(classes, ops, policies, strict=True)
+        Task(op, case_of(launch_class, op.axes), op.variant(TUNED), policy)
+        for launch_class, op, policy in zip(classes, ops, policies, strict=True)
     ]
 
 
@@ -228,40 +228,40 @@ def _chosen(capture: Capture, share: float, device_slug: str | None) -> tuple[li
     """Return the classes that are tuned, the most expensive first, and by digest why each other class is not."""
     chosen, reasons = list[LaunchClass](), dict[str, str]()
     covered, shares = 0.0, capture.shares()
-    for captured in sorted(capture.classes, key=lambda captured: -shares[captured.digest]):
+    for launch_class in sorted(capture.classes, key=lambda launch_class: -shares[launch_class.digest]):
         if covered >= share and chosen:
-            reasons[captured.digest] = f"below --share {share:g}: keeps the author's choice"
+            reasons[launch_class.digest] = f"below --share {share:g}: keeps the author's choice"
             continue
-        covered += shares[captured.digest]
-        if reason := why_untunable(captured, device_slug):
-            reasons[captured.digest] = reason
+        covered += shares[launch_class.digest]
+        if reason := why_untunable(launch_class, device_slug):
+            reasons[launch_class.digest] = reason
         else:
-            chosen.append(captured)
+            chosen.append(launch_class)
     return chosen, reasons
 
 
 def _skipped(capture: Capture, reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return name and reason of each file that cannot be read, and of each class that is not tuned."""
-    labels = {captured.digest: captured.label for captured in capture.classes}
+    labels = {launch_class.digest: launch_class.label for launch_class in capture.classes}
     damaged = [(name, reason) for name, _, reason in (text.partition(": ") for text in capture.problems)]
     return damaged + [(labels[digest], reason) for digest, reason in reasons.items()]
 
 
-def why_untunable(captured: LaunchClass, device_slug: str | None = None) -> str:
+def why_untunable(launch_class: LaunchClass, device_slug: str | None = None) -> str:
     """Return why a class cannot be tuned on a GPU; empty if it can; device_slug: folder name of the GPU, None for any GPU."""
-    if device_slug not in (None, captured.device):
-        return f"captured on {captured.device}, this is {device_slug}: capture again here"
-    if captured.problem:
-        return captured.problem
-    grids = [candidate.grid for candidate in captured.offered]
+    if device_slug not in (None, launch_class.device):
+        return f"captured on {launch_class.device}, this is {device_slug}: capture again here"
+    if launch_class.problem:
+        return launch_class.problem
+    grids = [candidate.grid for candidate in launch_class.offered]
     if not grids:
-        return captured.candidates[0].problem
+        return launch_class.candidates[0].problem
     if any(grid is not None and 0 in grid for grid in grids):
         return "its grid is empty: nothing is launched"
-    if captured.lacks_values:
+    if launch_class.lacks_values:
         return "values were not kept (seen in a graph capture, or over --max-bytes)"
     try:
-        live_kernel(captured)
+        live_kernel(launch_class)
     except ReplayError as error:
         return str(error)
     return ""
@@ -271,15 +271,15 @@ def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
     """Return the classes that the search has found a config for, with all times, and by digest why other classes have none."""
     tuned, reasons = list[TunedClass](), dict[str, str]()
     tasks = _tasks(capture, capture.classes)
-    for captured, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
+    for launch_class, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
         if stored is None:
-            reasons[captured.digest] = "no config passed its check" if tried else "not reached: run the command again"
+            reasons[launch_class.digest] = "no config passed its check" if tried else "not reached: run the command again"
             continue
         entry, best = stored
         timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        times = {candidate_of(config, captured).config: time_us for config, time_us in timed.items()}
-        best_and_author = candidate_of(best, captured).config, captured.author_choice
-        tuned.append(TunedClass(captured, task, *best_and_author, times, dict(entry.evidence), capture.cost_us(captured)))
+        times = {candidate_of(config, launch_class).config: time_us for config, time_us in timed.items()}
+        best_and_author = candidate_of(best, launch_class).config, launch_class.author_choice
+        tuned.append(TunedClass(launch_class, task, *best_and_author, times, dict(entry.evidence), capture.cost_us(launch_class)))
     return tuned, reasons
 
 
@@ -287,8 +287,8 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     """Return the table of the tuned classes."""
     kernels = []
     with GpuWorker() as worker:
-        for classes in grouped(tuned, lambda each: operator_name(each.captured)).values():
-            first, groups = classes[0].captured, tuple(table_groups(classes, worker))
+        for classes in grouped(tuned, lambda each: operator_name(each.launch_class)).values():
+            first, groups = classes[0].launch_class, tuple(table_groups(classes, worker))
             digests = (first.source, first.bytecode, first.configs, first.versions.get("package", ""))
             costliest = max(classes, key=lambda one: one.cost_us)  # its config, where none runs in all classes
             portfolio = () if first.is_plain else (shared_config(classes) or costliest.best,)
@@ -302,12 +302,15 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
     names, launchers = [], []
-    for captured in (each.captured for each in tuned):
-        served = by_name[captured.kernel.module, captured.kernel.name, captured.configs]
-        row, offered = served.row(captured.key, captured.dtypes, captured.sizes), [one.config for one in captured.offered]
+    for launch_class in (each.launch_class for each in tuned):
+        served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs]
+        row, offered = (
+            served.row(launch_class.key, launch_class.dtypes, launch_class.sizes),
+            [one.config for one in launch_class.offered],
+        )
         # the row may be of a class with equal sizes for which the author's pruning leaves other configs
         if row is not None and row.configs[0] in offered:
-            kernel = make_replay(captured, root, "meta", 0).compile(row.configs[0])
+            kernel = make_replay(launch_class, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))
                 launchers.append(ahead.launcher_of(kernel))
@@ -323,8 +326,12 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
-    for members in grouped(classes, lambda one: one.captured.told_apart()).values():
-        captured, shared, split = members[0].captured, shared_config(members), differing(members) if len(members) > 1 else ()
+    for members in grouped(classes, lambda one: one.launch_class.told_apart()).values():
+        launch_class, shared, split = (
+            members[0].launch_class,
+            shared_config(members),
+            differing(members) if len(members) > 1 else (),
+        )
         if len(members) == 1 or shared is None:
             rows = [_row(one, one.best) for one in members]
         else:
@@ -332,7 +339,7 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
             rows = [_row(one, shared if gain is None else one.best, gain) for one, gain in zip(members, gains, strict=True)]
             if all(gain is None for gain in gains):
                 rows, split = [_row(max(members, key=lambda one: one.cost_us), shared)], ()
-        yield Group(captured.key, captured.dtypes, split, tuple(rows))
+        yield Group(launch_class.key, launch_class.dtypes, split, tuple(rows))
 
 
 def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
@@ -350,7 +357,9 @@ def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> floa
         return None
     screened = tuned.times[shared] / tuned.times.get(tuned.best, tuned.times[shared])
     try:
-        compared = [config_of(stored, tuned.captured, tuned.task.variant.config) for stored in (shared, tuned.best, tuned.author)]
+        compared = [
+            config_of(stored, tuned.launch_class, tuned.task.variant.config) for stored in (shared, tuned.best, tuned.author)
+        ]
         samples = worker.time_interleaved(tuned.task, compared)
     except WorkerCrashedError:
         samples = [None] * 3
@@ -366,10 +375,10 @@ def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> floa
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
     """Return the sizes that differ between classes. Of sizes with the same values, an argument goes before a side of a tensor."""
-    names = {name for one in members for name in one.captured.sizes}
+    names = {name for one in members for name in one.launch_class.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}
     for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot
-        by_sizes.setdefault(tuple(one.captured.sizes.get(name) for one in members), name)
+        by_sizes.setdefault(tuple(one.launch_class.sizes.get(name) for one in members), name)
     return tuple(sorted(name for sizes, name in by_sizes.items() if len(set(sizes)) > 1))
 
 
@@ -377,12 +386,12 @@ def _row(tuned: TunedClass, chosen: StoredConfig, gain: float | None = None) -> 
     """Return a row: the chosen config, the author's config, then the fastest of the rest to fall back to."""
     ranked = sorted(tuned.times, key=lambda config: tuned.times[config])
     configs = list(dict.fromkeys([chosen, tuned.author, *ranked]))[:_MOST_CONFIGS]
-    evidence = {**tuned.evidence, "class": tuned.captured.digest}
-    if tuned.captured.is_plain:
-        evidence["grid"] = next(candidate.grid for candidate in tuned.captured.candidates if candidate.config == chosen)
+    evidence = {**tuned.evidence, "class": tuned.launch_class.digest}
+    if tuned.launch_class.is_plain:
+        evidence["grid"] = next(candidate.grid for candidate in tuned.launch_class.candidates if candidate.config == chosen)
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
-    return ServingRow(tuned.captured.sizes, tuple(configs), evidence)
+    return ServingRow(tuned.launch_class.sizes, tuple(configs), evidence)
 
 
 @dataclass(frozen=True, slots=True)

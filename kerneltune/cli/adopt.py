@@ -243,12 +243,12 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
 
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
     """
-    chosen = sum(one.captured.choice is not None for one in tuned)
+    chosen = sum(one.launch_class.choice is not None for one in tuned)
     author = "author's choice µs" if tuned and chosen == len(tuned) else "author µs" if chosen else "author's first µs"
     head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
     rows: list[tuple[str, ...]] = []
     for one in sorted(tuned, key=lambda each: -each.cost_us):
-        rows.append((one.captured.label, *_times(one.evidence), one.best.label))
+        rows.append((one.launch_class.label, *_times(one.evidence), one.best.label))
     return head, rows
 
 
@@ -292,11 +292,11 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
     kernels = list(capture.kernels().values())
     names = Counter(name for name, _ in {(one[0].kernel.name, one[0].kernel.module) for one in kernels})
     for classes in kernels:
-        share = sum(shares[captured.digest] for captured in classes)
+        share = sum(shares[launch_class.digest] for launch_class in classes)
         first = classes[0]
         varying = left_out(classes)
         out = [*(f"{name}*" for name in varying), *(name for name in omitted(first) if name not in varying)]
-        count = sum(capture.count(captured).launches for captured in classes)
+        count = sum(capture.count(launch_class).launches for launch_class in classes)
         key = "(plain)" if first.is_plain else " ".join(first.keys) or "-"
         cells = (str(len(classes)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
         rows.append((first.kernel.text if names[first.kernel.name] > 1 else first.kernel.name, *cells))

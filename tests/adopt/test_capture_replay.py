@@ -108,7 +108,7 @@ def test_replay_of_tensors_without_elements_launches(tmp_path: Path) -> None:
 def test_replay_on_meta_keeps_the_alignment_of_pointers(tmp_path: Path) -> None:
     whole = torch.arange(300.0)
     launch, _ = replayed(tmp_path, overwritten, whole[1:129], torch.empty(128), 128)
-    meta = make_replay(launch.captured, tmp_path, "meta", 0)
+    meta = make_replay(launch.launch_class, tmp_path, "meta", 0)
     assert meta.named["x_ptr"].is_meta
     assert meta.named["x_ptr"].storage_offset() % 4 == 1
 
@@ -119,7 +119,7 @@ def test_replay_of_damaged_values_raises(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "values.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
     with pytest.raises(ReplayError, match=r"values.safetensors: SafetensorError"):
-        make_replay(launch.captured, folder, "cpu", 0)
+        make_replay(launch.launch_class, folder, "cpu", 0)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_replay_of_damaged_values_raises(tmp_path: Path) -> None:
 def test_disagreement_within_noise_and_rounding_is_empty(tmp_path: Path, factor: float, noise: float, text: str) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     expected = torch.linspace(1, 2, 128)
-    assert disagreement(expected, expected * factor, noise, launch.captured.dtypes).startswith(text)
-    assert bool(disagreement(expected, expected * factor, noise, launch.captured.dtypes)) == bool(text)
+    assert disagreement(expected, expected * factor, noise, launch.launch_class.dtypes).startswith(text)
+    assert bool(disagreement(expected, expected * factor, noise, launch.launch_class.dtypes)) == bool(text)
 
 
 def test_disagreement_with_a_reference_finds_one_wrong_element(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_disagreement_with_a_reference_finds_one_wrong_element(tmp_path: Path) -
     expected = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     expected[0] = 8.0  # a share of the largest element would allow an error of 0.5
     result = expected.to(torch.bfloat16)
-    assert disagreement(expected.to(torch.bfloat16), result, 0.0, launch.captured.dtypes, has_reference=True) == ""
+    assert disagreement(expected.to(torch.bfloat16), result, 0.0, launch.launch_class.dtypes, has_reference=True) == ""
     result[7] += 0.2
-    text = disagreement(expected.to(torch.bfloat16), result, 0.0, launch.captured.dtypes, has_reference=True)
+    text = disagreement(expected.to(torch.bfloat16), result, 0.0, launch.launch_class.dtypes, has_reference=True)
     assert re.match(r"differs by .* of the rms \(allowed 7.81e-03\), at most .* of an element, or of the rms if larger", text), (
         text
     )
@@ -161,7 +161,7 @@ def test_disagreement_of_fp8_results_within_a_step_is_empty(
 ) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    message = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.captured.dtypes)
+    message = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.launch_class.dtypes)
     assert message.startswith(text)
     assert bool(message) == bool(text)
 
@@ -180,14 +180,17 @@ def test_disagreement_finds_16_bit_results_rounded_towards_zero(tmp_path: Path, 
     partial = sum((a[:, at : at + 128] @ b[at : at + 128]).bfloat16().float() for at in range(0, 512, 128))
     row_factor = (1 + 2.0**-9 * (torch.arange(64) % 2 - 0.5)[:, None]) * (a @ b)
     for right in (other_order.bfloat16(), partial.bfloat16(), *([row_factor.bfloat16()] if has_reference else [])):
-        assert disagreement(expected, right, 0.0, launch.captured.dtypes, has_reference) == ""
-    message = disagreement(expected, truncated(other_order), 0.0, launch.captured.dtypes, has_reference)
+        assert disagreement(expected, right, 0.0, launch.launch_class.dtypes, has_reference) == ""
+    message = disagreement(expected, truncated(other_order), 0.0, launch.launch_class.dtypes, has_reference)
     assert message.endswith("elements that are off are rounded towards zero")
 
 
 def test_disagreement_of_integers_is_exact(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
-    assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.captured.dtypes) == "1 of 4 whole numbers differ"
+    assert (
+        disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch_class.dtypes)
+        == "1 of 4 whole numbers differ"
+    )
 
 
 @triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["N"])
@@ -244,8 +247,8 @@ def test_tuple_of_tensors_has_the_same_dtypes_in_capture_and_serving(tmp_path: P
     arguments = ((torch.ones(128), torch.arange(128)), torch.empty(128), 128)
     launch, _ = replayed(tmp_path, added_of_tuple, *arguments)
     call = Launch(added_of_tuple, arguments, {})
-    assert (call.dtypes(), call.sizes()) == (launch.captured.dtypes, launch.captured.sizes)
-    assert launch.captured.dtypes == ["float32", "int64", "float32"]
+    assert (call.dtypes(), call.sizes()) == (launch.launch_class.dtypes, launch.launch_class.sizes)
+    assert launch.launch_class.dtypes == ["float32", "int64", "float32"]
 
 
 def test_replay_of_a_kernel_that_makes_descriptors_sets_an_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +272,7 @@ def test_replay_of_a_reinterpreted_tensor_has_its_dtype(tmp_path: Path) -> None:
     launch, (config, _) = replayed(
         tmp_path, widened, triton.reinterpret(stored.view(torch.uint8), tl.float8e4nv), torch.empty(128), 128
     )
-    assert [a.tensor.dtype for a in launch.captured.arguments if a.tensor is not None] == ["float8_e4m3fn", "float32"]
+    assert [a.tensor.dtype for a in launch.launch_class.arguments if a.tensor is not None] == ["float8_e4m3fn", "float32"]
     learn(launch, config)
     assert torch.equal(launch.expected["y_ptr"], stored.float())
 

@@ -263,7 +263,7 @@ def test_tune_again_tunes_launches_that_serving_missed(tmp_path: Path, h200: typ
         assert (startup.server().counts.hits == 1) is is_tuned
         startup.uninstall()
         outcome = tune_capture(tmp_path, Progress())
-        assert sorted(one.captured.sizes["N"] for one in outcome.tuned) == [96, 128]
+        assert sorted(one.launch_class.sizes["N"] for one in outcome.tuned) == [96, 128]
 
 
 def test_tune_keeps_an_author_choice_that_is_as_fast(tmp_path: Path, h200: type[SizedBench]) -> None:
@@ -295,14 +295,14 @@ def test_tune_of_an_older_capture_tries_configs_of_the_list_only(tmp_path: Path,
 def test_tune_with_a_share_skips_cheap_classes(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Progress(), share=0.9)
-    assert [one.captured.sizes["M"] for one in outcome.tuned] == [64]
+    assert [one.launch_class.sizes["M"] for one in outcome.tuned] == [64]
     assert [reason for _, reason in outcome.skipped if "below --share 0.9" in reason]
 
 
 def test_tune_out_of_time_names_classes_that_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Progress(), budget_s=1e-9)
-    assert [one.captured.sizes["M"] for one in outcome.tuned] == [64]
+    assert [one.launch_class.sizes["M"] for one in outcome.tuned] == [64]
     assert outcome.skipped == [("row_sum 4x96 float32 M=4 N=96", "not reached: run the command again")]
     assert [len(tune_capture(tmp_path, Progress()).tuned)] == [2]
 
