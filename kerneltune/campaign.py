@@ -81,7 +81,7 @@ def measure_live(
     device.require_gpu(command)
     entries = [entry for entry in plan.cases() if keys is None or plan.key(entry) in keys]
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        return _Campaign(plan, progress, worker).measure(entries, None, repeat=repeat)
+        return _Campaign(plan, progress, worker, repeat=repeat).measure(entries, None)
 
 
 def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
@@ -109,12 +109,14 @@ class _Campaign:
 
     Attributes:
         until: time of the monotonic clock in s; after it, no further case is measured.
+        repeat: how often each variant of a case is measured.
     """
 
     plan: Plan
     progress: Progress
     worker: GpuWorker
     until: float = math.inf
+    repeat: int = 1
 
     def check_alone(self) -> SweepResult:
         """Check the check cases, with `quick` ten of them, and time nothing. A peer is checked if the selection names variants.
@@ -243,19 +245,14 @@ class _Campaign:
         return measured, files
 
     def measure(
-        self,
-        entries: Sequence[SweepCase],
-        journal: Path | None,
-        stage: str = "measure",
-        without: Collection[str] = (),
-        repeat: int = 1,
+        self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
     ) -> list[Record]:
         """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again.
 
         A variant that no config can run in a case has a failed row, which no journal keeps.
         """
         tasks_of = [self.plan.tasks(entry.op, entry.case) for entry in entries]
-        runs_of = [[self._run(task) for task in tasks if task.variant.name not in without] * repeat for tasks in tasks_of]
+        runs_of = [[self._run(task) for task in tasks if task.variant.name not in without] * self.repeat for tasks in tasks_of]
         failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
         runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
         work = with_finished_rows(list(filter(None, runnable)), journal)

@@ -32,9 +32,10 @@ class StaticRow:
     error: str = ""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a target whose limits are unknown."""
+        """Raise ValueError for a target whose limits are unknown, and for a case in another form than `case_parts` reads."""
         if self.target not in LIMITS:
             raise unknown("target", self.target, LIMITS)
+        self.case_parts()
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -42,14 +43,10 @@ class StaticRow:
 
         The case is without its name, which may change.
         """
-        return self.op, self.variant, self.case.partition(" ")[2] or self.case, self.policy, self.target
+        return self.op, self.variant, self.case.partition(" ")[2], self.policy, self.target
 
     def case_parts(self) -> tuple[str, list[str], str, str]:
-        """Return the name of the case, its sizes and options, such as `M=8`, its type and its mode.
-
-        Raises:
-            ValueError: the text of the case has another form.
-        """
+        """Return the name of the case, its sizes and options, such as `M=8`, its type and its mode."""
         name, *words = self.case.split() or [""]
         sizes = [word for word in words if "=" in word]
         try:
@@ -93,11 +90,6 @@ def load(path: Path) -> Survey:
         survey = decode_versioned(data, Survey, SCHEMA)
         if survey.gpu != device.slug(survey.gpu):
             raise bad("gpu", survey.gpu, "the name of a folder")
-        for number, row in enumerate(survey.rows):
-            try:
-                row.case_parts()
-            except ValueError as error:
-                raise ValueError(f"rows[{number}].{error}") from error
         return survey
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -16,8 +16,9 @@ KERNEL = Kernel("_k", 4, 40, 0, 1024, 0, WIDE)
 
 
 def row(*kernels: Kernel, **changes: Any) -> StaticRow:
-    values = {"op": "rms", "variant": "optimized", "case": "c M=1", "policy": "cold", "target": "sm_90", "config": {"warps": 4}}
-    return StaticRow(**{**values, "kernels": kernels, **changes})
+    values = {"op": "rms", "variant": "optimized", "policy": "cold", "target": "sm_90", "config": {"warps": 4}}
+    case = f"{changes.pop('case', 'c M=1')} bf16 none"
+    return StaticRow(**{**values, "case": case, "kernels": kernels, **changes})
 
 
 def judged(old: list[StaticRow], new: list[StaticRow]) -> Verdict:
@@ -47,12 +48,12 @@ def test_static_gate_of_equal_kernels_passes() -> None:
 )
 def test_static_gate_of_a_worse_kernel_fails(kernel: Kernel, finding: str) -> None:
     verdict = judged([row(KERNEL)], [row(kernel)])
-    assert verdict.failures == (f"rms optimized c M=1 sm_90: {finding}",)
+    assert verdict.failures == (f"rms optimized c M=1 bf16 none sm_90: {finding}",)
     assert verdict.exit_code == 1
     assert gate_text(verdict).startswith(
-        f"failed: rms optimized c M=1 sm_90: {finding}\ngate: fail: 1 found in compiled code; 1 compared"
+        f"failed: rms optimized c M=1 bf16 none sm_90: {finding}\ngate: fail: 1 found in compiled code; 1 compared"
     )
-    assert f'message="rms optimized c M=1 sm_90: {finding}"' in gate_junit(verdict)
+    assert f'message="rms optimized c M=1 bf16 none sm_90: {finding}"' in gate_junit(verdict)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_static_gate_compares_launches_of_a_kernel_in_order() -> None:
 
 def test_static_gate_of_a_config_that_no_longer_compiles_fails() -> None:
     broken = row(error="OutOfResources: shared memory")
-    assert judged([row(KERNEL)], [broken]).failures == ("rms optimized c M=1 sm_90: OutOfResources: shared memory",)
+    assert judged([row(KERNEL)], [broken]).failures == ("rms optimized c M=1 bf16 none sm_90: OutOfResources: shared memory",)
     assert judged([], [broken]).exit_code == 1  # a new row that does not build
     assert judged([row(KERNEL), row(error="a", case="d")], [row(KERNEL), row(error="b", case="d")]).exit_code == 0
     assert judged([broken], [row(KERNEL)]).exit_code == 0
@@ -84,7 +85,7 @@ def test_static_gate_of_a_config_that_no_longer_compiles_fails() -> None:
 
 def test_static_gate_of_a_renamed_case_compares_it() -> None:
     verdict = judged([row(KERNEL), row(KERNEL, case="d M=2")], [row(with_(spill_bytes=8), case="e M=1")])
-    assert verdict.failures == ("rms optimized e M=1 sm_90: _k: spills 8 bytes per thread, was 0",)
+    assert verdict.failures == ("rms optimized e M=1 bf16 none sm_90: _k: spills 8 bytes per thread, was 0",)
     assert "1 compared, 0 new, 1 gone" in verdict.reason
 
 
@@ -92,7 +93,9 @@ def test_static_gate_names_the_knobs_that_differ_from_the_baseline() -> None:
     verdict = judged(
         [row(KERNEL), row(KERNEL, case="d M=2")], [row(with_(spill_bytes=8), config={"warps": 8}), row(KERNEL, case="d M=2")]
     )
-    assert verdict.failures == ("rms optimized c M=1 sm_90: _k: spills 8 bytes per thread, was 0 (warps=8, was warps=4)",)
+    assert verdict.failures == (
+        "rms optimized c M=1 bf16 none sm_90: _k: spills 8 bytes per thread, was 0 (warps=8, was warps=4)",
+    )
     assert verdict.reason.endswith("2 compared, 0 new, 0 gone, 0 broken in both, 1 of another config")
 
 
