@@ -28,6 +28,7 @@ def warn_once(text: str) -> None:
 
 
 LAUNCH_FAILURES = frozenset(("OutOfResources", "PTXASError", "CompilationError"))
+"""Errors by which a config cannot run here, although another config may run."""
 _HOOK = str(Path(__file__).resolve().parent / "site")
 """Folder of the start-up hook."""
 
@@ -135,20 +136,15 @@ def has_compiled() -> bool:
     return bool(counters.get("frames", {}).get("ok"))
 
 
-def is_launch_failure(error: BaseException) -> bool:
-    """Return whether an error says that this config cannot run here, although another config may run."""
-    return any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__)
-
-
 _DROPPING = Lock()
 
 
 def drop_failed(choices: list[Any], failed: Any, error: Exception) -> bool:
-    """Remove a choice that fails to launch from the choices of a launch, the first; return whether this thread removed it.
+    """Remove the first choice of a launch, which fails to launch; return whether this thread removed the choice.
 
-    Threads may fail with a choice at once. The error is raised if it says something else, or if there is no other choice.
+    Threads may fail with a choice at once. The error is raised if it is none of `LAUNCH_FAILURES`, or if no other choice is left.
     """
-    if not is_launch_failure(error):
+    if not any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__):
         raise error
     with _DROPPING:
         if choices[0] is not failed:
