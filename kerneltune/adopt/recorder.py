@@ -47,6 +47,7 @@ class RecordedClass:
         is_warm: whether the next launch neither compiles nor tunes, so that it may be timed.
         timed: launches that were timed or are being timed.
         unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
+        without_values: the class while it was launched in graph captures only, in which no value can be read; else None.
     """
 
     digest: str = ""
@@ -54,6 +55,7 @@ class RecordedClass:
     is_warm: bool = False
     timed: int = 0
     unwritten: tuple[LaunchClass, Values] | None = None
+    without_values: LaunchClass | None = None
 
 
 def _launch_map() -> LaunchMap[RecordedClass]:
@@ -185,6 +187,8 @@ class Recorder:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
                         recorded = by_launch.remember(launch, deciding, self._class_of(launch, recorded_list.digests))
+            if recorded.without_values is not None and not program.is_capturing():
+                self._add_values(recorded, Launch(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
@@ -234,8 +238,18 @@ class Recorder:
         launch_class = replace(launch_class, storages=values.kinds)
         if not self.autotune or launch_class.is_plain:
             write_class(self.root, launch_class, values.tensors)
-            return RecordedClass(launch_class.digest, [] if launch_class.is_plain else allowed)
+            without_values = launch_class if program.is_capturing() else None
+            return RecordedClass(launch_class.digest, [] if launch_class.is_plain else allowed, without_values=without_values)
         return RecordedClass(launch_class.digest, unwritten=(launch_class, values))
+
+    def _add_values(self, recorded: RecordedClass, launch: Launch) -> None:
+        """Write the class of a launch again with the launch's values."""
+        launch_class, recorded.without_values = recorded.without_values, None
+        if launch_class is not None:
+            _, storages = describe_launch(launch)
+            values = self._values(launch_class, storages)
+            if not arguments.holds_addresses(launch_class.arguments, values):
+                write_class(self.root, replace(launch_class, storages=values.kinds), values.tensors)
 
     def _pruned(self, launch: Launch) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.

@@ -73,6 +73,20 @@ def test_notes_that_are_due_in_a_graph_capture_query_no_event(tmp_path: Path, mo
     assert not any(queried)
 
 
+def test_capture_keeps_values_of_a_class_that_a_graph_capture_launched_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph capture reads no values."""
+    module, is_capturing = example(), [True]
+    startup.capture(tmp_path, pattern="scale_chosen")
+    monkeypatch.setattr(program, "is_capturing", lambda: is_capturing[0])
+    for is_capturing[0], lacks in ((True, True), (False, False), (False, False)):
+        module.scale_chosen[(1, 1)](torch.ones(4, 8), torch.tensor([2]), 8, 2.0)
+        (launch,) = read_capture(tmp_path).classes
+        assert launch.lacks_values is lacks
+    assert load_file(tmp_path / CLASSES / launch.digest / VALUES)["storage.1"].view(torch.int64).tolist() == [2]
+
+
 def test_capture_evaluates_the_grid_for_every_candidate(tmp_path: Path) -> None:
     launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
     grids = {one.config.kwargs["BLOCK"]: one.grid for one in launch.candidates}
