@@ -94,7 +94,7 @@ def decode_value(value: Any, load: Callable[[str, str], Any] = lambda module, _:
     load: function that returns the module of a function's module name and name.
 
     Raises:
-        ValueError: `encode_value` writes no such JSON, or the source of a function has changed.
+        ValueError: the JSON is none that `encode_value` writes, or the source of a function has changed.
     """
     if isinstance(value, PLAIN):
         return value
@@ -241,7 +241,7 @@ class Argument:
 def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Argument], list[Any]]:
     """Return the metadata of a launch's arguments, and for each storage a live tensor in it.
 
-    Views of one buffer that lie far apart count as two storages: see `_split_storages`.
+    Distant views of a buffer have storages of their own, see `_split_storages`.
 
     names: names of the kernel's parameters.
     """
@@ -343,7 +343,7 @@ def _tensor(tensor: Any, live: dict[int, Any]) -> TensorLayout:
 
 
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
-    """Return a digest of the arguments, equal for launches of one class; of a float it has the type, of an offset the alignment.
+    """Return the digest that launches of a class share, of types of floats, alignment of offsets, and values of other arguments.
 
     ignored: names of other arguments whose types, but not values, are in the digest.
     """

@@ -257,7 +257,7 @@ def operators(folder: str) -> tuple[Op, ...]:
 
 
 def call_case(facts: GetterFacts, case: CallCase) -> Case:
-    """Return the case of a call, named by the sizes that differ between calls; by all sizes where they differ in none."""
+    """Return the case of a call, named by the sizes that differ between calls, or by all sizes if no size differs."""
     differing = {name: size for name, size in case.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1}
     return Case(pairs(differing or case.sizes), tuple(case.sizes.items()), facts.dtype)
 

@@ -376,7 +376,7 @@ class LaunchMap(Generic[V]):
 
         Args:
             has_layout: whether the layout of tensors is part of the keys, see `plan_key`.
-            is_kept: whether the map keeps a value when it forgets others, because it has very many keys or plans.
+            is_kept: whether a value stays when the map forgets values, because it has very many keys or plans.
         """
         self.plans: list[KeyPlan[V]] = []
         self._has_layout, self._is_kept = has_layout, is_kept

@@ -411,7 +411,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
 
 
 def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence[Any]) -> LaunchClass:
-    """Return the class of a launch with its candidates, and with what a replay needs to find the kernel.
+    """Return the class of a launch with its candidates, and with the folders and names by which a replay finds the kernel.
 
     allowed: the configs that the author's pruning leaves.
     """

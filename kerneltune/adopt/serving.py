@@ -72,7 +72,7 @@ class ServedConfig:
 
     @classmethod
     def of(cls, configs: Sequence[Any], count: int) -> "ServedConfig":
-        """Serve the first config, and fall back to the others."""
+        """Serve the first config, and fall back to the next configs in their order."""
         return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], count)
 
     def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> None:

@@ -234,7 +234,7 @@ def uninstall() -> None:
 
 
 def _forget_kernels() -> None:
-    """Drop what an earlier capture or serving keeps of autotuners, and give them their authors' lists."""
+    """Drop the attributes of an earlier capture or serving from autotuners, and restore their authors' lists."""
     from kerneltune.adopt import kernels
 
     for autotuner in kernels.holders:
