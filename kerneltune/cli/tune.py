@@ -100,6 +100,8 @@ def command(
         exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
+    if not plan.cases():
+        raise ValueError(f"{plan.sweep.path}: no bench case selected")
     if dry_run:
         return _show_forecast(plan)
     o.require_folders(plan.options)

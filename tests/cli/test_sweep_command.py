@@ -162,6 +162,13 @@ def test_tune_passes_gpus_on(tmp_path: Path, campaign: dict[str, Any]) -> None:
     assert campaign["options"].gpus == "all"
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_tune_without_a_bench_case_fails(campaign: dict[str, Any], tmp_path: Path, options: tuple[str, ...]) -> None:
+    path = tmp_path / "checks.yaml"
+    path.write_text("family: checks\nops: [stream]\ncheck: [{name: one, read: 8, write: 8}]\n")
+    assert refused("tune", path, *options) == f"error: {path}: no bench case selected"
+
+
 def test_tune_with_an_unknown_sampler_fails() -> None:
     assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of ours, random"
 
