@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from adopted import ROOT
+from adopted import ROOT, author_configs, kernel_of, write_table
 from command_line import run
 
+from kerneltune.adopt.overview import read_capture
 from kerneltune.cli import console
 
 DROPOUT = """
@@ -70,6 +71,44 @@ for n in (0, 40, 70):
     grid = lambda meta: (triton.cdiv(n, meta["BLOCK"]),)
     weighted[grid](Pair(ones(), ones()), ((ones(), 2), (ones(), 3)), ones(), n)
 """
+
+TUNED = '@triton.autotune([triton.Config({"BM": 2, "BN": 32}), triton.Config({"BM": 4, "BN": 16}, num_warps=2)], key=["m", "n"])'
+SCALED = """
+@triton.jit
+def scaled(x, factor, bias, out, m, n, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    rows, columns = tl.program_id(0) * BM + tl.arange(0, BM)[:, None], tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    at, inside = rows * n + columns, (rows < m) & (columns < n)
+    value = tl.load(x + at, mask=inside) * tl.load(factor)
+    if HAS_BIAS:
+        value += tl.load(bias + columns, mask=columns < n)
+    tl.store(out + at, value, mask=inside)
+"""
+LAUNCHED = """
+def run(kernel, m, n, bias):
+    x, out = torch.randn(m, n), torch.empty(m, n)
+    grid = lambda meta: (triton.cdiv(meta["m"], meta["BM"]), triton.cdiv(meta["n"], meta["BN"]))
+    launch = functools.partial(kernel[grid], factor=torch.tensor(3.0), bias=bias, HAS_BIAS=bias.numel() > 0)
+    launch(x=x, out=out, m=m, n=n)
+    assert torch.allclose(out, 3 * x + (bias if bias.numel() else 0))
+def work(kernel, n):
+    with lock:  # two kernels at once are more than Triton's interpreter takes
+        run(kernel, 3, n, torch.empty(0))
+"""
+SHAPES = {
+    "keywords of a partial, a 0-dim, an empty tensor": (
+        TUNED + SCALED,
+        "run(scaled, 5, 40, torch.ones(40)); run(scaled, 5, 40, torch.empty(0))",
+    ),
+    "a loop over a dict, launched by threads": (
+        SCALED + "KERNELS = {n: " + TUNED[1:] + "(scaled) for n in (1, 2)}\nfor scaled_by in KERNELS.values():\n    pass",
+        "list(ThreadPoolExecutor(4).map(lambda i: work(KERNELS[1 + i % 2], 33 + i % 2), range(8)))",
+    ),
+    "a module of a folder that the program leaves": (
+        "sys.path.insert(0, 'lib'); import scaled_lib; os.chdir(os.sep); sys.path.pop(0); scaled = scaled_lib.scaled",
+        "run(scaled, 3, 33, torch.empty(0)); run(scaled, 2, 33, torch.empty(0))",
+    ),
+}
+"""Ways in which programs hold and launch a kernel: what defines the kernel, and what launches two classes of it."""
 
 PLAIN = DROPOUT.replace(DROPOUT[DROPOUT.index("@triton.autotune") : DROPOUT.index("@triton.jit")], "").replace(
     "1000 + step", "1000 + step, BLOCK=32"
@@ -168,3 +207,26 @@ def test_sweep_of_a_capture_names_kernels_that_it_cannot_launch(folder: Path) ->
     checked = run("sweep", "cap", "--check-only")
     message = "not checked: __main__.make.<locals>.made: a function made the kernel, so that it cannot be imported by name"
     assert (checked.exit_code, message in " ".join(checked.stdout.split())) == (0, True), checked.stdout
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_program_of_an_uncommon_shape_is_captured_forecast_and_served(folder: Path, shape: str) -> None:
+    head = "import torch, triton\nimport triton.language as tl\n"
+    definition, work = SHAPES[shape]
+    imports = "import functools, os, sys, threading\nfrom concurrent.futures import ThreadPoolExecutor\nlock = threading.Lock()\n"
+    (folder / "program.py").write_text(f"{imports}{head}{definition}\n{LAUNCHED}\n{work}\nprint('ended')\n")
+    (folder / "lib").mkdir()
+    (folder / "lib" / "scaled_lib.py").write_text(head + TUNED + SCALED)
+    program = ["--", sys.executable, "program.py"]
+    captured = capture(folder, "--out", "cap", *program)
+    assert (captured.returncode, captured.stdout) == (0, "ended\n"), captured.stderr
+    forecast = run("tune", "cap", "--dry-run")
+    assert (forecast.exit_code, forecast.stdout[:31]) == (0, "2 classes, up to 4 configs: abo"), forecast.stderr
+    by_kernel = read_capture(folder / "cap").kernels().values()
+    write_table(folder / "cap", *(kernel_of(classes, author_configs(classes[0])[1:]) for classes in by_kernel))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "kerneltune", "serve", "--configs", "cap", "--miss", "error", *program]
+    served = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    launches = sum(read_capture(folder / "cap").notes.launches[one.digest].launches for classes in by_kernel for one in classes)
+    assert (served.returncode, served.stdout) == (0, "ended\n"), served.stderr
+    assert f"{launches} launches served, 0 not tuned" in served.stderr
