@@ -150,13 +150,14 @@ def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
     """Return the outcomes of a job; if a check ended the fork, only the outcome of this check or of the job's parts."""
     try:
         outcomes, reached = fork.result()
-        job.reached.update(reached)
-        return outcomes
     except ForkCrashedError as error:
         if not job.parts:
             crashed = fork.last_note or Outcome("failed")
             return [replace(crashed, reason=f"{crashed.reason}{error}")]
-    return [outcome for part in job.parts for outcome in _outcomes(Fork(partial(_work, part)), part)]
+        outcomes = [outcome for part in job.parts for outcome in _outcomes(Fork(partial(_work, part)), part)]
+        reached = merged(part.reached for part in job.parts)
+    job.reached.update(reached)
+    return outcomes
 
 
 def coverage_lines(jobs: Sequence[Job]) -> list[str]:

@@ -152,6 +152,16 @@ def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, la
     assert ("test_jobs.py:" in named) == ("turns of the loop" in missing)
 
 
+def test_coverage_names_nothing_that_parts_of_a_crashed_job_reached() -> None:
+    op = summing()
+    checked, large = shifted("rows", 2, 65), shifted("large", 100, 4096)
+    crashing = replace(op.variants[0], run=lambda _inputs, _config: os._exit(1))
+    case = case_job([Run(Task(op, checked, variant), None) for variant in (op.variants[0], crashing)])
+    work = [case, address_job(Task(op, large, op.variants[0]))]
+    assert [outcome.status for outcome in outcomes(*work)[0]] == ["checked", "failed"]
+    assert coverage_lines(work) == []
+
+
 def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     check = [shifted("one", 1, 1), shifted("odd", 3, 70), shifted("wide", 4, 300)]
     bench = [shifted("a", 100, 4095, 5), shifted("b", 100, 4095, 9), shifted("c", 100, 4095)]
