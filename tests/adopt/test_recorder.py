@@ -421,7 +421,7 @@ def test_capture_of_an_autotuner_made_for_each_launch_has_a_class_per_size(tmp_p
     assert "more than 2 classes" in capture.notes.refused["two_kernels.row_sum"]
 
 
-def test_capture_of_a_launch_without_any_config_after_pruning_says_so(tmp_path: Path) -> None:
+def test_capture_of_a_launch_whose_configs_are_all_pruned_names_the_pruning(tmp_path: Path) -> None:
     model = {"perf_model": lambda **_: 1.0, "top_k": 0}
     kernel = triton.autotune([triton.Config({"BLOCK": b}) for b in (64, 128)], ["N"], prune_configs_by=model)(
         example().row_sum.fn
