@@ -177,10 +177,9 @@ class Checker:
             owner = given.get(tensor.untyped_storage().data_ptr())
             if owner and (owner not in self.inputs_before or _same(self.inputs[owner], self.inputs_before[owner])):
                 continue  # unknown, or an input that is returned
-            key = variant.run, self.case.quant, name
-            is_over, case = self._first_seen.setdefault(key, (owner is not None, self.case))
-            if is_over != (owner is not None):
-                here, there = (f"{it.name} {it.dtype} {it.quant}" for it in ((self.case, case) if owner else (case, self.case)))
+            if differing := self._differing((variant.run, self.case.quant, name), owner is not None):
+                cases = [differing[1], self.case]
+                here, there = (f"{case.name} {case.dtype} {case.quant}" for case in (reversed(cases) if owner else cases))
                 return [f"outputs: {name} is written over an input in case {here}, and not in case {there}"]
         return []
 
@@ -195,17 +194,21 @@ class Checker:
             if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
                 continue
             given, in_reference = tensor.dtype, wanted.dtype
-            first, case = self._first_seen.setdefault((variant.run, of_case, name, "type"), (given, self.case))
-            if first != given:
-                return [f"{name}: {given}, and {first} with another config or in case {case.name}"]
+            if differing := self._differing((variant.run, of_case, name, "type"), given):
+                return [f"{name}: {given}, and {differing[0]} with another config or in case {differing[1].name}"]
             if given.is_floating_point and in_reference.is_floating_point and given.itemsize > in_reference.itemsize:
                 return [Disagreement(f"{name}: {given}, expected {in_reference} as of the reference")]
-            if _is_whole(given) and _is_whole(in_reference):
-                key = variant.run, of_case[:2], name, "reference's type"
-                is_equal, case = self._first_seen.setdefault(key, (given == in_reference, self.case))
-                if is_equal != (given == in_reference):
-                    return [f"{name}: {given}, {in_reference} in the reference; equal types in case {case.name}, or inversely"]
+            key = variant.run, of_case[:2], name, "reference's type"
+            are_whole = _is_whole(given) and _is_whole(in_reference)
+            if are_whole and (differing := self._differing(key, given == in_reference)):
+                equal = f"equal types in case {differing[1].name}, or inversely"
+                return [f"{name}: {given}, {in_reference} in the reference; {equal}"]
         return []
+
+    def _differing(self, key: tuple[object, ...], answer: object) -> tuple[object, Case] | None:
+        """Return the answer to a question in the first case and this case, if the answer is another now; see `FirstSeen`."""
+        first = self._first_seen.setdefault(key, (answer, self.case))
+        return first if first[0] != answer else None
 
     @classmethod
     def make(

@@ -250,14 +250,15 @@ def _with_new_facts(
             is_new = partial(launcher.has_any, wanted)
             smaller = [*_with_sizes_of(case, by_cost), *_with_least_sizes(case, others, steps, is_new)]
             costs_of_fact = dict[Case, float]()
-            for it in smaller:
-                new, cost = launcher.facts([it]) & wanted, launcher.cost(it)
+            for candidate in smaller:
+                new, cost = launcher.facts([candidate]) & wanted, launcher.cost(candidate)
                 most = costliest * (1.0 if {fact.kind for fact in new} == {"whole"} else _MOST_COST)
-                if new and it not in refused and cost <= max(_LOW_COST, most):
-                    costs_of_fact[it] = cost / len(new)
+                if new and candidate not in refused and cost <= max(_LOW_COST, most):
+                    costs_of_fact[candidate] = cost / len(new)
             if not costs_of_fact:
                 break
-            best = next(it for it, cost in costs_of_fact.items() if cost <= 2 * min(costs_of_fact.values()))
+            lowest = min(costs_of_fact.values())
+            best = next(candidate for candidate, cost in costs_of_fact.items() if cost <= 2 * lowest)
             if _obstacle(launcher.op, best, tell):
                 refused.add(best)
             else:
