@@ -90,13 +90,12 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     The L2 is cold, unless the inputs are so small that it cannot be.
     """
     import torch
-    from torch.utils._pytree import tree_leaves, tree_map
 
     from kerneltune.measuring.check import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation, throttled
 
-    leaves = [tree_leaves(list(args)) for _name, _run, args in sides]
-    tensors = [sum(value.nbytes for value in of_side if isinstance(value, torch.Tensor)) for of_side in leaves]
+    values = [named_values(args).values() for _name, _run, args in sides]
+    tensors = [sum(value.nbytes for value in of_side if isinstance(value, torch.Tensor)) for of_side in values]
     try:
         counts = [rotation(POLICIES["cold"], used, device.current().l2_bytes, gpu_free_bytes()) for used in tensors]
         policy = POLICIES["cold"]
@@ -105,7 +104,7 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     contenders = {}
     for number, ((name, run, args), count) in enumerate(zip((*sides, sides[0]), (*counts, counts[0]), strict=True)):
         try:
-            sets = [tree_map(copied, list(args)) for _ in range(count)]
+            sets = [rebuilt(args, lambda _name, value: copied(value)) for _ in range(count)]
             contenders[str(number)] = Contender(partial(_call, run, sets), count, policy)
         except Exception as error:  # a callable may fail in any way
             pytest.fail(f"kernel_time: {name}: cannot be timed: {first_line(error)}", pytrace=False)
@@ -157,7 +156,6 @@ def _check(
     and dicts are arguments as well.
     """
     import torch
-    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
     from kerneltune.kernel_lib.agreement import check_tolerance, close
     from kerneltune.measuring.check import Checker, Outcome
@@ -176,15 +174,14 @@ def _check(
         check_tolerance(rtol, atol)
     except ValueError as error:
         pytest.fail(f"kernel_check: {name}: {error}", pytrace=False)
-    leaves, structure = tree_flatten_with_path(list(args))
-    named = {f"argument {keystr(path)[1:].replace(']', '', 1)}": value for path, value in leaves}  # [0][2] is argument 0[2]
+    named = named_values(args)
     for argument, value in named.items():
         if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
             text = f"{argument}: {value.layout} on {value.device}: expected a dense tensor with values"
             pytest.fail(f"kernel_check: {name}: {text}", pytrace=False)
 
     def call(function: Callable[..., Any], inputs: "Inputs") -> "Outputs":
-        return _named(function(*tree_unflatten(inputs.values(), structure)))
+        return _named(function(*rebuilt(args, lambda argument, _value: inputs[argument])))
 
     variant = Variant("kernel", lambda inputs, _config: call(run, inputs))
     op = Op(
@@ -199,6 +196,28 @@ def _check(
     if outcome.status != "checked":
         reason = outcome.reason.removesuffix(f", for {name} {case.label}")
         pytest.fail(f"kernel_check: {name}: {reason}", pytrace=False)
+
+
+def rebuilt(args: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]:
+    """Return arguments with `change(name, value)` for each value, also within lists, tuples and dicts: `argument 0['x'][1]`."""
+
+    def within(name: str, value: Any) -> Any:
+        if type(value) is dict:
+            return {key: within(f"{name}[{key!r}]", item) for key, item in value.items()}
+        is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+        if type(value) in (list, tuple) or is_named_tuple:
+            items = [within(f"{name}[{n}]", item) for n, item in enumerate(value)]
+            return type(value)(*items) if is_named_tuple else type(value)(items)
+        return change(name, value)
+
+    return [within(f"argument {n}", value) for n, value in enumerate(args)]
+
+
+def named_values(args: Sequence[Any]) -> dict[str, Any]:
+    """Return the values of arguments by name, as `rebuilt` names them."""
+    values: dict[str, Any] = {}
+    rebuilt(args, values.__setitem__)
+    return values
 
 
 def copied(value: Any, factor: float = 1.0) -> Any:

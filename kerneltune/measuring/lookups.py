@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from kerneltune.cache import Axes, CaseOptions, Chooser
+from kerneltune.cache import Chooser
 from kerneltune.errors import first_line, statement_in
 from kerneltune.measuring.check import Checker, Outcome, host_folder
 from kerneltune.spec import Case, Op, Variant
@@ -56,7 +56,7 @@ def before_look_ups(act: Callable[[Chooser, Case], None]) -> Iterator[None]:
 
     def look_up(chooser: Chooser, *arguments: Any, **named: Any) -> Any:
         try:
-            case = _case(*arguments, **named)
+            case = Case("", *arguments, **{name: value for name, value in named.items() if name != "gpu"})
         except TypeError:  # wrong arguments: the look-up itself raises
             return choose(chooser, *arguments, **named)
         act(chooser, case)
@@ -67,11 +67,6 @@ def before_look_ups(act: Callable[[Chooser, Case], None]) -> Iterator[None]:
         yield
     finally:
         Chooser.__call__ = choose  # type: ignore[method-assign]
-
-
-def _case(axes: Axes, dtype: str, quant: str = "none", options: CaseOptions = (), gpu: str | None = None) -> Case:
-    """Return the case of a look-up, whose arguments these are."""
-    return Case("", axes, dtype, quant, options)
 
 
 def _without_free_options(op: Op, case: Case) -> Case:
