@@ -135,7 +135,7 @@ def _coverage(
     if num_without:
         return f"{line}; inputs or reference of {counted(num_without, 'case')} fail"
     if not classes(list(configs)):
-        return f"{line}; no case has an element"
+        return f"{line}; no case has an element" if configs else "not checked: no case is supported and fits the memory"
     left = ", ".join(unmet(configs, done))
     if left:
         return f"{line}; time limit before every knob value met: {left}"
