@@ -36,8 +36,8 @@ _WIDE = 4
 
 
 _STATEMENT_COST = 0.0005
-"""MB of traffic that take the interpreter as long as a statement of a kernel: 30 ms per MB, 0.015 ms per statement, or four times
-as long or as short (258 checks of 12 operators)."""
+"""MB of traffic that take the interpreter as long as a statement of a kernel: 30 ms per MB, 0.015 ms per statement. Of 258 checks
+of eleven operators 91 % took between a quarter and four times as long."""
 _CLASS_WEIGHT = 16
 """A mistake in a mask or a tail shows in a class of cases; few mistakes need certain values of two knobs."""
 COVERING_S = 40.0
