@@ -145,6 +145,8 @@ class Checker:
         for name, before in self.inputs_before.items():
             if not _same(self.inputs[name], before):
                 raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, {where}")
+        if device == "cpu":
+            meta_inputs(op, case)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.inputs.items():
@@ -434,6 +436,19 @@ def host_folder(op: Op) -> str:
     return f"{Path(file).parent}{os.sep}" if file else ""
 
 
+def meta_inputs(op: Op, case: Case) -> Inputs:
+    """Return a case's inputs without memory, with which kernels are compiled and large cases checked.
+
+    Raises:
+        CaseError: inputs cannot be made on device `meta`.
+    """
+    try:
+        return op.inputs(case, device="meta")
+    except Exception as error:  # of a plug-in's code
+        where = f"on device meta, which compiling and large cases need, for {op.name} {case.label}"
+        raise CaseError(f"{place_of(op.inputs, error)}inputs: {first_line(error)}, {where}") from error
+
+
 def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks: Sequence[Case] = ()) -> list[str]:
     """Return the address errors of a variant on a case of any size; nothing is computed and no memory is used.
 
@@ -442,7 +457,10 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     overflows of offsets from whole numbers that grow with an axis in the check cases.
     """
     try:
-        inputs = op.inputs(case, device="meta")
+        inputs = meta_inputs(op, case)
+    except CaseError as error:
+        return [str(error)]
+    try:
         largest = _largest_numbers(op, case, inputs, checks)
         with strict(host_folder(op), largest):
             variant.run(inputs, config)

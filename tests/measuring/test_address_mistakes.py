@@ -1,6 +1,8 @@
 """Find mistakes of addresses in the largest case, of which a check without a GPU computes no values."""
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -8,11 +10,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from mistaken_ops import CASES, LARGE, Knobs, case_of, rows_of
+from mistaken_ops import CASES, LARGE, Knobs, Mistaken, case_of, rows_of, values
 from row_sums import BENCH, summing, sums_of_rows
 
 from kerneltune.interpreter import bounds
-from kerneltune.measuring.check import address_errors
+from kerneltune.measuring.check import CaseError, address_errors
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Inputs, Outputs, Variant
@@ -222,3 +224,17 @@ def test_address_check_takes_the_pages_of_an_input_for_the_limit_of_their_index(
     errors = address_errors(op, large, variant, None, checks)
     is_limited = checks[1]["N"] == 10  # in cases of equal sizes the number of pages may be a constant
     assert [line.endswith(", with index_ptr up to 199999999") for line in errors] == [True] * (not is_wide and is_limited)
+
+
+@pytest.mark.parametrize("least_rows", [0, 1_000])  # those of a check case, and of the largest case alone
+def test_inputs_that_cannot_be_made_without_memory_fail_the_check_that_needs_them(least_rows: int) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        if device == "meta" and case["M"] >= least_rows:
+            raise TypeError("no generator for meta")
+        return {"x": values(seed, device, case["M"], case["N"])}
+
+    operator = Mistaken(lambda _mistake, given, _knobs: {"y": 2 * given["x"]}, inputs, lambda given: {"y": 2 * given["x"]}, ())
+    reason = r"test_address_mistakes.py:\d+: inputs: TypeError: no generator for meta, on device meta, which"
+    with nullcontext() if least_rows else pytest.raises(CaseError, match=reason):
+        (line,) = operator.findings("")
+        assert re.match(reason, line)
