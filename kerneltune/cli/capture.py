@@ -89,7 +89,7 @@ def _is_one_of_several_ranks() -> bool:
 
 
 def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> bool:
-    """Remove stale classes from a capture, show the capture and write its sweep file; return whether it holds a launch.
+    """Remove stale classes from a capture, show it and write its sweep file; return whether it holds a launch that can be tuned.
 
     launched: digests of the classes that were launched just now; ignored: names that --ignore-arg gives.
     """
@@ -114,8 +114,8 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
         return False
     if all(launch.problem for launch in captured.classes):
         note(f"none of these launches can be checked or tuned: `kerneltune adopt lint {out}` says why")
-    else:
-        note(f"wrote {file}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
+        return False
+    note(f"wrote {file}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
     return True
 
 

@@ -436,7 +436,7 @@ def test_capture_of_launches_that_cannot_be_replayed_does_not_offer_to_check_the
     file = tmp_path / CLASSES / launch.digest / META
     file.write_text(json.dumps(json.loads(file.read_text()) | {"problem": "a function made the kernel"}))
     result = run("capture", "--out", tmp_path, *_noting(tmp_path, launches={launch.digest: [1, None]}))
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert " ".join(result.stderr.split()).endswith(
         f"none of these launches can be checked or tuned: `kerneltune adopt lint {tmp_path}` says why"
     )
