@@ -445,7 +445,7 @@ def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu:
     changed = "".join(f" {name}={value}" for name, value in entry.case.options if value != case.option(name))
     changed += f" {entry.policy}" if entry.policy != policy else ""
     changed += f" on {gpu}" if gpu else ""
-    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {distance:.1f}: {json_text(entry.config)}"
+    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {distance:.2f}: {json_text(entry.config)}"
 
 
 def clear() -> None:

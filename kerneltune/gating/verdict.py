@@ -389,7 +389,7 @@ def _with_answer(verdict: Verdict, *, is_judged: bool) -> Verdict:
         *(f"{count} {kind}" for kind in ("failed", "missing") if (count := verdict.count(kind))),
         *([counted(count, "regression")] if (count := verdict.count("regression")) else []),
         *([f"{counted(len(verdict.stale), 'variant')} of other code or configs"] if verdict.stale else []),
-        *([f"{counted(len(verdict.slower), 'group')} slower as a whole"] if verdict.slower else []),
+        *([f"{counted(len(verdict.slower), 'variant')} slower as a whole"] if verdict.slower else []),
     ]
     if failed:
         return replace(verdict, exit_code=REGRESSION, reason=", ".join(failed))

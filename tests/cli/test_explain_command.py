@@ -86,7 +86,7 @@ def test_explain_of_an_unknown_case_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("gpu", "source"),
     [
-        ("nvidia_b200", "nearest entry, that of M=16384 N=5120 uint8 on nvidia_h200, log2 distance 0.0"),
+        ("nvidia_b200", "nearest entry, that of M=16384 N=5120 uint8 on nvidia_h200, log2 distance 0.00"),
         ("nvidia_l4", "the default: nvidia_l4 has no config of fp8_transpose_2d, and its architecture is unknown here, so that"),
         ("nvidia_h20", "a call there may take another GPU's config (known: nvidia_h100_80gb_hbm3, nvidia_h200, nvidia_b200)"),
         ("interpreter", "the default: interpreter has no config of fp8_transpose_2d, and no other GPU's serves this case"),

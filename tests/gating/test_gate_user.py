@@ -51,7 +51,7 @@ OLDER = [{name: value for name, value in row.items() if name not in ("samples_us
     [
         pytest.param(BASE, NEW, 0, NO_SLOWER, "", id="the same"),
         pytest.param(
-            BASE, measured_again(BASE, lambda _row: 0.02), 1, f"fail: 2 groups slower as a whole {ALL}",
+            BASE, measured_again(BASE, lambda _row: 0.02), 1, f"fail: 2 variants slower as a whole {ALL}",
             f"failed: fp8_rowwise_2d optimized on NVIDIA H200, cold: slower by 2.0% in the geometric mean of {OURS} rows",
             id="2 % on all",
         ),
