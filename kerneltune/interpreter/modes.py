@@ -23,15 +23,14 @@ from kerneltune.interpreter.corrections import mend
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.host_code import noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
-from kerneltune.interpreter.statements import statements_of_program
 
 
 @dataclass(slots=True)
 class Launches:
-    """Hold the facts of some launches, and the number of statements that their programs run."""
+    """Hold the facts of some launches, and the number of their programs."""
 
     facts: set[Fact] = field(default_factory=set)
-    num_statements: int = 0
+    num_programs: int = 0
 
 
 @contextmanager
@@ -79,8 +78,8 @@ def unlaunched(folder: str = "") -> Iterator[Launches]:
     def collect(executor: Any, *args: Any, **kwargs: Any) -> None:
         with untraced():
             bound = bound_arguments(executor, args, kwargs)
-            grid = tuple(map(int, executor.grid(bound) if callable(executor.grid) else executor.grid))
-            launches.num_statements += math.prod(grid) * statements_of_program(executor.fn, bound, grid)
+            grid = executor.grid(bound) if callable(executor.grid) else executor.grid
+            launches.num_programs += math.prod(map(int, grid))
             launches.facts |= facts_of(executor, bound)
 
     with _replaced({(GridExecutor, "__call__"): collect}), noting_host(folder, launches.facts.add):

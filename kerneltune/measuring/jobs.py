@@ -20,7 +20,6 @@ from kerneltune.measuring.check import Checker, Outcome, address_errors, check_o
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs, launched, settings
 from kerneltune.records import grouped
-from kerneltune.rounding import cdiv
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -29,11 +28,12 @@ Begin = Callable[[Outcome], None]
 _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
-"""Largest cost of a derived case, in units of the costliest check case; of a case for whole blocks alone at most 1 of these."""
-_LOW_COST = 30.0
-"""Cost, in MB of traffic, that a derived case may have in any case: about 1 s of the processor."""
-_ROWS = 8
-"""Fewest rows of a case of whole blocks: `vary_rows` gives eight kinds of rows."""
+"""Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
+_FAR = 16
+"""Factor over the longest size of an axis in check cases above which a size comes last: it may be the turns of a loop, 1 ms each,
+which the traffic of a case does not tell."""
+_FEW_PROGRAMS = 512
+"""Programs that a derived case may have in any case: they take the interpreter half a second."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
 _ADDRESSES_S = 3.0
@@ -188,7 +188,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     middle = len(by_cost) // 2
     by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
     if not by_cost or op.origin is not None:
-        return [], [], _with_facts_in_fork(op, [], [], bench)[1]
+        return [], [], _shortened_in_fork(op, [], [], bench, 0.0)[1]
     most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
     for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
@@ -200,72 +200,73 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
         derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)[0]
-    of_facts, facts = _with_facts_in_fork(op, by_cost, [*check, *derived], bench)
-    return [*derived, *of_facts], without, facts
+    shortened, facts = _shortened_in_fork(op, by_cost, [*check, *derived], bench, most)
+    return [*derived, *shortened], without, facts
 
 
-def _with_facts_in_fork(
-    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]
+def _shortened_in_fork(
+    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
 ) -> tuple[list[Case], set[Fact]]:
-    """Return what `_with_facts` returns; nothing if host code ends the fork, as the check of addresses says then."""
+    """Return what `_shortened` returns; nothing if host code ends the fork, as the check of addresses says then."""
     with suppress(ForkCrashedError):
-        return Fork(partial(_with_facts, op, by_cost, check, bench)).result()
+        return Fork(partial(_shortened, op, by_cost, check, bench, most)).result()
     return [], set()
 
 
-def _with_facts(
-    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], tell: Tell
+def _shortened(
+    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float, tell: Tell
 ) -> tuple[list[Case], set[Fact]]:
-    """Return smaller cases for the facts that only bench cases have, and all facts of bench cases.
+    """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
-    Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A variant
-    that calls `torch.bincount`, for example, is left out: its launches depend on values.
+    Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. Whole
+    blocks are sought last, and from the least sizes, which make the fewest turns of loops. A case has at most _MOST_COST times
+    the programs of the check cases, or _FEW_PROGRAMS. A variant that calls `torch.bincount`, for example, is left out: its
+    launches depend on values.
     """
     derived, facts = list[Case](), set[Fact]()
     variants = _launched_variants(op, check)
+    longest = {axis: max((case[axis] for case in by_cost), default=0) for axis in op.axes}
+
+    def is_far(case: Case) -> bool:
+        return any(size > _FAR * longest[axis] for axis, size in case.axes)
+
+    steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
     for configs in (_default_alone, around_default) if check else (_default_alone,):
-        launcher = _Launcher(op, variants, configs)
-        of_bench = launcher.known(sorted(bench, key=partial(check_cost, op)))
-        facts = facts.union(*(launches.facts for launches in of_bench.values()))
-        if by_cost and len(launcher.known(check)) == len(check):
-            derived += _with_new_facts(launcher, by_cost, [*check, *derived], of_bench, tell)
-        bench = [*{frozenset(launches.facts): case for case, launches in of_bench.items()}.values()]
+        of_check = [launches for _case, launches in _launches(op, variants, configs, [*check, *derived])]
+        smaller_of = by_cost if len(of_check) >= len(check) else []
+        known = {fact for launches in of_check for fact in launches.facts}
+        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((launches.num_programs for launches in of_check), default=0))
+        of_facts: dict[frozenset[Fact], Case] = {}
+        for case, launches in _launches(op, variants, configs, sorted(bench, key=partial(check_cost, op))):
+            facts |= launches.facts
+            of_facts[frozenset(launches.facts)] = case
+            if launches.facts <= known:
+                continue
+            for of_whole in (False, True):
+                wanted = {fact for fact in launches.facts - known if (fact.kind == "whole") is of_whole}
+                if not wanted:
+                    continue
+                is_new = partial(_has_new_fact, op, variants, configs, wanted, known)
+                least = _with_least_sizes(case, [*smaller_of[:1], *smaller_of[1:][-1:]], steps, is_new)
+                doublings = partial(_doublings, op, most / _MOST_COST)
+                others = sorted(_with_sizes_of(case, smaller_of), key=doublings)
+                near, far = ([it for it in others if is_far(it) is wanted_far] for wanted_far in (False, True))
+                in_order = (sorted(least, key=doublings), near, far) if of_whole else (near, least, far)
+                affordable = (it for it in itertools.chain(*in_order) if check_cost(op, it) <= most)
+                for smaller, its in _launches(op, variants, configs, affordable):
+                    if its.num_programs <= most_programs and its.facts & wanted - known and not _obstacle(op, smaller, tell):
+                        derived.append(smaller)
+                        known |= its.facts
+                    if wanted <= known:
+                        break
+            known |= launches.facts
+        bench = [*of_facts.values()]
     return derived, facts
 
 
-def _with_new_facts(
-    launcher: "_Launcher", by_cost: Sequence[Case], check: Sequence[Case], of_bench: Mapping[Case, Launches], tell: Tell
-) -> list[Case]:
-    """Return smaller cases until each fact of bench cases has a case, or costs too much.
-
-    Of the cases that cost at most twice the least for each new fact, the first is taken: it has sizes of the bench case. Then the
-    search begins anew, as the least size with one of the other facts is larger.
-    """
-    derived, refused, known = list[Case](), set[Case](), launcher.facts(check)
-    costliest = max(map(launcher.cost, check))
-    steps = {axis: math.gcd(*(case[axis] for case in (*check, *of_bench))) for axis in launcher.op.axes}
-    for case, launches in of_bench.items():
-        others = [_with_rows(other, case, steps) for other in (by_cost[0], by_cost[-1])]
-        while wanted := launches.facts - known:
-            is_new = partial(launcher.has_any, wanted)
-            smaller = [*_with_sizes_of(case, by_cost), *_with_least_sizes(case, others, steps, is_new)]
-            costs_of_fact = dict[Case, float]()
-            for candidate in smaller:
-                new, cost = launcher.facts([candidate]) & wanted, launcher.cost(candidate)
-                most = costliest * (1.0 if {fact.kind for fact in new} == {"whole"} else _MOST_COST)
-                if new and candidate not in refused and cost <= max(_LOW_COST, most):
-                    costs_of_fact[candidate] = cost / len(new)
-            if not costs_of_fact:
-                break
-            lowest = min(costs_of_fact.values())
-            best = next(candidate for candidate, cost in costs_of_fact.items() if cost <= 2 * lowest)
-            if _obstacle(launcher.op, best, tell):
-                refused.add(best)
-            else:
-                derived.append(best)
-                known |= launcher.facts([best])
-        known |= launches.facts
-    return derived
+def _doublings(op: Op, costliest: float, case: Case) -> int:
+    """Return log2 of a case's cost over the cost of the costliest check case, rounded up; 0 for a cheaper case."""
+    return max(0, math.ceil(math.log2(check_cost(op, case) / costliest)))
 
 
 def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
@@ -280,9 +281,7 @@ def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
 def _with_least_sizes(
     case: Case, others: Sequence[Case], steps: Mapping[str, int], is_new: Callable[[Case], bool]
 ) -> Iterator[Case]:
-    """Yield a case with the sizes of each other case but a new size: a quarter above the least new size, and this least size.
-
-    For a branch above 4096 the sizes are 5121 and 4097: a sum that leaves out a fifth of the elements differs clearly.
+    """Yield a case with the sizes of each other case except the least size of an axis that is new: 4097 for a branch above 4096.
 
     Args:
         steps: the number of which all sizes of an axis are multiples.
@@ -298,7 +297,7 @@ def _with_least_sizes(
             while least - below > step:
                 middle = below + (least - below) // 2 // step * step
                 least, below = (middle, below) if is_new(sized(middle)) else (least, middle)
-            yield from map(sized, (min(size, least + least // 4 // step * step), least))
+            yield sized(least)
 
 
 def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
@@ -307,10 +306,18 @@ def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
     return replace(case, name=f"{case.name},{changed}", axes=tuple(sizes.items()))
 
 
-def _with_rows(case: Case, bench: Case, steps: Mapping[str, int]) -> Case:
-    """Return a case with at least _ROWS elements along each axis, unless the bench case has fewer."""
-    axes = ((axis, max(size, min(bench[axis], cdiv(_ROWS, steps[axis]) * steps[axis]))) for axis, size in case.axes)
-    return replace(case, axes=tuple(axes))
+def _has_new_fact(
+    op: Op,
+    variants: Sequence[Variant],
+    configs: Callable[[Variant, Case], Iterable[Config]],
+    facts: Collection[Fact],
+    known: Collection[Fact],
+    case: Case,
+) -> bool:
+    """Return whether launches of a case have one of some facts that is not known."""
+    return any(
+        fact in facts and fact not in known for _case, its in _launches(op, variants, configs, [case]) for fact in its.facts
+    )
 
 
 def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
@@ -328,55 +335,24 @@ def _launched_variants(op: Op, cases: Iterable[Case]) -> list[Variant]:
     return variants
 
 
-class _Launcher:
-    """Prepare launches of cases, each case once; their facts and statements tell which cases to derive.
+def _launches(
+    op: Op, variants: Sequence[Variant], configs: Callable[[Variant, Case], Iterable[Config]], cases: Iterable[Case]
+) -> Iterator[tuple[Case, Launches]]:
+    """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
 
-    Args:
-        variants: variants whose launches are known without values.
-        configs: function that gives the configs of a variant on a case.
+    Cases whose launches depend on values are left out. Whole blocks of any size are one fact.
     """
-
-    def __init__(self, op: Op, variants: Sequence[Variant], configs: Callable[[Variant, Case], Iterable[Config]]) -> None:
-        self.op, self._variants, self._configs = op, variants, configs
-        self._of_case: dict[Case, Launches] = {}
-        self._begun_s = time.thread_time()
-
-    def known(self, cases: Iterable[Case]) -> dict[Case, Launches]:
-        """Return the launches of each case, with the most statements of a config; no further launches after _LAUNCHES_S.
-
-        Cases whose launches depend on values are left out. Whole blocks of any size are one fact, and need several rows.
-        """
-        of_cases = {}
-        for case in cases:
-            launches = self._of_case.get(case)
-            if launches is None and time.thread_time() - self._begun_s <= _LAUNCHES_S and (launches := self._launched(case)):
-                self._of_case[case] = launches
-            if launches:
-                of_cases[case] = launches
-        return of_cases
-
-    def _launched(self, case: Case) -> Launches | None:
-        supporting = [variant for variant in self._variants if not variant.unsupported(case)]
-        of_variants = [launched(self.op, variant, case, self._configs(variant, case)) for variant in supporting]
-        if not all(of_variants):
-            return None
-        facts = {fact for of_variant in of_variants for launches in of_variant.values() for fact in launches.facts}
-        most = sum(max(launches.num_statements for launches in of_variant.values()) for of_variant in of_variants)
-        has_rows = math.prod(size for _axis, size in case.axes) > _size(case) or len(case.axes) == 1
-        whole = {fact for fact in facts if fact.kind == "whole"}
-        return Launches(facts - whole | {fact._replace(place="") for fact in whole if has_rows}, most)
-
-    def facts(self, cases: Iterable[Case]) -> set[Fact]:
-        """Return the facts of the cases' launches."""
-        return set().union(*(launches.facts for launches in self.known(cases).values()))
-
-    def has_any(self, facts: Collection[Fact], case: Case) -> bool:
-        """Return whether launches of a case have one of some facts."""
-        return not self.facts([case]).isdisjoint(facts)
-
-    def cost(self, case: Case) -> float:
-        """Return the cost of a case's check, without the kernels' statements if the launches are not known."""
-        return check_cost(self.op, case, sum(launches.num_statements for launches in self.known([case]).values()))
+    begun_s = time.thread_time()
+    for case in cases:
+        if time.thread_time() - begun_s > _LAUNCHES_S:
+            return
+        supporting = [variant for variant in variants if not variant.unsupported(case)]
+        made = [launched(op, variant, case, configs(variant, case)) for variant in supporting]
+        if all(made):
+            each = [launches for of_variant in made for launches in of_variant.values()]
+            most = sum(max(launches.num_programs for launches in of_variant.values()) for of_variant in made)
+            facts = {fact for launches in each for fact in launches.facts}
+            yield case, Launches({fact._replace(place="") if fact.kind == "whole" else fact for fact in facts}, most)
 
 
 def _size(case: Case) -> int:

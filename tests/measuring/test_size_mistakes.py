@@ -17,7 +17,7 @@ from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
 from kerneltune.measuring.pairs import check_cost, check_pairs
 from kerneltune.search.task import Run, Task
-from kerneltune.spec import Case, Inputs, Outputs, Variant
+from kerneltune.spec import Inputs, Outputs, Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="derived cases run in Triton's interpreter")
 
@@ -70,10 +70,10 @@ def test_right_kernel_passes_in_derived_cases() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["branch on a size", "branch of host code", "kernel of long rows", "flag"])
-def test_branch_above_a_size_is_checked_a_quarter_above_it_where_bench_cases_cost_too_much(mistake: str) -> None:
+def test_branch_above_a_size_is_checked_at_the_least_size_where_bench_cases_cost_too_much(mistake: str) -> None:
     op = summing(mistake, elements=16)
     derived, without, _ = derived_cases(op, CASES, [case_of("huge", 4096, 1 << 20)])
-    assert [case["N"] // 20 for case in derived if case["N"] > 2048] == [128]  # the least size is 2050
+    assert [case["N"] for case in derived if case["N"] > 2048] == [2050]  # a multiple of 2, as all sizes
     assert "y: wrong" in findings(op, derived)
     assert without == []
 
@@ -135,19 +135,6 @@ def sums_with_limit(form: str, inputs: Inputs, _config: None) -> Outputs:
 def test_limit_of_host_code_without_an_if_is_checked_in_a_derived_case(form: str) -> None:
     op = replace(summing("", elements=16), variants=(Variant("optimized", partial(sums_with_limit, form)),))
     assert findings(op, CASES) == []
-    derived, _, _ = derived_cases(op, CASES, [case_of("huge", 4096, 1 << 20)])
-    assert ("y: wrong" in findings(op, derived)) == bool(form)
-
-
-@pytest.mark.parametrize("form", ["", "slice", "clamp"])
-def test_limit_of_host_code_is_checked_by_a_case_that_exceeds_it_beyond_the_tolerance(form: str) -> None:
-    def within_a_fiftieth(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-        return [] if torch.allclose(outputs["y"], expected["y"], rtol=0.02) else ["y: wrong"]
-
-    op = replace(
-        summing("", elements=16), variants=(Variant("optimized", partial(sums_with_limit, form)),), compare=within_a_fiftieth,
-        inputs=lambda case, *, device, seed=0: {"x": torch.arange(1.0, case["N"] + 1, device=device).repeat(case["M"], 1)},
-    )  # fmt: skip
     derived, _, _ = derived_cases(op, CASES, [case_of("huge", 4096, 1 << 20)])
     assert ("y: wrong" in findings(op, derived)) == bool(form)
 
@@ -220,24 +207,6 @@ def test_rows_of_whole_blocks_that_only_bench_cases_have_are_checked_in_a_derive
     assert findings(op, check) == []
     derived, _, _ = derived_cases(op, check, [case_of("whole", 64, 320)])
     assert [line for line in findings(op, derived) if line == "y: wrong"] == (["y: wrong"] if first else [])
-
-
-@pytest.mark.parametrize("first", [0.0, 1e30])
-def test_whole_blocks_are_checked_in_several_rows(first: float) -> None:
-    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-        x = torch.full((case["M"], case["N"]), -1.0, device=device)
-        x[1:] = 1.0  # rows that show a wrong first value of the minimum
-        return {"x": x}
-
-    op = replace(
-        summing(""), inputs=inputs, reference=lambda given: {"y": given["x"].amin(1).clamp(max=0)},
-        compare=lambda case, given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"],
-        variants=(Variant("optimized", partial(least_values, first)),),
-    )  # fmt: skip
-    check = [case_of("ragged", 9, 100), case_of("short", 1, 20), case_of("row", 1, 64)]
-    assert findings(op, check) == []
-    derived, _, _ = derived_cases(op, check, [case_of("whole", 64, 320)])
-    assert ("y: wrong" in findings(op, derived)) == bool(first)
 
 
 @pytest.mark.parametrize("is_ragged", [True, False])
@@ -330,7 +299,7 @@ def test_size_is_checked_in_a_derived_case_beside_a_variant_whose_launches_depen
     op = replace(op, variants=(replace(op.variants[0], run=run), Variant("baseline", counted)))
     derived, _, _ = derived_cases(op, CASES, [case_of("long", 200, 3000)])
     assert 200 in {case["M"] for case in derived}
-    assert [line.partition(" wrong")[0] for line in findings(op, derived)] == ["y: 6800 of 6800"] * is_wrong
+    assert [line.partition(" wrong")[0] for line in findings(op, derived)] == ["y: 400 of 400"] * is_wrong
 
 
 def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
@@ -370,7 +339,7 @@ def test_million_rows_of_a_bench_case_give_a_derived_case_of_few_rows() -> None:
     derived, _, facts = derived_cases(op, [case_of("one", 1, 1), *CASES[1:]], [case_of("tall", 1 << 20, 64)])
     assert Fact("branch", "M > ROWS", "_normalized_rows") in facts
     tall = [case.axes for case in derived if case["M"] > 260]
-    assert tall == [(("M", 641), ("N", 34)), (("M", 1024), ("N", 34))]  # the second has whole blocks of rows
+    assert tall == [(("M", 513), ("N", 34)), (("M", 1024), ("N", 1))]  # the second has whole blocks of rows
 
 
 @triton.jit
