@@ -198,7 +198,8 @@ class Checker:
             given, in_reference = tensor.dtype, wanted.dtype
             if differing := self._differing((variant.run, of_case, name, "type"), given):
                 return [f"{name}: {given}, and {differing[0]} with another config or in case {differing[1].name}"]
-            if given.is_floating_point and in_reference.is_floating_point and given.itemsize > in_reference.itemsize:
+            are_floats = given.is_floating_point and in_reference.is_floating_point
+            if are_floats and given != in_reference and given.itemsize >= in_reference.itemsize:
                 return [Disagreement(f"{name}: {given}, expected {in_reference} as of the reference")]
             key = variant.run, of_case[:2], name, "reference's type"
             are_whole = _is_whole(given) and _is_whole(in_reference)

@@ -11,7 +11,7 @@ from mistaken_ops import case_of
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.measuring import pairs
-from kerneltune.measuring.check import Outcome
+from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="pairs are checked in Triton's interpreter")
@@ -320,6 +320,25 @@ def test_covering_has_no_pairs_of_unsupported_cases_or_variants_without_knobs() 
     ragged = replace(variant, unsupported=lambda case: "ragged" if case["N"] % 16 else None)
     assert set(pairs.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}
     assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda inputs, _: inputs), CASES), cost_of_pair)) == []
+
+
+@interpreted
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+def test_check_finds_an_output_of_another_type_that_is_no_narrower(kind: torch.dtype) -> None:
+    def reference(inputs: Inputs) -> Outputs:
+        return {"y": op_with("").reference(inputs)["y"].bfloat16()}
+
+    def run(inputs: Inputs, config: Rows) -> Outputs:
+        return {"y": _run("", inputs, config)["y"].to(kind)}
+
+    def agree(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+        return close("y", outputs["y"].float(), expected["y"].float(), 1e-2, 1e-2)
+
+    op = replace(op_with(""), compare=agree, reference=reference)
+    variant = replace(op.variants[0], run=run)
+    errors = Checker(op, CASES[0], "cpu").errors(variant, variant.default_config(CASES[0]))
+    wrong = [f"y: {kind}, expected torch.bfloat16 as of the reference"]
+    assert errors == ([] if kind == torch.bfloat16 else wrong)
 
 
 @interpreted
