@@ -41,8 +41,8 @@ _TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detecte
 LAUNCH_SECONDS = 2.0
 """Processor time for each run of the programs of a launch without memory: a program may wait for a value for ever."""
 _LOADED = (0, 1 << 24)
-"""Values of loads without memory. Zeros suit a kernel that reads a table at a loaded index, a value above all rows suits a search
-for the group of a row, whose index is beyond the last group if each group ends at row 0."""
+"""Values that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits one
+that searches the group of a row: with 0 every group would end at row 0."""
 _WHOLE_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
@@ -82,7 +82,7 @@ class _Stores:
     begin_of_last: float = math.inf
 
     @property
-    def tell_end(self) -> bool:
+    def is_last_behind_first(self) -> bool:
         """Return whether the last program stores behind the first: programs that take rows in turns do not."""
         return self.end_of_first < self.begin_of_last < math.inf
 
@@ -276,7 +276,7 @@ class _Guard:
             is_whole: whether all programs ran; else an argument is left out whose corners do not tell where the stores end.
         """
         for name, stores in self._stores.items() if not self._loads_index else ():
-            if stores.is_last or is_whole or stores.tell_end:
+            if stores.is_last or is_whole or stores.is_last_behind_first:
                 note(Fact("last stored" if stores.is_last else "last not stored", name, self._kernel))
 
     def converted(self, value: Any) -> Any:
@@ -305,10 +305,11 @@ class _Guard:
             return self._races.load(storage, size, at, np.dtype(dtype).itemsize, line_of(), self._loading.is_shared)
 
         kind = np.dtype(dtype)
-        self._loads_index |= kind.kind in "iu" and kind.itemsize >= 4
+        is_index = kind.kind in "iu" and kind.itemsize >= 4
+        self._loads_index |= is_index
         real = self._checked("load", addresses, mask, kind.itemsize, noted)
         if real is None:  # `other` may decide which elements a kernel reads next
-            loaded: Any = self._loaded or 0 if kind.kind in "iu" and kind.itemsize >= 4 else 0
+            loaded: Any = (self._loaded or 0) if is_index else 0
             region = self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
             if self._loaded is None and region.largest is not None:
                 places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size

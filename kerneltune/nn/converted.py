@@ -1,4 +1,4 @@
-"""Let modules multiply in fp8 by another class: the products and state of a converted module, and the classes of conversion.
+"""Convert modules to fp8: a module gets a subclass whose products run in fp8, and a child `fp8` with their state.
 
 Conversion gives a module a child `fp8`, the `ConvertedProducts`, and a class with two bases: a kind, which is a subclass of
 `Converted`, and the module's own class. `FusedExperts` and `GroupedExperts` have forward passes of this package.
