@@ -53,7 +53,7 @@ def test_look_up_returns_the_exact_entry_else_a_near_one_else_the_default(tmp_pa
     store(tmp_path, 1024, 512)
     store(tmp_path, 4096, 64)
     assert look_up(tmp_path, 4096) == Found(Small(64, 8), "own", "")
-    near = 'that of M=4096 bfloat16, log2 distance 1.0: {"block": 64, "warps": 8}'
+    near = 'that of M=4096 bfloat16, log2 distance 1.00: {"block": 64, "warps": 8}'
     assert look_up(tmp_path, 8192) == Found(Small(64, 8), "near", near)
     assert [look_up(tmp_path, size).source for size in (65536, 65537, 64, 63)] == ["near", "default", "near", "default"]
     assert look_up(tmp_path, 63) == DEFAULT
@@ -72,7 +72,7 @@ def test_look_up_on_a_gpu_without_configs_returns_those_of_the_nearest_architect
         choices = [look_up(tmp_path, size, H100) for size in (1024, 2048)]
     assert len(caught) == 1
     assert [(choice.config, choice.source) for choice in choices] == [(Small(512, 8), "near")] * 2
-    assert choices[1].described.startswith(f"that of M=1024 bfloat16 on {GPU}, log2 distance 1.0: ")
+    assert choices[1].described.startswith(f"that of M=1024 bfloat16 on {GPU}, log2 distance 1.00: ")
     assert look_up(tmp_path, 1 << 20, H100) == DEFAULT
     for gpu in ("amd_mi300x", "a_gpu_of_no_known_architecture", device.INTERPRETER):
         assert look_up(tmp_path, 1024, gpu) == DEFAULT

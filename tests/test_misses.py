@@ -57,7 +57,7 @@ def test_miss_warns_once_and_names_the_config_in_use(tmp_path: Path) -> None:
     assert len(caught) == 1
     assert str(caught[0].message).startswith(
         "no config for rmsnorm_fwd optimized M=2048 N=4096 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0 cold on "
-        'nvidia_h200; using that of M=8192 N=4096 bfloat16, log2 distance 2.0: {"rows": 1, '
+        'nvidia_h200; using that of M=8192 N=4096 bfloat16, log2 distance 2.00: {"rows": 1, '
     )
     with pytest.warns(CacheMissWarning, match="; using the default$"):
         best(tmp_path, 2048, 1024)
@@ -67,7 +67,7 @@ def test_miss_with_a_config_of_another_policy_names_that_policy(tmp_path: Path) 
     stored(tmp_path, 8192, 4096)
     choose = cache.Chooser.of(OP, OPTIMIZED, "hot", tmp_path)
     with pytest.warns(
-        CacheMissWarning, match=r"hot on nvidia_h200; using that of M=8192 N=4096 bfloat16 cold, log2 distance 0\.0: "
+        CacheMissWarning, match=r"hot on nvidia_h200; using that of M=8192 N=4096 bfloat16 cold, log2 distance 0\.00: "
     ):
         choose(axes(8192, 4096), "bfloat16", "none", OPTIONS, GPU)
 
@@ -85,11 +85,11 @@ def test_miss_with_a_config_of_other_options_warns_once_and_raises_in_strict_mod
     assert (
         str(caught[0].message)
         .partition("; using ")[2]
-        .startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2.0: {"rows": 1, ')
+        .startswith('that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2.00: {"rows": 1, ')
     )
     cache.clear()
     monkeypatch.setenv("KERNELTUNE_STRICT", "1")
-    nearest = r"nearest: that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2\.0: "
+    nearest = r"nearest: that of M=8192 N=4096 bfloat16 zero_centered=True fp8_format=e5m2, log2 distance 2\.00: "
     with pytest.raises(LookupError, match=nearest):
         best(tmp_path, 8192, 4096)
 

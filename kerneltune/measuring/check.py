@@ -245,8 +245,7 @@ class Checker:
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
             try:
-                again = partial(Checker, self.op, self.case, self._device, self._seed + run, self._first_seen)
-                checker = again(keeps_all=self._keeps_all) if run else self
+                checker = self._again(run) if run else self
             except CaseError as error:
                 return [f"run {run + 1}: {error}"]
             outputs, lines = (checker.run_with_gaps if run and self._has_gaps else checker.run)(variant, config)
@@ -260,6 +259,11 @@ class Checker:
                 if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
                     held[name] = tensor, tensor.clone()
         return []
+
+    def _again(self, run: int) -> "Checker":
+        """Return the checker of a later run, with other values."""
+        seed, keeps_all = self._seed + run, self._keeps_all
+        return Checker(self.op, self.case, self._device, seed, self._first_seen, keeps_all=keeps_all)
 
     def outputs(self, variant: Variant, config: Config) -> Outputs:
         """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
