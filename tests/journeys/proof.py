@@ -83,16 +83,16 @@ def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mappi
 
 
 def state_line(proofs: Sequence[Proof], journeys: Sequence[str]) -> str:
-    """Return a sentence that counts the journeys that have passed with the present code, on any GPU and on each."""
+    """Return a sentence that counts the journeys that have passed with the present code, on any GPU and on each that has one."""
     names = dict.fromkeys((*journeys, *(name for proof in proofs for name in proof.journeys)))
+    proven = [(count, proof) for proof in proofs if (count := len(names) - len(dict(unproven(proof, names))))]
     counts = []
-    for proof in proofs:
-        last = max(proof.journeys.values(), key=lambda run: run.date, default=None)
-        when = f" (last run {last.date[:10]} at {last.commit})" if last else ""
-        count = f"{len(names) - len(dict(unproven(proof, names)))} " if len(proofs) > 1 else ""
-        counts.append(f"{count}on {proof.gpu}{when}")
+    for count, proof in proven:
+        last = max(proof.journeys.values(), key=lambda run: run.date)
+        of_all = f"{count} " if len(proven) > 1 else ""
+        counts.append(f", {of_all}on {proof.gpu} (last run {last.date[:10]} at {last.commit})")
     passed = len(names) - len(open_journeys(proofs, journeys))
-    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed with the present code, {', '.join(counts)}"
+    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed with the present code{''.join(counts)}"
 
 
 def open_journeys(proofs: Sequence[Proof], journeys: Sequence[str]) -> dict[str, list[str]]:
