@@ -24,6 +24,8 @@ TITLES = {
 }  # fmt: skip
 
 
+TABLES = re.compile(r"\]\(\.\./((?:\.\./)*results)/nvidia_h200(?:/(\w+\.md))?\)")
+"""Links to tables in the repository, which the site shows as pages of its own."""
 AGAINST = {"--family": "Against the fastest peer", "baseline": "Against the baseline"}
 
 
@@ -38,7 +40,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the list of modules where a page asks for it."""
+    """Put the list of modules where a page asks for it, and turn links to the repository's tables into links to the site's."""
+    markdown = TABLES.sub(lambda link: f"]({link[1]}/{link[2] or 'index.md'})", markdown)
     return markdown.replace("<!-- modules -->", modules()) if "<!-- modules -->" in markdown else markdown
 
 
