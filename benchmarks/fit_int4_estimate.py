@@ -22,8 +22,8 @@ from kerneltune.ops.int4_gemm import fp8_gemm
 from kerneltune.ops.int4_gemm.estimate import HELD, SMS, TIMES, StepTimes, product_us, warps_of
 from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, sizes_of
 from kerneltune.rounding import cdiv
-from kerneltune.search.task import Knobs, knob_pairs
 from kerneltune.spec import Case, Config
+from kerneltune.task import Knobs, knob_pairs
 
 WHOLE = 18
 """Fewest known times of a case by which a choice is judged."""

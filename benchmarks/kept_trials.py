@@ -19,9 +19,9 @@ from typing import Any, cast
 
 from kerneltune import device, ops
 from kerneltune.records import TrialStatus
-from kerneltune.search.task import Evaluation, Knobs, Trial, knob_pairs
 from kerneltune.search.trials import STATUS_NOW, TRANSIENT, history
 from kerneltune.spec import Case
+from kerneltune.task import Evaluation, Knobs, Trial, knob_pairs
 
 ROOT = Path(__file__).parent / "trials"
 SCHEMA = 2

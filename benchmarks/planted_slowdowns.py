@@ -28,9 +28,9 @@ from kerneltune.measuring.compare import SELF, contender, input_sets, make_recor
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.records import Record, append, parse, timing
-from kerneltune.search.task import Task
 from kerneltune.spec import Config, TaskKey
 from kerneltune.table import Column, Row, Table
+from kerneltune.task import Task
 
 DELAYS = (0.02, 0.05, 0.10)
 DELAYED_PART = 10

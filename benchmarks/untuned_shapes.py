@@ -19,9 +19,9 @@ from kept_trials import ROOT, path_of, read
 
 from kerneltune import cache, ops
 from kerneltune.nearness import ranked
-from kerneltune.search.task import Knobs, knob_pairs, knobs_of
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.table import Column, Row, Table
+from kerneltune.task import Knobs, knob_pairs, knobs_of
 
 LEAST = 4
 """Known times of a case without a tuned config, at least."""

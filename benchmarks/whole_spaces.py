@@ -20,11 +20,11 @@ from typing import Any
 
 from kept_trials import ROOT, Row, TrialBlock, path_of, read, write
 
-from kerneltune import device, ops, sweep
+from kerneltune import device, ops, sweep_file
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job
 from kerneltune.processes import start_server
-from kerneltune.search.task import Evaluation, Task, knob_pairs, stamp
 from kerneltune.spec import Config
+from kerneltune.task import Evaluation, Task, knob_pairs, stamp
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.gpu_worker import GpuBench
 
@@ -38,7 +38,7 @@ def tasks_of(path: Path, names: list[str], trials: Path, gpu: str) -> list[Task]
     """Return the tasks of a sweep file's cases that have no kept trials, in random order."""
     known = ops.load()
     kept = {(name, row[0]) for name in known for block in read(path_of(name, gpu, trials)) for row in block.rows}
-    cases = [(case.op, case.case) for case in sweep.load(path, known).bench if not names or case.op in names]
+    cases = [(case.op, case.case) for case in sweep_file.load(path, known).bench if not names or case.op in names]
     tasks = [Task(known[op], case, known[op].variant("optimized")) for op, case in cases if (op, case) not in kept]
     random.Random(0).shuffle(tasks)
     return tasks

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kerneltune import ops, sweep, workloads
+from kerneltune import ops, sweep_file, workloads
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Recipe
@@ -84,7 +84,7 @@ def memory_text(found: dict[str, Memory]) -> str:
 def main(name: str) -> None:
     """Print the memory of a bench case of `moe_training`, by its name, under balanced groups."""
     known = {**ops.load(), **workloads.load()}
-    entries = sweep.load(sweep.find("moe_training"), known).bench
+    entries = sweep_file.load(sweep_file.find("moe_training"), known).bench
     cases = {entry.case.name: entry.case for entry in entries if entry.case.option("groups") == "balanced"}
     if name not in cases:
         sys.exit(f"case: {name!r}: expected one of {', '.join(cases)}")

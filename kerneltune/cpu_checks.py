@@ -18,9 +18,9 @@ from kerneltune.measuring.jobs import Job, address_job, case_job, coverage_lines
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Op
-from kerneltune.sweep import SweepCase, cases_by_op
+from kerneltune.sweep_file import SweepCase, cases_by_op
+from kerneltune.task import Run, Task
 from kerneltune.wording import counted
 
 _MOST_OFFSET = 2**31 - 1

@@ -6,8 +6,8 @@ from pathlib import Path
 from kerneltune import device, records
 from kerneltune.files import read_bytes
 from kerneltune.records import Record
-from kerneltune.search.task import Run, config_values, present
 from kerneltune.spec import TaskKey
+from kerneltune.task import Run, config_values, present
 
 CHECKS = "check.journal"
 """Name of the journal of checks."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kerneltune import device, sweep
+from kerneltune import device, sweep_file
 from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
 from kerneltune.search.loop import Search
-from kerneltune.search.task import KnobTexts, Task
 from kerneltune.spec import Case, Op, TaskKey, Variant
-from kerneltune.sweep import MAX_CASES, Section, Sweep, SweepCase
+from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase
+from kerneltune.task import KnobTexts, Task
 
 CHECK_POLICY = "cold"
 """Policy in the records of checks."""
@@ -83,7 +83,7 @@ class Options:
     quick: bool = False
     search: Search = _TO_A_PERCENT
     configs: Path | None = None
-    results: Path = field(default_factory=lambda: sweep.results_root(None))
+    results: Path = field(default_factory=lambda: sweep_file.results_root(None))
     workers: int | None = None
     renews: Literal["", "stale", "all"] = ""
     exhaustive: bool = False
@@ -162,7 +162,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     for name in selection.ops:
         if name not in ops:
             raise unknown("op", name, ops)
-    loaded = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
+    loaded = sweep_file.load(sweep_file.find(selection.family), ops, selection.max_cases)
     entries = (*loaded.check, *loaded.bench)
     for name in selection.variants:
         present = dict.fromkeys(variant.name for entry in entries for variant in ops[entry.op].variants)

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from kerneltune import cache, records, sweep
+from kerneltune import cache, records, sweep_file
 from kerneltune.cache import CacheEntry
-from kerneltune.campaign import measure_batches
 from kerneltune.device import arch_of, slug
 from kerneltune.plan import Options, Plan, Selection, require_case
 from kerneltune.progress import Progress
 from kerneltune.records import Record, grouped
-from kerneltune.search.task import Task, changed, config_values
 from kerneltune.spec import Case, Op, TaskKey
-from kerneltune.sweep import SweepCase
+from kerneltune.sweep_file import SweepCase
+from kerneltune.sweep_run import measure_batches
+from kerneltune.task import Task, changed, config_values
 from kerneltune.tune.run import renew
 from kerneltune.tune.session import TuningResult
 from kerneltune.wording import counted, differing, first_of, pairs
@@ -87,8 +87,8 @@ class Stale:
 
 def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> list[Plan]:
     """Return the plan of the selected family, or of each family where none is selected."""
-    names = [selection.family] if selection.family else sweep.families()
-    loaded = [sweep.load(sweep.find(name), ops, selection.max_cases) for name in names]
+    names = [selection.family] if selection.family else sweep_file.families()
+    loaded = [sweep_file.load(sweep_file.find(name), ops, selection.max_cases) for name in names]
     require_case(selection, selection.family or "families", [sweep_case for family in loaded for sweep_case in family.bench])
     return [Plan(ops, family, selection, options) for family in loaded]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import Compared
-from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
+from kerneltune.task import Evaluation, Run, Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import pytest
 from fake_operator import H200, Pool
 
 from kerneltune import cache, device, ops
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
+from kerneltune.task import Evaluation, Task
 from kerneltune.tune.session import TuningResult
 
 OPS = ops.load()

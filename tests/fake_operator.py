@@ -9,9 +9,9 @@ import numpy as np
 
 from kerneltune.device import Device
 from kerneltune.measuring.compiler import CompileResult, Kernel
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
+from kerneltune.task import Evaluation, Task
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 COMPILED = CompileResult((Kernel("k", 4, 32, 0, 1024),), 0.1)

@@ -15,9 +15,9 @@ from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search, SearchState
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
+from kerneltune.task import Evaluation, Task
 from kerneltune.tune.tuner import Tuner
 from kerneltune.worker import WorkerCrashedError
 

@@ -21,8 +21,8 @@ from kerneltune.device import Device
 from kerneltune.plan import Options
 from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
+from kerneltune.task import Evaluation, Task
 from kerneltune.tune import session
 from kerneltune.tune.fleet import Fleet
 from kerneltune.tune.session import TuningSession

@@ -14,8 +14,8 @@ from fake_tuner import CompiledAtOnce
 from kerneltune import interrupts
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
+from kerneltune.task import Task
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.tuner import Tuner
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from kept_trials import TrialBlock
 
-from kerneltune.search.task import Evaluation, Knobs
 from kerneltune.spec import Case
+from kerneltune.task import Evaluation, Knobs
 
 KNOBS: Mapping[str, tuple[Any, ...]] = {
     "rows": (1, 2, 4, 8),

@@ -14,7 +14,7 @@ from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
 from kerneltune.processes import end, start
-from kerneltune.search.task import Task
+from kerneltune.task import Task
 from kerneltune.tune.gpu_worker import GpuWorker
 
 STARTED = 4

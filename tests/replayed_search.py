@@ -10,9 +10,9 @@ from kept_trials import TrialBlock
 from numpy.typing import NDArray
 
 from kerneltune.search.loop import Candidates, Search, explore
-from kerneltune.search.task import Evaluation
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
+from kerneltune.task import Evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from kerneltune.cli.files import selected
 from kerneltune.plan import Selection
 from kerneltune.reporting.tables import ab_rows, best_peers
 from kerneltune.spec import Case
-from kerneltune.sweep import families
+from kerneltune.sweep_file import families
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "your_own_kernel.md"
 LANGUAGES = {"console", "sh", "python", "yaml", "toml", "json", "text"}

@@ -14,7 +14,7 @@ from kerneltune.ops.int4_gemm import fastest, fp8_gemm, gemm
 from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.fwd import OP
 from kerneltune.ops.rmsnorm.kernels import forward, rows
-from kerneltune.search.task import changed
+from kerneltune.task import changed
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:

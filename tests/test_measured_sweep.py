@@ -15,8 +15,7 @@ from bench_jobs import FakeCheck, FakeCompare
 from literal_records import from_json, to_json
 from small_sweeps import RMSNORM, STREAM
 
-from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import measure_batches, measure_live, run_sweep
+from kerneltune import device, ops, records, sweep_run
 from kerneltune.journals import finished_rows, journalled
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import Outcome
@@ -24,9 +23,10 @@ from kerneltune.measuring.compare import CEILING
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config
 from kerneltune.stale import plans_of
+from kerneltune.sweep_run import measure_batches, measure_live, run_sweep
+from kerneltune.task import Run, Task, config_values
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
 from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 
@@ -70,7 +70,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: h200)
     for module in (check, compare):
         monkeypatch.setattr(module, "memory_obstacle", lambda *_: None)
-    monkeypatch.setattr(campaign, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(sweep_run, "compile_ahead", lambda *_: None)
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -97,7 +97,7 @@ def test_check_that_crashes_its_process_fails_only_its_row(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
-    monkeypatch.setattr(campaign, "GpuWorker", partial(GpuWorker, FakeCheck))
+    monkeypatch.setattr(sweep_run, "GpuWorker", partial(GpuWorker, FakeCheck))
     rows = run_sweep(load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, mode="check")), Progress()).records
     assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024)}
     assert {row.config["block"] for row in rows if row.config} >= {512, 1024, 4096}
@@ -137,7 +137,7 @@ def test_launch_that_crashes_the_gpu_worker_fails_only_its_row(
         workers[0].variant_timeout_s = 5.0 if does == "hang" else 20.0
         return workers[0]
 
-    monkeypatch.setattr(campaign, "GpuWorker", started)
+    monkeypatch.setattr(sweep_run, "GpuWorker", started)
     (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
     selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
     rows = measure_live(load_plan(OPS, selection, options), Progress(), "test")
@@ -153,7 +153,7 @@ def test_gpu_worker_that_is_sent_sigterm_leaves_the_rows_before_and_none_that_fa
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bench_jobs.DOES, "stop")
-    monkeypatch.setattr(campaign, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
+    monkeypatch.setattr(sweep_run, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
     (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
     selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
     plan = load_plan(OPS, selection, options)
@@ -197,7 +197,7 @@ def test_measure_live_measures_each_variant_as_often_as_asked(
 
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    monkeypatch.setattr(campaign, "compare_in_worker", compared)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
     selection = Selection(str(path), ("rmsnorm_bwd",))
     for named, repeat in ((("pr593",), 2), (("pr593", "pr593"), 1), (("baseline", "optimized"), 1)):
         plan = load_plan(OPS, replace(selection, variants=named), options)
@@ -218,7 +218,7 @@ def test_stale_case_that_a_variant_cannot_run_with_any_config_fails_in_its_row(
 
     op = replace(OP, variants=(BASELINE, replace(OPTIMIZED, valid=refused)))
     stream = replace(OPS["stream"], variants=(replace(OPS["stream"].variants[0], valid=refused),))
-    monkeypatch.setattr(campaign, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
+    monkeypatch.setattr(sweep_run, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
     monkeypatch.setattr(GpuWorker, "compare", lambda _worker, *request: FakeCompare.compare(SimpleNamespace(tell=str), *request))
     (tmp_path / "norm.yaml").write_text(RMSNORM.replace("rmsnorm_fwd, ", "") + "  - {name: other, M: 32, N: 128}\n")
     (plan,) = plans_of({op.name: op, "stream": stream}, Selection(str(tmp_path / "norm.yaml")), options)
@@ -246,7 +246,7 @@ def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
         happened.append((first.op.name, first.case.name, *(task.variant.name for task, _ in runs)))
         return [measured_row(task, f"{len(happened)}") for task, _ in runs]
 
-    monkeypatch.setattr(campaign, "compare_in_worker", compared)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
     shown: list[int] = []
     quick = replace(options, quick=True)
     swept = run_sweep(
@@ -282,8 +282,8 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
             happened.append("check")
         return [Outcome("checked") for _ in runs]
 
-    monkeypatch.setattr(campaign, "compare_in_worker", compared)
-    monkeypatch.setattr(campaign, "check_only", checked)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
+    monkeypatch.setattr(sweep_run, "check_only", checked)
     selection, untuned = Selection(str(path), ("rmsnorm_bwd",)), replace(options, mode="measure")
     with pytest.raises(KeyboardInterrupt):
         run_sweep(load_plan(OPS, selection, untuned), Progress(), lambda rows: happened.append(f"table of {len(rows)}"))
@@ -383,9 +383,9 @@ def test_sweep_compiles_many_kernels_in_parallel_before_measuring(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, str]] = []
-    monkeypatch.setattr(campaign, "compare_in_worker", lambda *_: events.append(("measured", "")) or [])
+    monkeypatch.setattr(sweep_run, "compare_in_worker", lambda *_: events.append(("measured", "")) or [])
     monkeypatch.setattr(
-        campaign, "compile_ahead", lambda work, *_: events.extend((t.op.name, t.variant.name) for runs in work for t, _ in runs)
+        sweep_run, "compile_ahead", lambda work, *_: events.extend((t.op.name, t.variant.name) for runs in work for t, _ in runs)
     )
     path = tmp_path / "norm.yaml"
     cases = 'bench:\n  - {name: "n{N}", M: 64, N: [256, 512, 1024], quant: none}\n'
@@ -415,12 +415,12 @@ def test_sweep_after_an_interrupted_measurement_repeats_no_check(
     def interrupted(*_: object) -> list[Record]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(campaign, "check_only", checks)
-    monkeypatch.setattr(campaign, "compare_in_worker", interrupted)
+    monkeypatch.setattr(sweep_run, "check_only", checks)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", interrupted)
     plan = load_plan(OPS, Selection(str(path)), replace(options, mode="measure"))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(plan, Progress())
-    monkeypatch.setattr(campaign, "compare_in_worker", lambda *_: [])
+    monkeypatch.setattr(sweep_run, "compare_in_worker", lambda *_: [])
     assert checked == ["odd", "even"]
     run_sweep(plan, Progress())
     assert checked == ["odd", "even"]
@@ -447,7 +447,7 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
         fields = {"source_hash": task.variant.source_hash, "driver": "580", "config": config_values(config)}
         return [row(task.variant.name, **identity, **fields)]
 
-    monkeypatch.setattr(campaign, "compare_in_worker", comparing)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", comparing)
     untuned = replace(options, mode="measure")
     selection = Selection(str(path), cases=("big*",))
     with pytest.raises(KeyboardInterrupt):
@@ -492,7 +492,7 @@ def test_measured_case_asks_an_unsupported_variant_for_no_config(
         return []
 
     configs: dict[str, Any] = {}
-    monkeypatch.setattr(campaign, "compare_in_worker", compared)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
     op = replace(OP, variants=(BASELINE, replace(OPTIMIZED, default=default, unsupported=lambda _case: "needs more rows")))

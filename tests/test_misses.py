@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kerneltune import cache, misses, ops, sweep
+from kerneltune import cache, misses, ops, sweep_file
 from kerneltune.cache import CaseOptions
 from kerneltune.cli import app
 from kerneltune.misses import CacheMissWarning
@@ -154,7 +154,7 @@ def test_from_misses_writes_a_sweep_file_of_logged_misses(tmp_path: Path, monkey
     output = tmp_path / "misses.yaml"
     result = CliRunner().invoke(app, ["cache", "from-misses", "-o", str(output)], env={"KERNELTUNE_LOG_MISSES": str(log)})
     assert result.exit_code == 0, result.output
-    plan = sweep.load(output, ops.load())
+    plan = sweep_file.load(output, ops.load())
     assert [(e.op, e.case.name, e.case.axes, e.case.quant) for e in plan.bench] == [
         ("rmsnorm_fwd", f"rmsnorm_fwd-{rows}x4096", axes(rows, 4096), "none") for rows in (16, 32)
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from kerneltune import ops, sweep, workloads
+from kerneltune import ops, sweep_file, workloads
 from kerneltune.cache import Chooser
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Op
@@ -21,7 +21,7 @@ OPS = ops.load()
 ON_GPU = torch.cuda.is_available()
 WHERE = "cuda" if ON_GPU else "cpu"
 SHIPPED = Path(__file__).parent.parent / "sweeps"
-FOUND = [sweep.load(path, OPS | workloads.load()) for path in sorted(SHIPPED.glob("*.yaml"))]
+FOUND = [sweep_file.load(path, OPS | workloads.load()) for path in sorted(SHIPPED.glob("*.yaml"))]
 SWEEPS = [found for found in FOUND if {entry.op for entry in (*found.check, *found.bench)} <= OPS.keys()]  # not the workloads'
 CHECKS = [entry for found in SWEEPS for entry in found.check]
 BENCHES = [entry for found in SWEEPS for entry in found.bench]
@@ -42,7 +42,7 @@ def elements(case: Case) -> int:
     return math.prod(sizes.values()) * (sum(widths) if widths else 1)
 
 
-def small(entry: sweep.SweepCase) -> bool:
+def small(entry: sweep_file.SweepCase) -> bool:
     """Return whether a case has few enough elements for several configs of each variant in Triton's interpreter."""
     return elements(entry.case) <= (200_000 if entry.op.startswith("rmsnorm") else 50_000)
 

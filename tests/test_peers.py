@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerneltune import ops, sweep
+from kerneltune import ops, sweep_file
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Variant
 
@@ -13,7 +13,7 @@ FAMILIES = ("rmsnorm", "rmsnorm_add", "weight_only", "multi_cast")  # ops/fp8/te
 CASES = [
     pytest.param(entry.op, variant, entry.case, id=f"{entry.op},{variant.name},{entry.case.label.replace(' ', ',')}")
     for family in FAMILIES
-    for entry in sweep.load(sweep.find(family), OPS).check
+    for entry in sweep_file.load(sweep_file.find(family), OPS).check
     for variant in OPS[entry.op].variants
     if variant.name in PLAIN and variant.unsupported(entry.case) is None
 ]

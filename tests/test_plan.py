@@ -7,9 +7,9 @@ import fake_operator
 import pytest
 
 from kerneltune.plan import Options, Plan, Selection
-from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.sweep import Sweep
+from kerneltune.sweep_file import Sweep
+from kerneltune.task import Task
 
 CASE = Case("m8", (("M", 8),), "bfloat16")
 PEERS = tuple(Variant(name, fake_operator.nothing, requires=(package,)) for name, package in (

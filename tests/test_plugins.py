@@ -21,7 +21,7 @@ COMPILE = """
 from functools import partial
 from kerneltune import ops
 from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
-from kerneltune.search.task import Task
+from kerneltune.task import Task
 from kerneltune.spec import Case
 
 if __name__ == "__main__":

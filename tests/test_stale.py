@@ -12,14 +12,14 @@ import pytest
 from fake_gpu import OPS, Bench, entries_of
 from typer.testing import CliRunner
 
-from kerneltune import cache, campaign, device, records, stale
+from kerneltune import cache, device, records, stale, sweep_run
 from kerneltune.cli import app
 from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Run
+from kerneltune.task import Run
 from kerneltune.tune.run import run_tune
 
 SWEEP = """
@@ -42,8 +42,8 @@ measured: list[str] = []
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     measured.clear()
-    monkeypatch.setattr(campaign, "GpuWorker", Bench)
-    monkeypatch.setattr(campaign, "compare_in_worker", compared)
+    monkeypatch.setattr(sweep_run, "GpuWorker", Bench)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
     with fake_gpu.stands_in(monkeypatch):
         yield
 
@@ -75,7 +75,7 @@ def options(tmp_path: Path, selection: Selection) -> Options:
     (tmp_path / "results" / GPU).mkdir(parents=True)
     (tmp_path / "results" / GPU / "tiny.jsonl").touch()
     before = find(selection, options)
-    campaign.measure_batches([(before.families[0].plan, before.families[0].plan.cases())], Progress(), 1e300)
+    sweep_run.measure_batches([(before.families[0].plan, before.families[0].plan.cases())], Progress(), 1e300)
     rows = [msgspec.structs.replace(row, source_hash="old") for row in recorded(options)]
     records.merge(tmp_path / "results" / GPU / "tiny.jsonl", rows)
     measured.clear()
@@ -154,7 +154,7 @@ def test_interrupted_refresh_keeps_the_cases_it_measured(
         return compared(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(campaign, "compare_in_worker", second_interrupts)
+        patch.setattr(sweep_run, "compare_in_worker", second_interrupts)
         with pytest.raises(KeyboardInterrupt):
             stale.refresh(find(selection, options), Progress())
     remaining = find(selection, options)
@@ -224,7 +224,7 @@ def test_family_without_records_of_the_gpu_is_stale_only_where_it_is_named(
     folder = options.results / GPU
     (folder / "tiny.jsonl").rename(folder / "another.jsonl")
     assert [family.plan.family for family in find(selection, options).families] == ["tiny"]
-    monkeypatch.setattr(stale.sweep, "families", lambda: [selection.family])
+    monkeypatch.setattr(stale.sweep_file, "families", lambda: [selection.family])
     assert find(replace(selection, family=""), options).families == ()
 
 
@@ -250,7 +250,7 @@ def test_refresh_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_onc
 
     notes: list[str] = []
     before = recorded(options)
-    monkeypatch.setattr(campaign, "compare_in_worker", unimported)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", unimported)
     _, new, remaining = stale.refresh(find(selection, options), Notes())
     assert (len(new), recorded(options), remaining.cases) == (3, before, 3)
     variant = OPS["stream"].variants[0].name
@@ -341,7 +341,7 @@ def test_sweep_stale_with_options_that_it_ignores_raises(selection: Selection, m
 def test_sweep_stale_of_a_selection_without_a_case_raises(
     selection: Selection, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stale.sweep, "families", lambda: [selection.family])
+    monkeypatch.setattr(stale.sweep_file, "families", lambda: [selection.family])
     with Path(selection.family).open("a") as file:
         file.write("check: [{name: nope, read: 8, write: 8}]\n")
     asked = [selection.family] if family else []

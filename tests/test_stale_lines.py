@@ -9,9 +9,9 @@ from literal_records import entry_record, h200_entries, literal
 
 from kerneltune import cache, ops
 from kerneltune.records import Record
-from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case, Op
 from kerneltune.stale import stale_lines
+from kerneltune.task import Task, config_values
 
 OPS = ops.load()
 OTHER_WARPS = 8

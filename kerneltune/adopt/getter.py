@@ -22,8 +22,8 @@ from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 from kerneltune.adopt.folder import read_json, write_json
 from kerneltune.adopt.operators import TUNED, knob_class
 from kerneltune.errors import first_line, meant
-from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.task import knobs_of
 from kerneltune.wording import pairs
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
-from kerneltune.sweep import Section, sweep_text
+from kerneltune.sweep_file import Section, sweep_text
 from kerneltune.wording import first_of
 
 CLASS = "launch"

@@ -12,7 +12,7 @@ from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, grouped, load
-from kerneltune.search.task import store_path
+from kerneltune.task import store_path
 from kerneltune.wording import counted
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kerneltune import cache, device, sweep
+from kerneltune import cache, device, sweep_file
 from kerneltune.adopt import ahead, getter
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
@@ -37,10 +37,10 @@ from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
 from kerneltune.records import grouped
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, open_store
 from kerneltune.spec import Config
 from kerneltune.stats import ratio_interval
+from kerneltune.task import Evaluation, Task
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
 from kerneltune.wording import counted
@@ -159,9 +159,9 @@ def search_tasks(
     """
     by_name = {task.op.name: task.op for task in tasks}
     for policy in dict.fromkeys(task.policy for task in tasks):
-        entries = tuple(sweep.SweepCase(task.op.name, task.case) for task in tasks if task.policy == policy)
+        entries = tuple(sweep_file.SweepCase(task.op.name, task.case) for task in tasks if task.policy == policy)
         here = replace(options, configs=root / "configs", results=root / "results", policy=policy)
-        plan = Plan(by_name, sweep.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), here)
+        plan = Plan(by_name, sweep_file.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), here)
         run_tune(plan, progress, until)
         if time.monotonic() >= until:
             break

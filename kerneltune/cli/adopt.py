@@ -14,7 +14,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import Reporter
-from kerneltune.sweep import whole_numbers
+from kerneltune.sweep_file import whole_numbers
 from kerneltune.wording import counted, first_of, pairs
 
 if TYPE_CHECKING:

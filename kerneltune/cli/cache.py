@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kerneltune import cache, device, misses, sweep
+from kerneltune import cache, device, misses, sweep_file
 from kerneltune.cache import CacheEntry, Chooser, load, load_strict
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, show, show_wrapped, width
@@ -16,9 +16,9 @@ from kerneltune.cli.files import bench_case, selected
 from kerneltune.errors import unknown
 from kerneltune.files import replace_text
 from kerneltune.plan import Selection
-from kerneltune.search.task import changed, knobs_of
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
+from kerneltune.task import changed, knobs_of
 from kerneltune.wording import counted, pairs
 
 _GPU = Column("gpu", shared=True)
@@ -133,7 +133,7 @@ def from_misses(
 ) -> None:
     """Write a sweep file of the cases that were looked up and not found, for `kerneltune tune`."""
     cases = [(miss.op, miss.case) for miss in misses.read(log)]
-    deliver(sweep.sweep_text("Cases that were looked up and not found.", "misses", {"bench": cases}), output)
+    deliver(sweep_file.sweep_text("Cases that were looked up and not found.", "misses", {"bench": cases}), output)
 
 
 @app.command("export")

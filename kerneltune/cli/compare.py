@@ -13,7 +13,7 @@ from kerneltune.plan import Selection, load_plan
 from kerneltune.records import Record, grouped, load
 from kerneltune.reporting.naming import by_family
 from kerneltune.reporting.tables import BEST_PEER, Comparison, ab_rows, ab_table, default_pair, side
-from kerneltune.sweep import family_name
+from kerneltune.sweep_file import family_name
 from kerneltune.table import join_tables
 
 Sides = tuple[list[Record], list[Record]]
@@ -89,7 +89,7 @@ def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Pa
     if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")
     options, ops = o.make_options(wanted.family, results, policy=policy), o.load_ops()
-    from kerneltune.campaign import measure_live
+    from kerneltune.sweep_run import measure_live
 
     for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or ops for v in ops[op].variants))

@@ -13,7 +13,7 @@ from kerneltune.inspection import proof
 from kerneltune.inspection.health import Finding, gpu_lines
 from kerneltune.inspection.ncu import find_ncu
 from kerneltune.records import grouped
-from kerneltune.sweep import results_root
+from kerneltune.sweep_file import results_root
 from kerneltune.wording import first_of
 
 _NAMED = 2

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
-from kerneltune import device, sweep
+from kerneltune import device, sweep_file
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 from kerneltune.errors import meant
@@ -16,7 +16,7 @@ from kerneltune.plan import Selection
 from kerneltune.processes import git
 from kerneltune.records import Record, grouped, load, parse
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
-from kerneltune.sweep import Section
+from kerneltune.sweep_file import Section
 from kerneltune.table import Column, Table
 from kerneltune.workloads import own_tables
 
@@ -35,7 +35,9 @@ def selected(rows: Sequence[T], wanted: Selection, key_of: Callable[[T], TaskKey
 def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> list[Case]:
     """Return the cases of an operator in all sweep files of the checkout or package, and of the capture in use."""
     files = sorted(data_root("sweeps").glob("*.yaml"))
-    sweeps = [sweep.load(path, o.load_ops()) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]]
+    sweeps = [
+        sweep_file.load(path, o.load_ops()) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]
+    ]
     of_sections = [getattr(of_file, section) for of_file in sweeps for section in sections]
     return [entry.case for entries in of_sections for entry in entries if entry.op == op]
 
@@ -52,11 +54,11 @@ def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     """Return the record files of this GPU; without a GPU, return the files of all GPUs and print a remark."""
-    root = sweep.recorded_root(results, family)
-    family = None if family is None else sweep.family_name(family)
+    root = sweep_file.recorded_root(results, family)
+    family = None if family is None else sweep_file.family_name(family)
     here = device.model()
     is_gpu = here != device.INTERPRETER
-    own = sweep.results_root(results)
+    own = sweep_file.results_root(results)
     if family is None and os.environ.get(PLUGINS) and root != own:  # nobody asked for the records that the package ships
         raise ValueError(
             f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "
@@ -66,7 +68,7 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
         of_gpu = f"of {here} in" if is_gpu else "of any GPU in"
-        others = sorted({path.stem for folder in (root, sweep.recorded_root(results)) for path in folder.glob("*/*.jsonl")})
+        others = sorted({path.stem for folder in (root, sweep_file.recorded_root(results)) for path in folder.glob("*/*.jsonl")})
         near = meant(family, others)
         more = f"; there are records of {', '.join(others)}" if family and not near and family not in others and others else ""
         raise ValueError(f"no records {of_gpu} {own / pattern}: run a sweep first, or name a file{more}{near}")

@@ -18,7 +18,7 @@ from kerneltune.device import require_gpu, slug
 from kerneltune.files import append_lines
 from kerneltune.plan import Options, Selection
 from kerneltune.records import Record, load, merge
-from kerneltune.sweep import family_name, gate_margin
+from kerneltune.sweep_file import family_name, gate_margin
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict

@@ -19,8 +19,8 @@ from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import LIMITS
 from kerneltune.plan import Selection
 from kerneltune.records import grouped
-from kerneltune.search.task import Run
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
+from kerneltune.task import Run
 from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:

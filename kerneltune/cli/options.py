@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kerneltune import device, sweep, workloads
+from kerneltune import device, sweep_file, workloads
 from kerneltune.cache import default_root, read_roots, readable
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
@@ -21,8 +21,8 @@ from kerneltune.files import RESULTS, decode, in_checkout
 from kerneltune.listing import OpFacts, facts_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.search import SAMPLERS
-from kerneltune.search.task import KnobTexts, store_path
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
+from kerneltune.task import KnobTexts, store_path
 
 POLICIES = ("cold", "hot", "eager")
 STYLES = ("text", "markdown", "csv")
@@ -224,9 +224,9 @@ def family_of(op: str) -> str:
     if op not in load_facts():
         return ""
     ops = load_ops()
-    for family in sweep.families():
+    for family in sweep_file.families():
         with suppress(ValueError):  # a broken sweep file of another family is not the mistake here
-            loaded = sweep.load(sweep.find(family), ops)
+            loaded = sweep_file.load(sweep_file.find(family), ops)
             if any(entry.op == op for entry in (*loaded.check, *loaded.bench)):
                 return family
     return ""
@@ -411,13 +411,13 @@ def make_options(family: str = "", results: Path | None = None, **fields: Any) -
     """
     try:
         if family:
-            sweep.find(family)
+            sweep_file.find(family)
     except ValueError:
         if whole := family_of(family):
             hint = f"an operator of family {whole}: expected {whole} --op {family}"
             raise ValueError(f"family: {family!r}: {hint}") from None
         raise
     chosen = {name: value for name, value in fields.items() if value is not None}
-    defaults = Options(results=sweep.results_root(results))
+    defaults = Options(results=sweep_file.results_root(results))
     of_search = {name: chosen.pop(name) for name in fields if name in chosen and hasattr(defaults.search, name)}
     return replace(defaults, search=replace(defaults.search, **of_search), **chosen)

@@ -13,8 +13,8 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
 from kerneltune.cli.files import bench_case
 from kerneltune.inspection.ncu import METRICS, ConflictLine, Profile, find_ncu, profile
-from kerneltune.search.task import Task
 from kerneltune.spec import Case
+from kerneltune.task import Task
 
 _STALLS = 5
 _LINES = 8

@@ -89,7 +89,7 @@ def command(
 
 def _run(plan: Plan, asked: str, capture: str) -> None:
     """Run the stages of a sweep, named by a family or by the folder of a capture, and show records and files."""
-    from kerneltune.campaign import run_sweep
+    from kerneltune.sweep_run import run_sweep
 
     with Reporter() as progress:
         swept = run_sweep(plan, progress, lambda rows: show(sweep_table(rows, brief=True).text(width()) + "\n"))

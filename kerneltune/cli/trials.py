@@ -12,9 +12,9 @@ from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.plan import Plan, Selection
 from kerneltune.rounding import cdiv
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Evaluation, store_path
 from kerneltune.spec import Case
 from kerneltune.table import Column, Row, Table
+from kerneltune.task import Evaluation, store_path
 from kerneltune.wording import counted, pairs
 
 Searches = list[tuple["Case", dict[Any, "Evaluation"]]]

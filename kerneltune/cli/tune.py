@@ -18,7 +18,7 @@ from kerneltune.plan import Plan, Selection
 from kerneltune.processes import start_server
 from kerneltune.progress import Progress
 from kerneltune.records import grouped
-from kerneltune.sweep import results_root
+from kerneltune.sweep_file import results_root
 from kerneltune.wording import counted
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ This module prints nothing and knows no operator.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from kerneltune import device, sweep
-from kerneltune.campaign import measure_live
+from kerneltune import device, sweep_file
 from kerneltune.gating.rows import defaults_of
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, Verdict, confirm
 from kerneltune.plan import Options, Selection, load_plan
@@ -15,6 +14,7 @@ from kerneltune.processes import in_fresh_processes
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Op, TaskKey
+from kerneltune.sweep_run import measure_live
 from kerneltune.wording import counted
 
 LoadOps = Callable[[], Mapping[str, Op]]
@@ -41,7 +41,7 @@ def run_gate(
     """
     ops = load_ops()
     device.require_gpu(_COMMAND)
-    family = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
+    family = sweep_file.load(sweep_file.find(selection.family), ops, selection.max_cases)
     kept = [record for record in baseline if _selected(record, ops, family, selection, options)]
     here, devices = device.current().name, sorted({record.device for record in kept if record.status == "passed"})
     if not devices:
@@ -87,7 +87,7 @@ def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Co
     return measure_live(load_plan(load_ops(), selection, options), Progress(), _COMMAND, keys)
 
 
-def _selected(record: Record, ops: Mapping[str, Op], family: sweep.Sweep, selection: Selection, options: Options) -> bool:
+def _selected(record: Record, ops: Mapping[str, Op], family: sweep_file.Sweep, selection: Selection, options: Options) -> bool:
     """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
     of_family = record.family == family.family or (not record.family and record.op in {entry.op for entry in family.bench})
     op = ops.get(record.op)

@@ -22,8 +22,8 @@ from kerneltune.identity import code_digest
 from kerneltune.inspection.static import StaticRow, Survey, load
 from kerneltune.processes import git, held_folder, run_bound
 from kerneltune.progress import Progress
-from kerneltune.search.task import Run
 from kerneltune.spec import TaskKey
+from kerneltune.task import Run
 
 _DIGESTS = """
 import json, sys

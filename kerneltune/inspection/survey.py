@@ -13,8 +13,8 @@ from kerneltune.measuring.assembly import Kernel, occupancy_of
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job, is_picklable
 from kerneltune.plan import Selection
 from kerneltune.progress import Progress
-from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Op
+from kerneltune.task import Run, Task, config_values
 from kerneltune.wording import counted
 
 _SILENT = Progress()

@@ -26,8 +26,8 @@ from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
 from kerneltune.records import IMPORT_FAILED, Status
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
+from kerneltune.task import Run, Task
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from kerneltune.compat import failing_line
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 from kerneltune.processes import run_program
-from kerneltune.search.task import Task
 from kerneltune.spec import Config, Inputs
+from kerneltune.task import Task
 from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError
 
 COMPILE_TIMEOUT_S = 90.0

@@ -20,8 +20,8 @@ from kerneltune.measuring.check import Checker, Outcome, address_errors, check_o
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs, launched, settings
 from kerneltune.records import grouped
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.task import Run, Task
 
 Begin = Callable[[Outcome], None]
 """Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""

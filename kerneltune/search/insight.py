@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kerneltune.rounding import cdiv
-from kerneltune.search.task import Evaluation, Knobs
+from kerneltune.task import Evaluation, Knobs
 
 NEAR = 0.02
 """Fraction over the best time up to which a config is good enough."""

@@ -15,8 +15,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kerneltune.search.task import Evaluation, knobs_of
 from kerneltune.spec import Config
+from kerneltune.task import Evaluation, knobs_of
 
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate

@@ -29,8 +29,8 @@ from kerneltune.errors import first_line
 from kerneltune.files import append_lines, writing
 from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
-from kerneltune.search.task import Evaluation, Knobs, Task, Trial, knob_pairs, knobs_of, present, store_path
 from kerneltune.spec import MOST, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
+from kerneltune.task import Evaluation, Knobs, Task, Trial, knob_pairs, knobs_of, present, store_path
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerneltune import device
-from kerneltune.search.task import Task
 from kerneltune.spec import Case, Config, Variant
+from kerneltune.task import Task
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore

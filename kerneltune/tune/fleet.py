@@ -16,8 +16,8 @@ from threading import Lock
 from kerneltune import device
 from kerneltune.plan import Options
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task
 from kerneltune.spec import TaskKey
+from kerneltune.task import Task
 from kerneltune.tune.session import TuningResult, TuningSession
 from kerneltune.worker import Worker, WorkerCrashedError, WorkerStoppedError
 

@@ -19,9 +19,9 @@ from kerneltune.measuring.compare import CEILING, Compared, compared_records, co
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.records import Record
-from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import MOST, Config
 from kerneltune.stats import Samples
+from kerneltune.task import Evaluation, Run, Task
 from kerneltune.worker import State, Worker, WorkerCrashedError, WorkerStoppedError
 
 TRIED_WHOLE = 20

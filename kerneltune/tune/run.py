@@ -14,8 +14,8 @@ from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task
 from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
-from kerneltune.search.task import Run, Task, changed, knobs_of, stamp
 from kerneltune.spec import Op, TaskKey
+from kerneltune.task import Run, Task, changed, knobs_of, stamp
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.fleet import Fleet, visible_gpus
 from kerneltune.tune.session import TuningResult, TuningSession

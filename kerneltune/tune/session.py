@@ -18,7 +18,7 @@ from kerneltune.plan import Options
 from kerneltune.processes import start_server
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Run, Task
+from kerneltune.task import Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
 from kerneltune.wording import pairs

@@ -19,9 +19,9 @@ from kerneltune.measuring.assembly import LIMITS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.plan import Options
 from kerneltune.search.loop import Candidates, Search, explore, times_of
-from kerneltune.search.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
+from kerneltune.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.tune.candidates import checked_space, narrowed_pool, starting_points, whole_pool
 from kerneltune.tune.gpu_worker import TRIED_WHOLE, GpuWorker
 from kerneltune.worker import WorkerCrashedError

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kerneltune import cache as configs
-from kerneltune import exchange, misses, ops, records, sweep
+from kerneltune import exchange, misses, ops, records, sweep_file
 from kerneltune.adopt import folder as capture
 from kerneltune.adopt import table
 from kerneltune.cli import settings as settings_file
 from kerneltune.inspection import static
 from kerneltune.search import trials
-from kerneltune.search.task import Task
+from kerneltune.task import Task
 from kerneltune.workloads import model_config
 
 REPO = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def operators() -> dict[str, object]:
 
 
 def _sweep(path: Path) -> None:
-    sweep.load(path, operators())  # type: ignore[arg-type]
+    sweep_file.load(path, operators())  # type: ignore[arg-type]
 
 
 def _cache(path: Path) -> None:

@@ -21,9 +21,9 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.cache import CacheEntry, store
 from kerneltune.cli import console
 from kerneltune.records import Record, append
-from kerneltune.search.task import Evaluation, Task, store_path
 from kerneltune.search.trials import TrialStore
-from kerneltune.sweep import load
+from kerneltune.sweep_file import load
+from kerneltune.task import Evaluation, Task, store_path
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune import sweep
+from kerneltune import sweep_file
 from kerneltune.adopt import startup
 from kerneltune.adopt.arguments import decode_value, encode_value
 from kerneltune.adopt.effects import disagreement, learn, wrong_results
@@ -76,7 +76,7 @@ def test_argument_named_like_a_field_of_a_case_is_no_axis(tmp_path: Path) -> Non
     replayed(tmp_path, scaled, torch.ones(128), torch.ones(128), 128, 2, 3)
     (op,) = operators(str(tmp_path))
     assert op.axes == ("N",)
-    (entry, *_) = sweep.load(write_capture_sweep(read_capture(tmp_path)), {op.name: op}).check
+    (entry, *_) = sweep_file.load(write_capture_sweep(read_capture(tmp_path)), {op.name: op}).check
     assert (entry.case["N"], entry.case.dtype) == (128, "float32")
 
 

@@ -27,8 +27,8 @@ from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.cli import app, console
 from kerneltune.progress import Progress
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.stats import Samples
+from kerneltune.task import Evaluation, Task
 
 GPU = "nvidia_h200"
 

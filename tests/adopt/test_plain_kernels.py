@@ -28,7 +28,7 @@ from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task
+from kerneltune.task import Task
 
 SOURCE = """
 import triton

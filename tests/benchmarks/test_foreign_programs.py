@@ -6,11 +6,11 @@ from pathlib import Path
 import foreign_programs
 import pytest
 
-from kerneltune import ops, sweep
+from kerneltune import ops, sweep_file
 
 
 def test_each_operator_has_untuned_shapes() -> None:
-    plan = sweep.load(foreign_programs.PROGRAMS / "untuned.yaml", ops.load())
+    plan = sweep_file.load(foreign_programs.PROGRAMS / "untuned.yaml", ops.load())
     assert {entry.op for entry in plan.bench} == set(foreign_programs.UNTUNED)
 
 

@@ -8,9 +8,9 @@ import pytest
 from kept_trials import TrialBlock, add, blocks_of, path_of, read, whole_spaces, write
 
 from kerneltune import ops
-from kerneltune.search.task import Evaluation, Task, knob_pairs
 from kerneltune.search.trials import TrialStore, history
 from kerneltune.spec import Case
+from kerneltune.task import Evaluation, Task, knob_pairs
 
 SPACE = landscapes.space(0)
 MIGRATED = {

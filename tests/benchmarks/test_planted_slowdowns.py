@@ -13,8 +13,8 @@ from simulated_records import one_process, rounds_us
 
 from kerneltune import device, ops
 from kerneltune.records import Record, append
-from kerneltune.search.task import Task
 from kerneltune.spec import Case
+from kerneltune.task import Task
 
 DELAYS = (0.02, 0.05, 0.1)
 

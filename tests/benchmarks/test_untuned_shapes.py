@@ -10,8 +10,8 @@ from kept_trials import TrialBlock, path_of, write
 
 from kerneltune import cache, ops
 from kerneltune.files import data_root
-from kerneltune.search.task import Evaluation, knob_pairs
 from kerneltune.spec import Case
+from kerneltune.task import Evaluation, knob_pairs
 
 GPU = "nvidia_h200"
 OP = replace(op_of(SMALL), free_axes=("M",))

@@ -9,8 +9,8 @@ from kept_trials import path_of, read
 
 from kerneltune import device
 from kerneltune.measuring.compiler import CompileResult
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Config
+from kerneltune.task import Evaluation, Task
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.gpu_worker import GpuBench
 

@@ -8,10 +8,10 @@ import pytest
 from command_line import both
 
 from kerneltune import device, records
-from kerneltune.campaign import SweepResult
 from kerneltune.cli import console
 from kerneltune.plan import Plan
 from kerneltune.records import Record
+from kerneltune.sweep_run import SweepResult
 from kerneltune.tune.session import TuningResult
 
 
@@ -45,7 +45,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Keep the plan of sweep and tune for the engine; let the engine answer with a measured and a failed row."""
     seen: dict[str, Any] = {"answer": both()}
 
@@ -62,6 +62,6 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def tuned(*arguments: Any) -> list[TuningResult]:
         return [TuningResult("tuned", row) for row in fake(*arguments)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
+    monkeypatch.setattr("kerneltune.sweep_run.run_sweep", swept)
     monkeypatch.setattr("kerneltune.tune.run.run_tune", tuned)
     return seen

@@ -10,7 +10,7 @@ import pytest
 from command_line import NO_TIMES, both, record, refused, run
 from literal_records import changed
 
-from kerneltune import ops, sweep
+from kerneltune import ops, sweep_file
 from kerneltune.plan import Plan, Selection
 from kerneltune.records import Record
 
@@ -215,7 +215,7 @@ def test_compare_with_run_measures_the_selection(monkeypatch: pytest.MonkeyPatch
         seen.update(selection=plan.selection, command=command, policy=plan.options.policy, repeat=repeat)
         return both()
 
-    monkeypatch.setattr("kerneltune.campaign.measure_live", live)
+    monkeypatch.setattr("kerneltune.sweep_run.measure_live", live)
     part = ("--op", "rmsnorm_fwd", "--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
     result = run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", *part)
     assert result.stdout == TABLE
@@ -230,7 +230,7 @@ def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: 
     noise = [0.01, -0.01, 0.02, -0.02, 0.0]
     good = [timed(1.0, noise), timed(1.0, noise[::-1])]
     odd = [timed(1.0, noise, quant="none"), timed(1.05, noise, quant="none")]
-    monkeypatch.setattr("kerneltune.campaign.measure_live", lambda *_, repeat: [*good, *odd] if repeat == 2 else [])
+    monkeypatch.setattr("kerneltune.sweep_run.measure_live", lambda *_, repeat: [*good, *odd] if repeat == 2 else [])
     lines = run("compare", "baseline", "baseline", "--run", "--family", "rmsnorm").stdout.splitlines()
     assert [line.split()[0] for line in lines if line.endswith(" 1.0")] == ["fp8", "none"]
     label = "te-8192x4096 rmsnorm_fwd M=8192 N=4096 bfloat16 none cold"
@@ -253,7 +253,7 @@ def test_compare_of_a_plug_in_reads_records_where_sweep_wrote_them(
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(ops, "load_with", ops.load_with.__wrapped__)  # which other tests have asked already
     write("mine.yaml").write_text("family: mine\n")
-    assert sweep.results_root(None) == Path("results")
+    assert sweep_file.results_root(None) == Path("results")
     write("results/nvidia_h200/mine.jsonl", *both())
     plugged = ("--plugin", "fake_operator") if how == "asked for" else ()
     assert "fake" in run(*plugged, "ops").stdout

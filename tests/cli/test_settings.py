@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import refused, run
 
-from kerneltune import cache, files, ops, sweep
+from kerneltune import cache, files, ops, sweep_file
 from kerneltune.cli import settings
 from kerneltune.inspection.survey import cached_runs
 
@@ -46,7 +46,7 @@ def test_settings_set_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     settings.apply()
-    assert sweep.results_root(None) == Path("r")
+    assert sweep_file.results_root(None) == Path("r")
     assert cache.default_root() == Path("c")
     environment = {name: __import__("os").environ[name] for name in (settings.FAMILY, ops.PLUGINS)}
     assert environment == {settings.FAMILY: "mine", ops.PLUGINS: "mine.py"}
@@ -69,7 +69,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_installed_package_is_never_written_to(installed: Path) -> None:
-    assert sweep.results_root(None) == Path("results")
+    assert sweep_file.results_root(None) == Path("results")
     assert cache.default_root() == Path("configs")
     assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == installed / "nvidia_h200" / "rmsnorm_fwd.json"
     before = cache.load("rmsnorm_fwd", "nvidia_h200")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from command_line import NO_TIMES, both, operators, record, refused, run
 
-from kerneltune.campaign import SweepResult
 from kerneltune.cli import console, progress
 from kerneltune.cli.options import load_ops
+from kerneltune.sweep_run import SweepResult
 from kerneltune.worker import WorkerStoppedError
 
 
-def test_sweep_passes_all_options_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_passes_all_options_on_and_prints_the_table(engine: dict[str, Any], tmp_path: Path) -> None:
     result = run(
         "sweep", "rmsnorm", "--op", "rmsnorm_fwd", "--case", "te-*", "--case", "llama*", "--dtype", "bfloat16", "--quant", "fp8",
         "--policy", "hot", "--variant", "optimized", "--variant", "optimized",
@@ -23,7 +23,7 @@ def test_sweep_passes_all_options_on_and_prints_the_table(campaign: dict[str, An
         "--check-only", "--configs", tmp_path / "configs", "--results", tmp_path / "results", "--workers", "3",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    selection, options = campaign["selection"], campaign["options"]
+    selection, options = engine["selection"], engine["options"]
     assert (selection.family, selection.ops, selection.cases) == ("rmsnorm", ("rmsnorm_fwd",), ("te-*", "llama*"))
     assert (selection.dtypes, selection.quants, selection.variants) == (("bfloat16",), ("fp8",), ("optimized",))
     assert (options.policy, options.mode, options.peers) == ("hot", "check", False)
@@ -43,21 +43,21 @@ def test_sweep_passes_all_options_on_and_prints_the_table(campaign: dict[str, An
     assert result.stderr.splitlines()[1].startswith("check: 1 of 1 step in ")
 
 
-@pytest.mark.usefixtures("campaign")
+@pytest.mark.usefixtures("engine")
 def test_sweep_names_only_files_that_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another sweep may write files into the same folder at the same time: these are not named."""
     files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: SweepResult(both(), files, ["ranks flip"]))
+    monkeypatch.setattr("kerneltune.sweep_run.run_sweep", lambda *_: SweepResult(both(), files, ["ranks flip"]))
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr == "".join(f"wrote {path}\n" for path in files)
     assert result.stdout.endswith("2 passed\nranks flip\n")
 
 
-def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(engine: dict[str, Any], tmp_path: Path) -> None:
     fault = "load outside of x_ptr, for rmsnorm_fwd M=8192 N=4096 bfloat16 fp8"
     failed: dict[str, Any] = {"status": "failed", "reason": fault, **NO_TIMES}
     blocks = [record(variant="optimized", config={"block": 2**at}, **failed) for at in range(4)]
-    campaign["answer"] = [record(config=None, **failed), record(config=None, **failed), *blocks]
+    engine["answer"] = [record(config=None, **failed), record(config=None, **failed), *blocks]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr.splitlines()[-2:] == [
         "failed: baseline, optimized (block=1), optimized (block=2) and 2 more: te-8192x4096 rmsnorm_fwd",
@@ -65,7 +65,7 @@ def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(campaign:
     ]
 
 
-def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(engine: dict[str, Any], tmp_path: Path) -> None:
     failed: dict[str, Any] = {
         "variant": "optimized",
         "status": "failed",
@@ -73,7 +73,7 @@ def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(campaign:
         **NO_TIMES,
     }
     rows = [record(axes={"M": 2**at, "N": 64}, **failed) for at in range(3)]
-    campaign["answer"] = [*rows, record(axes={"M": 9, "N": 64}, **{**failed, "reason": "y: 3 of 4 wrong"})]
+    engine["answer"] = [*rows, record(axes={"M": 9, "N": 64}, **{**failed, "reason": "y: 3 of 4 wrong"})]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr.splitlines()[-3:] == [
         "failed: optimized: te-8192x4096 rmsnorm_fwd M=1 N=64 bfloat16 fp8 cold and 2 more cases: the launch",
@@ -82,9 +82,9 @@ def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(campaign:
     ]
 
 
-def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(engine: dict[str, Any], tmp_path: Path) -> None:
     reasons = ["needs 9 bytes, 8 are free", "no fp8"]
-    campaign["answer"] = [record(variant=reason[:2], **{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
+    engine["answer"] = [record(variant=reason[:2], **{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert "\n2 skipped\n" in result.stdout
     last = result.stderr.splitlines()[-1]
@@ -92,25 +92,25 @@ def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(campaign: dict[str
     assert result.exit_code == 2
 
 
-def test_sweep_exits_with_1_if_an_own_variant_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_exits_with_1_if_an_own_variant_fails(engine: dict[str, Any], tmp_path: Path) -> None:
     failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
-    campaign["answer"] = [record(), record(variant="optimized", **failed)]
+    engine["answer"] = [record(), record(variant="optimized", **failed)]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     label = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
     assert result.stderr.splitlines()[-1] == f"failed: optimized: te-8192x4096 {label}: y: 3 of 4 wrong"
     assert result.exit_code == 1
-    campaign["answer"] = [record(), record(variant="eager", **failed)]
+    engine["answer"] = [record(), record(variant="eager", **failed)]
     assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
 
 
-def test_tune_passes_all_options_on(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_tune_passes_all_options_on(engine: dict[str, Any], tmp_path: Path) -> None:
     result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
-    options = campaign["options"]
+    options = engine["options"]
     assert (options.renews, options.search.sampler, options.search.trials, options.configs) == ("all", "random", 5, tmp_path)
 
 
-@pytest.mark.usefixtures("campaign")
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("command", ["sweep", "tune"])
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -134,7 +134,7 @@ def test_sweep_and_tune_of_unknown_names_fail_with_known_names(command: str, arg
     assert refused(command, *arguments).startswith("error: " + message.replace("{ops}", ", ".join(operators())))
 
 
-@pytest.mark.usefixtures("campaign")
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -148,22 +148,22 @@ def test_tune_with_options_without_effect_fails(option: str, value: str, message
     assert refused("tune", "rmsnorm", option, value) == f"error: {message}"
 
 
-def test_tune_passes_exhaustive_knobs_and_gain_on(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_tune_passes_exhaustive_knobs_and_gain_on(engine: dict[str, Any], tmp_path: Path) -> None:
     arguments = ["--exhaustive", "--knob", "warps=1,2", "--knob", "split=true", "--until-gain", "1%", "--configs", tmp_path]
     assert run("tune", "rmsnorm", *arguments).exit_code == 0
-    options = campaign["options"]
+    options = engine["options"]
     assert (options.exhaustive, options.knobs) == (True, (("warps", ("1", "2")), ("split", ("true",))))
     assert options.search.until_gain == pytest.approx(0.01)
 
 
-@pytest.mark.usefixtures("campaign")
-def test_tune_passes_gpus_on(tmp_path: Path, campaign: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("engine")
+def test_tune_passes_gpus_on(tmp_path: Path, engine: dict[str, Any]) -> None:
     assert run("tune", "rmsnorm", "--gpus", "all", "--results", tmp_path).exit_code == 0
-    assert campaign["options"].gpus == "all"
+    assert engine["options"].gpus == "all"
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_tune_without_a_bench_case_fails(campaign: dict[str, Any], tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_tune_without_a_bench_case_fails(engine: dict[str, Any], tmp_path: Path, options: tuple[str, ...]) -> None:
     path = tmp_path / "checks.yaml"
     path.write_text("family: checks\nops: [stream]\ncheck: [{name: one, read: 8, write: 8}]\n")
     assert refused("tune", path, *options) == f"error: {path}: no bench case selected"
@@ -173,12 +173,12 @@ def test_tune_with_an_unknown_sampler_fails() -> None:
     assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of ours, random"
 
 
-def test_sweep_with_an_unwritable_folder_fails_before_it_checks(tmp_path: Path, campaign: dict[str, Any]) -> None:
+def test_sweep_with_an_unwritable_folder_fails_before_it_checks(tmp_path: Path, engine: dict[str, Any]) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file" / "below", tmp_path / "file"):
         error = refused("sweep", "rmsnorm", "--results", folder)
         assert error == f"error: cannot write {folder}/runs/interpreter: Not a directory"
-    assert "options" not in campaign
+    assert "options" not in engine
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
@@ -196,7 +196,7 @@ def test_sweep_with_an_unwritable_folder_fails_before_it_checks(tmp_path: Path, 
     ],
 )
 def test_sweep_with_an_unwritable_gpu_folder_fails_before_it_measures(
-    command: str, folder: str, tmp_path: Path, campaign: dict[str, Any]
+    command: str, folder: str, tmp_path: Path, engine: dict[str, Any]
 ) -> None:
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / folder).touch()
@@ -204,19 +204,19 @@ def test_sweep_with_an_unwritable_gpu_folder_fails_before_it_measures(
     line = refused(*command.split(), *folders)
     assert line.startswith(f"error: cannot write {tmp_path / folder}")
     assert line.endswith(": Not a directory")
-    assert "options" not in campaign
+    assert "options" not in engine
 
 
 @pytest.mark.usefixtures("an_h200")
 @pytest.mark.parametrize(("arguments", "folder"), [(["--check-only"], "results/nvidia_h200"), (["--no-tune"], "configs")])
 def test_sweep_ignores_an_unwritable_folder_that_it_does_not_write(
-    arguments: list[str], folder: str, tmp_path: Path, campaign: dict[str, Any]
+    arguments: list[str], folder: str, tmp_path: Path, engine: dict[str, Any]
 ) -> None:
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / folder).touch()
     folders = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
     assert run("sweep", *folders, *arguments).exit_code == 0
-    assert "options" in campaign
+    assert "options" in engine
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -256,7 +256,7 @@ def test_sweep_of_a_broken_file_names_its_line(text: str, message: str, tmp_path
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.usefixtures("campaign")
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("error", "exit_code", "message"),
     [
@@ -274,7 +274,7 @@ def test_interrupted_command_prints_how_to_continue(
     def interrupted(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", interrupted)
+    monkeypatch.setattr("kerneltune.sweep_run.run_sweep", interrupted)
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.exit_code == exit_code
     kept = "checks, trials and measurements so far are kept, and the same command goes on from there"

@@ -12,8 +12,8 @@ from kerneltune.cli.trials import show_searches
 from kerneltune.files import data_root
 from kerneltune.records import append, load
 from kerneltune.reporting.tables import sweep_table
-from kerneltune.search.task import Evaluation
 from kerneltune.spec import Case
+from kerneltune.task import Evaluation
 
 FAMILIES = sorted(path.stem for path in (data_root("results") / "nvidia_h200").glob("*.jsonl"))
 OURS = {"moe_training": "tensorwise", "model_training": "tensorwise_dense"}

@@ -14,8 +14,8 @@ from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
 from kerneltune.plan import Options, Selection
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task
 from kerneltune.spec import Case
+from kerneltune.task import Task
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import torch
 from literal_records import changed
 from simulated_records import one_process, rounds_us
 
-from kerneltune import campaign, device, ops
+from kerneltune import device, ops, sweep_run
 from kerneltune.gating import run as gate_run
 from kerneltune.gating.rows import pool
 from kerneltune.gating.run import run_gate
@@ -68,7 +68,7 @@ class Lab:
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     lab = Lab()
-    monkeypatch.setattr(campaign, "compare_in_worker", lab.compare)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", lab.compare)
     monkeypatch.setattr(gate_run, "in_fresh_processes", lab.in_fresh_processes)
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580"))
     return lab
@@ -179,7 +179,7 @@ def test_run_of_a_case_that_fails_its_check_fails(
     def wrong(*arguments: Any) -> list[Record]:
         return [changed(row, status="failed", reason="y differs", **untimed) for row in lab.compare(*arguments)]
 
-    monkeypatch.setattr(campaign, "compare_in_worker", wrong)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", wrong)
     verdict, _measured = run(selection, baseline)
     assert (verdict.exit_code, verdict.reason) == (1, "2 failed")
 

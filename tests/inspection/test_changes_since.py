@@ -19,7 +19,7 @@ from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.inspection.survey import cached_runs, case_text
 from kerneltune.measuring.assembly import Kernel
 from kerneltune.progress import Progress
-from kerneltune.search.task import Run
+from kerneltune.task import Run
 
 OPS = {name: ops.load()[name] for name in ("rmsnorm_bwd", "rmsnorm_add_fwd")}
 GPU = "nvidia_h200"

@@ -20,8 +20,8 @@ from kerneltune.inspection.survey import case_text
 from kerneltune.measuring.assembly import Access, Kernel
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.progress import Progress
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Variant
+from kerneltune.task import Run, Task
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
 

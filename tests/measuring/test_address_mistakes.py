@@ -16,8 +16,8 @@ from row_sums import BENCH, summing, sums_of_rows
 from kerneltune.interpreter import bounds
 from kerneltune.measuring.check import CaseError, address_errors
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Inputs, Outputs, Variant
+from kerneltune.task import Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
 

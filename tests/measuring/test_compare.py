@@ -14,8 +14,8 @@ from kerneltune import device, ops
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.records import Record
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Op, Outputs, Variant
+from kerneltune.task import Run, Task
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 

@@ -26,8 +26,8 @@ from kerneltune.measuring.jobs import (
     pairs_job,
     run_jobs,
 )
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.task import Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="jobs run in Triton's interpreter")
 

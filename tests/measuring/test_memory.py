@@ -13,17 +13,17 @@ import pytest
 import torch
 from fake_tuner import CompiledAtOnce, NoBench
 
-from kerneltune import campaign, device
-from kerneltune.campaign import measure_live
+from kerneltune import device, sweep_run
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import Outcome, affordable, out_of_memory_reason
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
+from kerneltune.sweep_run import measure_live
+from kerneltune.task import Evaluation, Run, Task
 from kerneltune.tune import gpu_worker
 from kerneltune.tune.tuner import Tuner
 
@@ -138,8 +138,8 @@ def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
         moved = Case(case.name, (("read", MIB), ("write", MIB)), "int32")
         return Task(ops["stream"], moved, ops["stream"].variants[0], policy)
 
-    monkeypatch.setattr(campaign, "ceiling_task", ceiling_task)
-    monkeypatch.setattr(campaign, "GpuWorker", lambda **_: nullcontext(gpu_worker.GpuBench()))
+    monkeypatch.setattr(sweep_run, "ceiling_task", ceiling_task)
+    monkeypatch.setattr(sweep_run, "GpuWorker", lambda **_: nullcontext(gpu_worker.GpuBench()))
     path = tmp_path / "tiny.yaml"
     cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
     path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")

@@ -16,8 +16,8 @@ from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
 from kerneltune.measuring.pairs import check_cost, check_pairs
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Inputs, Outputs, Variant
+from kerneltune.task import Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="derived cases run in Triton's interpreter")
 

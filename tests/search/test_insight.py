@@ -12,9 +12,9 @@ from kerneltune import cache, device, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
-from kerneltune.search.task import Evaluation, Task, store_path
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
+from kerneltune.task import Evaluation, Task, store_path
 from kerneltune.tune.session import TuningResult
 
 

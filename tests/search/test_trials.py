@@ -20,9 +20,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from kerneltune.records import TrialStatus
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, history, newest_trials
 from kerneltune.spec import Case, Op, Traffic, Variant
+from kerneltune.task import Evaluation, Task
 
 
 @dataclass(frozen=True, slots=True)

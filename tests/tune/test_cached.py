@@ -9,8 +9,8 @@ from fake_tuner import CASE, HALF, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device
 from kerneltune.plan import Options
-from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
+from kerneltune.task import Task
 from kerneltune.tune.candidates import starting_points
 
 REFUSED = {1: None, 2: None, 4: None, 8: None}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fake_tuner import CASE, SMALL, Small, op_of
 
-from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
+from kerneltune.task import Task
 from kerneltune.tune.candidates import checked_space
 
 

@@ -9,8 +9,8 @@ from fake_tuner import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Smal
 
 from kerneltune.plan import Options
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
+from kerneltune.task import Task, knobs_of
 from kerneltune.tune.tuner import _FINALISTS, Tuner
 from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 

@@ -23,7 +23,7 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, HangsInEveryRequest, Knobs
 from subprocesses import environment
 
 from kerneltune.measuring.check import Outcome
-from kerneltune.search.task import Evaluation, Run, Task
+from kerneltune.task import Evaluation, Run, Task
 from kerneltune.tune import gpu_worker as tuning_bench
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker, split_cores
 from kerneltune.worker import State, WorkerCrashedError, WorkerStoppedError, _serve
@@ -277,7 +277,7 @@ def test_worker_after_a_broken_kernel_measures_the_next_config(does: str, status
 LIVE = """
 from pathlib import Path
 import broken_kernels as broken
-from kerneltune.campaign import measure_live
+from kerneltune.sweep_run import measure_live
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kerneltune import cache, device, ops, sweep, workloads
+from kerneltune import cache, device, ops, sweep_file, workloads
 from kerneltune.cache import Chooser
 from kerneltune.files import data_root
 from kerneltune.measuring.lookups import before_look_ups
-from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
+from kerneltune.task import Task
 
 GPU = "nvidia_h200"
 ALL = {name: op for name, op in ops.load().items() if name != "stream"}
@@ -42,7 +42,7 @@ def bench() -> dict[str, list[Case]]:
     """Return the bench cases of every operator."""
     cases_of: dict[str, list[Case]] = {}
     for path in sorted(SWEEPS.glob("*.yaml")):
-        for entry in sweep.load(path, ALL | workloads.load()).bench:
+        for entry in sweep_file.load(path, ALL | workloads.load()).bench:
             cases_of.setdefault(entry.op, []).append(entry.case)
     return cases_of
 

@@ -23,8 +23,8 @@ from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import loop
 from kerneltune.search.loop import Candidates, Search, explore
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
+from kerneltune.task import Evaluation, Task
 from kerneltune.tune.session import TuningSession
 
 SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)

@@ -25,9 +25,9 @@ from kerneltune.ops.stream import StreamConfig
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Run, Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
+from kerneltune.task import Run, Task, knob_pairs
 from kerneltune.tune.run import renew, run_tune
 from kerneltune.tune.tuner import Tuner
 from kerneltune.worker import WorkerCrashedError, WorkerStoppedError

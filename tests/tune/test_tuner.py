@@ -41,9 +41,9 @@ from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import SAMPLERS, loop
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
+from kerneltune.task import Evaluation, Task
 from kerneltune.tune.candidates import narrowed_pool, starting_points
 from kerneltune.tune.tuner import NothingPassedError, Tuner
 

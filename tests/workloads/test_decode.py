@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from kerneltune import sweep, workloads
+from kerneltune import sweep_file, workloads
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = workloads.load()
 OP = OPS["decode_step"]
-CASES = [entry.case for entry in sweep.load(sweep.find("decode"), OPS).check]
+CASES = [entry.case for entry in sweep_file.load(sweep_file.find("decode"), OPS).check]
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
@@ -44,7 +44,7 @@ def test_compare_of_a_wrong_row_scale_fails(layer: str, output: str, factor: int
 
 
 def test_traffic_of_int4_weights_is_about_half_of_8_bit_weights() -> None:
-    case = next(e.case for e in sweep.load(sweep.find("decode"), OPS).bench if e.case.name == "llama-3-8b-n1")
+    case = next(e.case for e in sweep_file.load(sweep_file.find("decode"), OPS).bench if e.case.name == "llama-3-8b-n1")
     weights = 4 * 4096 * (6144 + 4096 + 28672 + 14336)  # four layers
     assert 0.5 * weights < OP.traffic(case).total < 0.55 * weights
     assert OP.flops is not None

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kerneltune import ops, sweep
+from kerneltune import ops, sweep_file
 from kerneltune.workloads.model_cases import model_sweep_text
 from kerneltune.workloads.model_config import Model, read
 
@@ -28,7 +28,7 @@ def written(folder: Path, fields: Any) -> Path:
 
 def cases(folder: Path, fields: dict[str, Any], ep: int = 1) -> dict[tuple[str, str], dict[str, Any]]:
     (folder / "made.yaml").write_text(model_sweep_text(read(written(folder, fields)), [4096], [1, 16], ep))
-    loaded = sweep.load(folder / "made.yaml", OPS)
+    loaded = sweep_file.load(folder / "made.yaml", OPS)
     return {(e.op, e.case.name): {**dict(e.case.axes), **dict(e.case.options), "dtype": e.case.dtype} for e in loaded.bench}
 
 
@@ -107,7 +107,7 @@ def test_cases_of_a_model_with_layer_norm_have_no_rms_norm(tmp_path: Path) -> No
 def test_family_of_a_model_type_with_other_characters_is_a_plain_name(tmp_path: Path, kind: str, family: str) -> None:
     text = model_sweep_text(read(written(tmp_path, {**SMALL, "model_type": kind})), [4096], [1])
     (tmp_path / "made.yaml").write_text(text)
-    assert sweep.load(tmp_path / "made.yaml", OPS).family == family
+    assert sweep_file.load(tmp_path / "made.yaml", OPS).family == family
     assert text.splitlines()[2] == f"family: {family}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kerneltune import ops, sweep
+from kerneltune import ops, sweep_file
 from kerneltune.workloads.model_cases import model_sweep_text
 from kerneltune.workloads.model_config import read
 
@@ -66,7 +66,7 @@ def test_projections_of_a_family_equal_parameters_of_its_model(kind: str, tmp_pa
     except ValueError as error:
         pytest.skip(str(error).partition(": ")[2][:150])
     (tmp_path / "made.yaml").write_text(text)
-    cases = [(entry.op, dict(entry.case.axes)) for entry in sweep.load(tmp_path / "made.yaml", ops.load()).bench]
+    cases = [(entry.op, dict(entry.case.axes)) for entry in sweep_file.load(tmp_path / "made.yaml", ops.load()).bench]
     dense = {(axes["M"], axes["K"]) for op, axes in cases if op == "int4_gemm"}
     routed = {(axes["N"], axes["K"]) for op, axes in cases if op == "fp8_grouped_gemm"}
     model = layers_of(config)

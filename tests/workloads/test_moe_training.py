@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerneltune import sweep, workloads
+from kerneltune import sweep_file, workloads
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case
 from kerneltune.workloads.training_table import RECIPES
@@ -11,7 +11,7 @@ from kerneltune.workloads.training_table import RECIPES
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = workloads.load()
 OP = OPS["moe_step"]
-SWEEP = sweep.load(sweep.find("moe_training"), OPS)
+SWEEP = sweep_file.load(sweep_file.find("moe_training"), OPS)
 CASES = [entry.case for entry in SWEEP.check]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from token_groups import ends_of
 
-from kerneltune import ops, sweep
+from kerneltune import ops, sweep_file
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
@@ -24,7 +24,7 @@ from kerneltune.spec import Case, Op
 OPS = ops.load()
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ("fp8_rowwise", "fp8_weights", "fp8_groups", "fp8_tensorwise", "fp8_transpose")
-CHECKS = [entry for family in FAMILIES for entry in sweep.load(sweep.find(family), OPS).check]
+CHECKS = [entry for family in FAMILIES for entry in sweep_file.load(sweep_file.find(family), OPS).check]
 
 
 def quantised(x: torch.Tensor, axis: int, **options: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import triton
 from asserting import every
 from token_groups import ends_of
 
-from kerneltune import cache, ops, sweep
+from kerneltune import cache, ops, sweep_file
 from kerneltune.kernel_lib.groups import align_groups, aligned_size
 from kerneltune.measuring.check import Checker
 from kerneltune.ops.fp8_grouped_gemm import gemm, peers
@@ -22,7 +22,7 @@ from kerneltune.spec import Case
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 OP = ops.load()["fp8_grouped_gemm"]
 OPTIMIZED = OP.variant("optimized")
-BENCHES = [entry.case for entry in sweep.load(sweep.find("fp8_grouped_gemm"), {OP.name: OP}).bench]
+BENCHES = [entry.case for entry in sweep_file.load(sweep_file.find("fp8_grouped_gemm"), {OP.name: OP}).bench]
 E4M3 = torch.float8_e4m3fn
 ENDS = [(0, 0, 5, 5, 33), (33, 33, 33), (1, 2, 3, 33), (33,), (0, 20, 20)]
 TOKEN_ENDS = [(0, 16, 16, 208), (208, 208), (16, 32, 176), (208,), (0, 0), (1, 8, 8, 33, 207), (5, 205), (3, 4, 5)]

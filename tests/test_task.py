@@ -6,8 +6,8 @@ import bench_jobs
 import pytest
 
 from kerneltune import ops
-from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
+from kerneltune.task import Task
 
 CASE = Case("a", (("M", 8),), "bfloat16")
 

@@ -16,7 +16,6 @@ from literal_records import changed, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import cpu_checks, ops, records
-from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.journals import journalled
 from kerneltune.measuring import check, jobs
@@ -26,6 +25,7 @@ from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Case, Variant
+from kerneltune.sweep_run import measure_live, run_sweep
 from kerneltune.tune.run import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
@@ -298,9 +298,11 @@ def test_interrupt_of_a_check_of_pairs_keeps_checked_cases(
     assert sorted(row.case for row in journalled(options.results / journal)) == ["even", "odd"]  # either may end first
 
 
-def test_campaign_imports_no_checks_of_the_interpreter() -> None:
+def test_sweep_run_imports_no_checks_of_the_interpreter() -> None:
     modules = {"kerneltune.cpu_checks", "kerneltune.measuring.jobs", "kerneltune.measuring.mutations"}
-    code = f"import kerneltune.campaign, kerneltune.adopt.tuning, kerneltune.tune.run, sys; print({modules} & sys.modules.keys())"
+    code = (
+        f"import kerneltune.sweep_run, kerneltune.adopt.tuning, kerneltune.tune.run, sys; print({modules} & sys.modules.keys())"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
@@ -320,14 +322,14 @@ def no_values(_inputs: Any) -> Any:
     [
         (
             {"reference": no_values},
-            r"^test_campaign.py:\d+: reference: RuntimeError: not enough memory: you tried to allocate 99 bytes, for stream ",
+            r"^test_sweep_run.py:\d+: reference: RuntimeError: not enough memory: you tried to allocate 99 bytes, for stream ",
         ),
-        ({"inputs": lambda *_, **__: no_values(None)}, r"^test_campaign.py:\d+: inputs: RuntimeError: not enough memory"),
+        ({"inputs": lambda *_, **__: no_values(None)}, r"^test_sweep_run.py:\d+: inputs: RuntimeError: not enough memory"),
         (
             {"reference": lambda _: {"other": 1}, "compare": lambda *arguments: [arguments[2]["other"]]},
             "^outputs: the reference gives other, ",
         ),
-        ({"compare": lambda *_: None}, r"^test_campaign.py:\d+: compare: None: expected a list of lines"),
+        ({"compare": lambda *_: None}, r"^test_sweep_run.py:\d+: compare: None: expected a list of lines"),
     ],
 )
 def test_operator_that_raises_outside_of_its_kernels_has_failed_records(
@@ -475,9 +477,9 @@ def test_sweep_with_an_unwritable_results_folder_raises_one_line(stream_sweep: S
 
 AHEAD = """
 from kerneltune import ops
-from kerneltune.campaign import compile_ahead
+from kerneltune.sweep_run import compile_ahead
 from kerneltune.measuring.compiler import TARGETS
-from kerneltune.search.task import Run, Task
+from kerneltune.task import Run, Task
 from kerneltune.spec import Case
 
 op = ops.load()["stream"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune import cache, sweep
+from kerneltune import cache, sweep_file
 from kerneltune.plan import Plan, Selection
 from kerneltune.spec import Case, Op, Option, Traffic, Variant
 
@@ -39,13 +39,13 @@ OPS = {op.name: op for op in (FWD, BWD)}
 HEAD = "family: f\nops: [rmsnorm_fwd, rmsnorm_bwd]\n"
 
 
-def read(tmp_path: Path, text: str) -> sweep.Sweep:
+def read(tmp_path: Path, text: str) -> sweep_file.Sweep:
     path = tmp_path / "f.yaml"
     path.write_text(text)
-    return sweep.load(path, OPS)
+    return sweep_file.load(path, OPS)
 
 
-def rows(entries: tuple[sweep.SweepCase, ...]) -> list[str]:
+def rows(entries: tuple[sweep_file.SweepCase, ...]) -> list[str]:
     return [f"{entry.op} {entry.case.name} {entry.case.label}" for entry in entries]
 
 
@@ -85,7 +85,7 @@ def test_family_with_an_invalid_name_raises_with_the_line(text: str, message: st
     path = tmp_path / "f.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
-        sweep.family_name(str(path))
+        sweep_file.family_name(str(path))
     assert str(error.value) == f"{path}{message}"
 
 
@@ -96,17 +96,17 @@ def test_default_roots_are_in_the_current_folder_or_the_checkout_around_it(
         monkeypatch.delenv(name, raising=False)
     for folder, expected in ((REPO, REPO), (REPO / "docs", REPO), (tmp_path, Path())):
         monkeypatch.chdir(folder)
-        assert sweep.results_root(None) == expected / "results"
+        assert sweep_file.results_root(None) == expected / "results"
         assert cache.default_root() == expected / "configs"
     assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == REPO / "configs" / "nvidia_h200" / "rmsnorm_fwd.json"  # read behind
     removed = tmp_path / "removed"
     removed.mkdir()
     monkeypatch.chdir(removed)
     removed.rmdir()
-    assert sweep.results_root(None) == Path("results")
+    assert sweep_file.results_root(None) == Path("results")
     monkeypatch.setenv("KERNELTUNE_RESULTS", "kept")
-    assert sweep.results_root(None) == Path("kept")
-    assert sweep.results_root(tmp_path) == tmp_path
+    assert sweep_file.results_root(None) == Path("kept")
+    assert sweep_file.results_root(tmp_path) == tmp_path
 
 
 def test_entry_without_dtype_quant_or_option_has_every_quant_and_first_dtype_and_option(tmp_path: Path) -> None:
@@ -288,11 +288,11 @@ def test_broken_sweep_file_raises_with_file_line_field_and_value(tmp_path: Path,
 
 def test_sweep_file_that_is_missing_or_no_utf_8_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
-        sweep.load(tmp_path / "f.yaml", OPS)
+        sweep_file.load(tmp_path / "f.yaml", OPS)
     assert str(error.value) == f"cannot read {tmp_path}/f.yaml: No such file or directory"
     (tmp_path / "f.yaml").write_bytes(b"family: f\n# \xff")
     with pytest.raises(ValueError) as error:
-        sweep.load(tmp_path / "f.yaml", OPS)
+        sweep_file.load(tmp_path / "f.yaml", OPS)
     assert str(error.value) == f"{tmp_path}/f.yaml:2: byte 0xff: expected UTF-8"
 
 
@@ -315,9 +315,9 @@ def test_sweep_file_with_more_cases_than_the_limit_raises_before_it_builds_them(
         read(tmp_path, text)
     path = tmp_path / "f.yaml"
     path.write_text(f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, N: 8, M: [1, 2, 3]}}\n")
-    assert len(sweep.load(path, OPS, max_cases=3).bench) == 3
+    assert len(sweep_file.load(path, OPS, max_cases=3).bench) == 3
     with pytest.raises(ValueError, match=r"f\.yaml:4: cases: 3 or more: expected at most 2; see --max-cases$"):
-        sweep.load(path, OPS, max_cases=2)
+        sweep_file.load(path, OPS, max_cases=2)
 
 
 def test_sweep_file_above_1_mib_raises(tmp_path: Path) -> None:
@@ -327,20 +327,20 @@ def test_sweep_file_above_1_mib_raises(tmp_path: Path) -> None:
 
 def test_find_of_a_family_returns_its_file_or_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "data_root", lambda folder: tmp_path / "repo" / folder)
+    monkeypatch.setattr(sweep_file, "data_root", lambda folder: tmp_path / "repo" / folder)
     for path in ("repo/sweeps/norm.yaml", "repo/sweeps/gemm.yaml", "sweeps/norm.yaml"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("")
-    assert sweep.find("norm") == Path("sweeps/norm.yaml")
-    assert sweep.find("gemm") == tmp_path / "repo/sweeps/gemm.yaml"
-    assert sweep.find("repo/sweeps/norm.yaml") == Path("repo/sweeps/norm.yaml")
+    assert sweep_file.find("norm") == Path("sweeps/norm.yaml")
+    assert sweep_file.find("gemm") == tmp_path / "repo/sweeps/gemm.yaml"
+    assert sweep_file.find("repo/sweeps/norm.yaml") == Path("repo/sweeps/norm.yaml")
     with pytest.raises(ValueError, match=r"^family: 'nrom': expected one of gemm, norm, or a .*; did you mean norm[?]$"):
-        sweep.find("nrom")
+        sweep_file.find("nrom")
     with pytest.raises(ValueError, match=r"^cannot read nrom\.yaml: no such file$"):
-        sweep.find("nrom.yaml")
+        sweep_file.find("nrom.yaml")
 
 
-def count(entries: tuple[sweep.SweepCase, ...], **wanted: Any) -> int:
+def count(entries: tuple[sweep_file.SweepCase, ...], **wanted: Any) -> int:
     return sum(all(getattr(entry.case, name) == value for name, value in wanted.items()) for entry in entries)
 
 
@@ -360,7 +360,7 @@ def test_headline_of_a_sweep_has_10_cases_across_its_sizes(tmp_path: Path) -> No
 
 
 def test_shipped_rmsnorm_sweep_has_the_published_cases() -> None:
-    rmsnorm = sweep.load(REPO / "sweeps" / "rmsnorm.yaml", OPS)
+    rmsnorm = sweep_file.load(REPO / "sweeps" / "rmsnorm.yaml", OPS)
     assert 25 <= len(rmsnorm.check) <= 40, "all run through the interpreter"
     for sizes in ((29, 17389), (3, 131072)):
         big = [entry for entry in rmsnorm.check if entry.case.axes == (("M", sizes[0]), ("N", sizes[1]))]
@@ -382,7 +382,7 @@ def test_sweep_text_of_cases_is_read_as_the_same_cases_each_once(tmp_path: Path)
     options = (("zero_centered", True), ("row_pad", 8))
     named = Case("a-name", (("M", 4), ("N", 8)), "float16", "none", options)
     unnamed = Case("", (("M", 16), ("N", 8)), "bfloat16", "fp8", (("fp8_format", "e5m2"), *options))
-    text = sweep.sweep_text(
+    text = sweep_file.sweep_text(
         "what they are", "f", {"check": [], "bench": [("rmsnorm_bwd", named), *[("rmsnorm_fwd", unnamed)] * 2]}
     )
     assert text.startswith("# what they are\nfamily: f\n")

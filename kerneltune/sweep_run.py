@@ -21,9 +21,9 @@ from kerneltune.plan import CHECK_POLICY, Plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.reporting import tables
-from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, TaskKey
-from kerneltune.sweep import SweepCase, cases_by_op
+from kerneltune.sweep_file import SweepCase, cases_by_op
+from kerneltune.task import Run, Task
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import pairs
 from kerneltune.worker import WorkerStoppedError
@@ -65,10 +65,10 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         if path.exists():
             records.load(path)  # a file that cannot be merged with is an error before the work
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        campaign = _Campaign(plan, progress, worker)
+        sweep_run = _SweepRun(plan, progress, worker)
         if plan.options.mode == "check" or not device.current().is_gpu:
-            return campaign.check_alone()
-        return campaign.measure_headline(first_table) if plan.options.quick else campaign.check_tune_and_measure(first_table)
+            return sweep_run.check_alone()
+        return sweep_run.measure_headline(first_table) if plan.options.quick else sweep_run.check_tune_and_measure(first_table)
 
 
 def measure_live(
@@ -81,7 +81,7 @@ def measure_live(
     device.require_gpu(command)
     entries = [entry for entry in plan.cases() if keys is None or plan.key(entry) in keys]
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        return _Campaign(plan, progress, worker, repeat=repeat).measure(entries, None)
+        return _SweepRun(plan, progress, worker, repeat=repeat).measure(entries, None)
 
 
 def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
@@ -98,13 +98,13 @@ def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progres
             if time.monotonic() >= until:
                 break
             done += len(entries)
-            campaign = _Campaign(plan, progress, worker, until=until)
-            measured += campaign.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
+            sweep_run = _SweepRun(plan, progress, worker, until=until)
+            measured += sweep_run.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
     return measured
 
 
 @dataclass(frozen=True, slots=True)
-class _Campaign:
+class _SweepRun:
     """Run the stages of a sweep; checks and comparisons share a GPU worker.
 
     Attributes:
