@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -130,39 +130,43 @@ def configs_digest(configs: Sequence[Any]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
-def live_configs(
-    listed: Sequence[Any], wanted: Iterable[StoredConfig], *, without_hooks: bool = False
-) -> dict[StoredConfig, Any]:
+def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:
     """Return the config objects of an autotuner's list, and of other wanted configs, by their values.
 
     An object of the list stands for a wanted config of its values, with its pre_hook. Another config is made without one, or,
     if it had one when it was captured, with the only pre_hook of the list. It is left out where the list has no or several
     pre_hooks, or where a function in it has changed.
-
-    without_hooks: whether to make all other wanted configs without a pre_hook, because the author's pruning makes them anew.
     """
     live: dict[StoredConfig, Any] = {}
     for config in listed:
         with suppress(NotRecordableError):
             live.setdefault(StoredConfig.of(config), config)
-    pre_hooks = {_code_of(hook): hook for config in listed if (hook := getattr(config, "pre_hook", None)) is not None}
+    pre_hooks = {_identity_of(hook): hook for config in listed if (hook := getattr(config, "pre_hook", None)) is not None}
     for stored in wanted:
-        needs_hook = stored.pre_hook and not without_hooks
-        if stored in live and (not needs_hook or live[stored].pre_hook is not None):
+        if stored in live and (not stored.pre_hook or live[stored].pre_hook is not None):
             continue
         live.pop(stored, None)
-        if not needs_hook or len(pre_hooks) == 1:
+        if not stored.pre_hook or len(pre_hooks) == 1:
             with suppress(Exception):  # of the import of a function's module
-                live[stored] = stored.live(*pre_hooks.values() if needs_hook else ())
+                live[stored] = stored.live(*pre_hooks.values() if stored.pre_hook else ())
     return live
 
 
-def _code_of(hook: Any) -> Any:
-    """Return what tells a pre_hook from others: code and enclosed values, as a list may make a pre_hook for each config."""
+def _identity_of(hook: Any) -> Any:
+    """Return what tells a pre_hook from others: of a function, which a list may make for each config, code and held values."""
+    if not inspect.isfunction(hook):
+        return hook if isinstance(hook, Hashable) else id(hook)
+    values = [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
+    with suppress(ValueError):  # an enclosed value that is not set yet
+        values += [cell.cell_contents for cell in hook.__closure__ or ()]
+    return hook.__code__, *map(_identity_of_value, values)
+
+
+def _identity_of_value(value: Any) -> str | int:
     try:
-        return hook.__code__, tuple(repr(cell.cell_contents) for cell in hook.__closure__ or ())
-    except (AttributeError, ValueError):  # no function, or a value that is not set yet
-        return id(hook)
+        return json.dumps(encode_value(value))
+    except NotRecordableError:
+        return id(value)
 
 
 def launch_defaults() -> dict[str, int]:

@@ -92,7 +92,8 @@ class ServedList:
         counts: indices of the counts of launches: served, missed.
         key_names: arguments in the keys of launches: the arguments of the author's key, and the sizes that decide between rows.
         by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
-        by_author_key: the table's rows by author's key and element types; None for a row whose configs cannot be made here.
+        by_author_key: the table's rows by author's key and element types.
+        by_row: the config objects of the table's rows, see `allowed`, by the identities of the rows' configs.
         author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
     """
 
@@ -101,57 +102,52 @@ class ServedList:
     counts: tuple[int, ...]
     key_names: set[str]
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
-    by_author_key: LaunchMap[RowFinder[ServedConfig | None]] = field(default_factory=LaunchMap)
+    by_author_key: LaunchMap[RowFinder[ServingRow]] = field(default_factory=LaunchMap)
+    by_row: dict[int, ServedConfig] = field(default_factory=dict)
     author_choices: dict[Any, Any] | None = None
 
     def tuned(self, launch: Launch) -> ServedConfig | None:
-        """Return the configs of the table's row of a launch.
-
-        None where the table has no row for its author's key and element types, or none of the row's configs can be made here.
-        """
+        """Return the configs of the table's row of a launch; None where the table has no row, or no config may be launched."""
         if self.kernel is None:
             return None
         finder = self.by_author_key.find(launch.args, launch.kwargs)
         if finder is None:
-            group = self.kernel.group(launch.author_key(), launch.dtypes())
-            rows = group.rows if group is not None else ()
-            live_rows = self.live_rows([row.configs for row in rows], bool(launch.autotuner.early_config_prune))
-            served = [ServedConfig.of(configs, self.counts[0]) if configs else None for configs in live_rows]
-            finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
+            finder = self.kernel.finder(launch.author_key(), launch.dtypes())
             self.by_author_key.remember(launch, launch.autotuner.keys, finder)
-        return finder.nearest({name: launch.size(name) for name in finder.names})
+        row = finder.nearest({name: launch.size(name) for name in finder.names})
+        return self.allowed(launch, row.configs) if row is not None else None
 
-    def live_rows(self, rows: Sequence[Sequence[StoredConfig]], made_by_pruning: bool = False) -> list[list[Any]]:
-        """Return the live config objects of each row of stored configs, without the configs that cannot be made here.
+    def allowed(self, launch: Launch, stored: tuple[StoredConfig, ...]) -> ServedConfig | None:
+        """Return the configs of a row that a launch may run with; None for none.
 
-        made_by_pruning: whether `unpruned` will replace each config by the author's, which has the author's pre_hook.
+        Launches share the configs of a row, so that each config fails once. The author's pruning, without the performance model,
+        leaves some for each launch, and may make config objects: a config is found by its values.
+        """
+        is_pruned = bool(launch.autotuner.early_config_prune)
+        served = self.by_row.get(id(stored))
+        if served is None:
+            served = self.by_row[id(stored)] = ServedConfig.of(self.live(stored, is_pruned), self.counts[0])
+        if is_pruned:
+            configs = [choice.config for choice in served.choices]
+            pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
+            allowed = [(own.all_kwargs(), own) for own in pruned]
+            matches = ([own for values, own in allowed if values == config.all_kwargs()] for config in configs)
+            served = ServedConfig.of([own[0] for own in matches if own], self.counts[0])
+        return served if served.choices else None
+
+    def live(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
+        """Return the live config objects of stored configs, without the configs that cannot be made here.
 
         If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
         config of the list has are left out, because the value may be wrong here.
+
+        is_pruned: whether the author's pruning decides about the objects, and makes those that need a pre_hook.
         """
-        wanted = [stored for row in rows for stored in row]
-        live = live_configs(self.configs, wanted, without_hooks=made_by_pruning)
+        live = live_configs(self.configs, [replace(one, pre_hook=False) for one in stored] if is_pruned else stored)
         is_tuned = self.kernel is not None and self.kernel.configs == configs_digest(self.configs)
         values = [item for config in self.configs for item in config.kwargs.items()]
-
-        def is_right(config: Any) -> bool:
-            return is_tuned or all(item in values for item in config.kwargs.items())
-
-        return [list(filter(is_right, (live[stored] for stored in row if stored in live))) for row in rows]
-
-    def unpruned(self, launch: Launch, served: ServedConfig) -> ServedConfig | None:
-        """Return the configs that the author's pruning, without the performance model, leaves for a launch; None for none.
-
-        Pruning may also make configs, so a config is found by its values.
-        """
-        if not launch.autotuner.early_config_prune:
-            return served
-        configs = [choice.config for choice in served.choices]
-        pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
-        allowed = [(own.all_kwargs(), own) for own in pruned]
-        matches = ([own for values, own in allowed if values == config.all_kwargs()] for config in configs)
-        kept = [own[0] for own in matches if own]
-        return ServedConfig.of(kept, served.count) if kept else None
+        made = [live[one] for one in stored if one in live]
+        return [config for config in made if is_tuned or all(item in values for item in config.kwargs.items())]
 
 
 @dataclass(slots=True)
@@ -221,7 +217,7 @@ class ServedPlainKernel:
             self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
         for tuner, kernel in self.by_options[options]:
             described = Launch(tuner, launch.args, others)
-            row = kernel.row(described.author_key(), described.dtypes(), described.sizes())
+            row = kernel.finder(described.author_key(), described.dtypes()).nearest(described.sizes())
             if row is not None and self._fits(described, row):
                 chosen = row.configs[0].live().all_kwargs()
                 present = described.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
@@ -394,8 +390,7 @@ class Server:
                 author = self._list_of(autotuner)
                 lists = ServedAutotuner(author, author.configs)
                 if author.kernel is not None:
-                    (portfolio,) = author.live_rows([author.kernel.portfolio[:1]])
-                    autotuner.configs = lists.shown = portfolio or author.configs
+                    autotuner.configs = lists.shown = author.live(author.kernel.portfolio[:1]) or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, lists)
             return lists
 
@@ -436,9 +431,9 @@ class Server:
         if self._preparing is not None:
             self._preparing.wait()
         tuned = served_list.tuned(launch)
-        if tuned is not None and (served := served_list.unpruned(launch, tuned)) is not None:
+        if tuned is not None:
             self.counts.hits += 1
-            return self._remember(launch, served_list, served)
+            return self._remember(launch, served_list, tuned)
         if len(served_list.configs) == 1:  # nothing to choose
             return self._remember(launch, served_list, ServedConfig.of(served_list.configs, served_list.counts[0]))
         with suppress(Exception):  # of the author's grid: the launch raises it again
@@ -472,9 +467,7 @@ class Server:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         kernel = served_list.kernel if policy == "nearest" else None
         nearest = kernel.nearest(launch.sizes(), launch.dtypes()) if kernel is not None else None
-        is_pruned = bool(launch.autotuner.early_config_prune)
-        (configs,) = served_list.live_rows([nearest.configs if nearest is not None else ()], is_pruned)
-        near = served_list.unpruned(launch, ServedConfig.of(configs, served_list.counts[1])) if configs else None
+        near = served_list.allowed(launch, nearest.configs) if nearest is not None else None
         label = "" if near is None else near.choices[0].label
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
         warn_once(f"{launch.name.text}: a launch that was not tuned: served with {used}")

@@ -94,15 +94,11 @@ class TableKernel:
     portfolio: tuple[StoredConfig, ...]
     is_plain: bool = False
 
-    def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
-        """Return the group of an author's key and element types; None where the table has none."""
+    def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder[ServingRow]:
+        """Return the finder of the rows of an author's key and element types; of no row where the table has none."""
         wanted = repr((list(key), list(dtypes)))  # because True == 1
-        return next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None)
-
-    def row(self, key: Sequence[Any], dtypes: Sequence[str], sizes: Mapping[str, int]) -> ServingRow | None:
-        """Return the row of a launch; None where the table has none for its author's key and element types."""
-        group = self.group(key, dtypes)
-        return None if group is None else RowFinder(group.split, ((row.sizes, row) for row in group.rows)).nearest(sizes)
+        alike = [group for group in self.groups if repr((group.key, group.dtypes)) == wanted]
+        return RowFinder(alike[0].split if alike else (), ((row.sizes, row) for group in alike[:1] for row in group.rows))
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""

@@ -304,10 +304,8 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     names, launchers = [], []
     for launch_class in (each.launch_class for each in tuned):
         served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs]
-        row, offered = (
-            served.row(launch_class.key, launch_class.dtypes, launch_class.sizes),
-            [one.config for one in launch_class.offered],
-        )
+        row = served.finder(launch_class.key, launch_class.dtypes).nearest(launch_class.sizes)
+        offered = [one.config for one in launch_class.offered]
         # the row may be of a class with equal sizes for which the author's pruning leaves other configs
         if row is not None and row.configs[0] in offered:
             kernel = make_replay(launch_class, root, "meta", 0).compile(row.configs[0])
