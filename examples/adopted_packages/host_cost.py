@@ -102,7 +102,7 @@ def costs(tensors: int, numbers: int, configs: int) -> dict[str, float]:
             startup.install(folder, miss="error")
             measure(kind, launch)
             measure(f"{kind}, a new number", launch_new)
-            assert startup.server().counts.misses == 0
+            assert startup.server().misses == 0
             startup.uninstall()
     bare = best.pop("bare")
     return {name: value - bare for name, value in best.items()}

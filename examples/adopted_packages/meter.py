@@ -68,4 +68,4 @@ def serving_counts() -> dict[str, int] | None:
     from kerneltune.adopt import startup
 
     server = startup.server()
-    return None if server is None else {name: getattr(server.counts, name) for name in ("hits", "misses", "tunings")}
+    return None if server is None else {name: getattr(server, name) for name in ("hits", "misses", "tunings")}

@@ -23,7 +23,8 @@ from typing import Any
 from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import NotRecordableError, Values
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
+from kerneltune.adopt.counters import Counters
+from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, is_plain, kernel_name, of_list
 from kerneltune.errors import first_line
 

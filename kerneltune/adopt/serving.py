@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import RLock
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kerneltune.adopt import arguments, kernels, program
@@ -24,7 +23,7 @@ from kerneltune.adopt.configs import (
     plain_tuner,
     split_options,
 )
-from kerneltune.adopt.folder import Counters
+from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, kernel_name, of_list
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
@@ -64,16 +63,16 @@ class ServedConfig:
 
     Attributes:
         choices: the choice that launches take, then the choices that replace it, in their order, if it fails to launch.
-        count: index of the count of these launches.
+        slot: place of the count of these launches.
     """
 
     choices: list[LaunchChoice]
-    count: int
+    slot: int
 
     @classmethod
-    def of(cls, configs: Sequence[Any], count: int) -> "ServedConfig":
+    def of(cls, configs: Sequence[Any], slot: int) -> "ServedConfig":
         """Serve the first config, and fall back to the next configs in their order."""
-        return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], count)
+        return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], slot)
 
     def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> None:
         """Replace a choice that fails to launch by the next, unless another thread has done so: see `program.drop_failed`."""
@@ -89,7 +88,7 @@ class ServedList:
     Attributes:
         configs: the list.
         kernel: the table's kernel; None where the table has none for this autotuner.
-        counts: indices of the counts of launches: served, missed.
+        slots: places of the counts of launches: served, missed.
         key_names: arguments in the keys of launches: the arguments of the author's key, and the sizes that decide between rows.
         by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
         by_author_key: the table's rows by author's key and element types.
@@ -99,7 +98,7 @@ class ServedList:
 
     configs: list[Any]
     kernel: TableKernel | None
-    counts: tuple[int, ...]
+    slots: tuple[int, ...]
     key_names: set[str]
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[RowFinder[ServingRow]] = field(default_factory=LaunchMap)
@@ -126,13 +125,13 @@ class ServedList:
         is_pruned = bool(launch.autotuner.early_config_prune)
         served = self.by_row.get(id(stored))
         if served is None:
-            served = self.by_row[id(stored)] = ServedConfig.of(self.live(stored, is_pruned), self.counts[0])
+            served = self.by_row[id(stored)] = ServedConfig.of(self.live(stored, is_pruned), self.slots[0])
         if is_pruned:
             configs = [choice.config for choice in served.choices]
             pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
             allowed = [(own.all_kwargs(), own) for own in pruned]
             matches = ([own for values, own in allowed if values == config.all_kwargs()] for config in configs)
-            served = ServedConfig.of([own[0] for own in matches if own], self.counts[0])
+            served = ServedConfig.of([own[0] for own in matches if own], self.slots[0])
         return served if served.choices else None
 
     def live(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
@@ -172,14 +171,14 @@ class ServedPlainKernel:
     Attributes:
         kernels: the table's kernels of this code, each with other options of the program.
         counters: counts of the process.
-        counts: indices of the counts of launches: served, missed.
+        slots: places of the counts of launches: served, missed.
         by_launch: the served changes by the keys of launches.
         by_options: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
     """
 
     kernels: list[TableKernel]
     counters: Counters
-    counts: tuple[int, ...]
+    slots: tuple[int, ...]
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
     by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 
@@ -192,7 +191,7 @@ class ServedPlainKernel:
         except Exception as error:  # Triton's launch errors share no type
             served.fall_back(kernel, choice, error)
             return self.launch(original, kernel, args, kwargs)
-        self.counters.add(served.count)
+        self.counters.add(served.slot)
         return result
 
     def _resolve(self, launch: Launch) -> ServedConfig:
@@ -204,7 +203,7 @@ class ServedPlainKernel:
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
         key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
         choices = [*([LaunchChoice(None, changes)] if changes else ()), LaunchChoice(None, {})]
-        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.counts[changes is None]))
+        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.slots[changes is None]))
 
     def _changes(self, launch: Launch) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
@@ -265,7 +264,7 @@ class Server:
         """The program asked for this table alone, so that a damaged table ends the program."""
         self._as_missed = f"its launches follow --miss {miss}, as if they were not tuned"
         self.counters = counters or Counters(None)
-        self.counts = SimpleNamespace(hits=0, misses=0, tunings=0)
+        self.hits = self.misses = self.tunings = 0
         """Keys with and without a row of the table, and runs of the author's tuning."""
         self._preparing, self._lock = preparing, RLock()
         self._table: ServingTable | None = None
@@ -355,7 +354,7 @@ class Server:
     def _plain_kernel(self, kernel: Any) -> ServedPlainKernel | None:
         """Return the server of a kernel without an autotuner; None where the table lacks the kernel."""
         same = self._kernels_of(kernel.fn, is_plain=True)
-        return ServedPlainKernel(same, self.counters, self._counts_of(kernel)) if same else None
+        return ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
 
     def _launch(
         self, served_list: ServedList, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]
@@ -379,7 +378,7 @@ class Server:
             rest = {name: value for name, value in kwargs.items() if name not in options}
             served.fall_back(tuner, choice, error)
             return self._launch(served_list, original, tuner, args, rest)
-        self.counters.add(served.count)
+        self.counters.add(served.slot)
         return result
 
     def attach(self, autotuner: Any) -> ServedAutotuner:
@@ -420,10 +419,10 @@ class Server:
         same.sort(key=lambda kernel: kernel.configs != configs_digest(configs))
         kernel = same[0] if same else None
         split = {re.split(r"[.[]", name)[0] for group in (kernel.groups if kernel is not None else ()) for name in group.split}
-        return ServedList(configs, kernel, self._counts_of(autotuner), split.union(autotuner.keys))
+        return ServedList(configs, kernel, self._slots_of(autotuner), split.union(autotuner.keys))
 
-    def _counts_of(self, kernel: Any) -> tuple[int, ...]:
-        """Return the indices of the counts of a kernel's launches: served, missed."""
+    def _slots_of(self, kernel: Any) -> tuple[int, ...]:
+        """Return the places of the counts of a kernel's launches: served, missed."""
         return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
     def _resolve(self, launch: Launch, served_list: ServedList) -> ServedConfig | None:
@@ -432,14 +431,14 @@ class Server:
             self._preparing.wait()
         tuned = served_list.tuned(launch)
         if tuned is not None:
-            self.counts.hits += 1
+            self.hits += 1
             return self._remember(launch, served_list, tuned)
         if len(served_list.configs) == 1:  # nothing to choose
-            return self._remember(launch, served_list, ServedConfig.of(served_list.configs, served_list.counts[0]))
+            return self._remember(launch, served_list, ServedConfig.of(served_list.configs, served_list.slots[0]))
         with suppress(Exception):  # of the author's grid: the launch raises it again
             if 0 in (launch.grid(served_list.configs[0]) or ()):  # without tokens, for example: any config does for this launch
-                return ServedConfig.of(served_list.configs[:1], served_list.counts[0])
-        self.counts.misses += 1
+                return ServedConfig.of(served_list.configs[:1], served_list.slots[0])
+        self.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the shown config
                 self.missing.record(launch.private_copy(served_list.configs), launch.args, launch.kwargs)
@@ -451,7 +450,7 @@ class Server:
         if policy == "author":
             return None
         configs = self._untuned_configs(policy, launch, served_list)
-        return self._remember(launch, served_list, ServedConfig.of(configs, served_list.counts[1]))
+        return self._remember(launch, served_list, ServedConfig.of(configs, served_list.slots[1]))
 
     def _remember(self, launch: Launch, served_list: ServedList, served: ServedConfig) -> ServedConfig:
         """Serve a config to launches of this key from now on.
@@ -475,16 +474,16 @@ class Server:
 
     def _by_author(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> Any:
         """Let the author's autotuner tune if necessary and launch; remember its choice, and return the launch's result."""
-        self.counters.add(served_list.counts[1])
+        self.counters.add(served_list.slots[1])
         warn_once(f"{launch.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = launch.private_copy(served_list.configs)
         if served_list.author_choices is not None:
             alone.cache = served_list.author_choices
         before = len(alone.cache)
         result = original(alone, *launch.args, **launch.kwargs)
-        self.counts.tunings += len(alone.cache) > before
+        self.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(launch.autotuner, name, alone.__dict__[name])
-        self._remember(launch, served_list, ServedConfig.of([alone.best_config], served_list.counts[1]))
+        self._remember(launch, served_list, ServedConfig.of([alone.best_config], served_list.slots[1]))
         return result

@@ -176,7 +176,7 @@ def install(
         raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
 
     def begin(autotuning: ModuleType) -> None:
-        from kerneltune.adopt.folder import Counters
+        from kerneltune.adopt.counters import Counters
         from kerneltune.adopt.recorder import Recorder
         from kerneltune.adopt.serving import Server
 

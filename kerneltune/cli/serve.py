@@ -29,7 +29,7 @@ def command(
     command ends with the program's exit code. The program's output is untouched; the counts of launches by kernel go to
     standard error at the end.
     """
-    from kerneltune.adopt.folder import SUFFIX, read_counts
+    from kerneltune.adopt.counters import SUFFIX, read_counts
     from kerneltune.adopt.program import run_program
 
     if not configs.is_dir():

@@ -47,7 +47,7 @@ def test_serving_a_tuned_launch_runs_its_config_and_times_nothing(tmp_path: Path
     server = served(tmp_path, miss="default")
     assert module.step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
     assert module.row_sum.best_config is expected
-    assert (server.counts.hits, server.counts.tunings) == (1, 0)
+    assert (server.hits, server.tunings) == (1, 0)
 
 
 def test_serving_with_policy_author_lets_the_authors_autotuner_choose_among_all_configs(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_serving_with_policy_author_lets_the_authors_autotuner_choose_among_all_
     finally:
         del module.row_sum.__dict__["do_bench"]
     assert len(tried) == 6
-    assert server.counts.tunings == 1
+    assert server.tunings == 1
     assert module.row_sum.best_config.kwargs == {"BLOCK": 256}
 
 
@@ -107,7 +107,7 @@ def test_serving_a_list_assigned_per_size_runs_configs_of_this_list(tmp_path: Pa
         assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
         blocks.append(kernel.best_config.kwargs["BLOCK"])
     assert blocks == [64, 128, 64]
-    assert (server.counts.hits, server.counts.misses) == (2, 1)  # the row falls back to 64; the other kernel is not in the table
+    assert (server.hits, server.misses) == (2, 1)  # the row falls back to 64; the other kernel is not in the table
     startup.uninstall()
     assert [config.kwargs["BLOCK"] for config in kernel.configs] == [64, 64]
 
@@ -124,7 +124,7 @@ def test_serving_with_policy_author_tunes_each_list_that_the_program_assigns(
         kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
         kernel[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
         assert kernel.best_config.kwargs["BLOCK"] == block
-    assert server.counts.tunings == 2
+    assert server.tunings == 2
 
 
 def test_serving_with_policy_author_tunes_once_for_equal_lists_made_for_each_launch(
@@ -137,7 +137,7 @@ def test_serving_with_policy_author_tunes_once_for_equal_lists_made_for_each_lau
     for _ in range(3):
         kernel.configs = [triton.Config({"BLOCK": 16}, num_warps=warps) for warps in (2, 4)]
         kernel[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
-    assert server.counts.tunings == 1
+    assert server.tunings == 1
 
 
 @pytest.mark.usefixtures("untimed")
@@ -148,7 +148,7 @@ def test_serving_a_kernel_with_a_single_config_is_no_miss(tmp_path: Path, monkey
     server = served(tmp_path, miss="error")
     y = torch.empty(4)
     kernel[(4,)](torch.ones(4, 64), y, 4, 64)
-    assert (y.tolist(), server.counts.misses) == ([64.0] * 4, 0)
+    assert (y.tolist(), server.misses) == ([64.0] * 4, 0)
     assert not (tmp_path / "misses").exists()
 
 
@@ -157,7 +157,7 @@ def test_serving_a_launch_without_elements_is_no_miss(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     server = served(tmp_path, miss="error")
     example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
-    assert (server.counts.misses, server.counts.tunings) == (0, 0)
+    assert (server.misses, server.tunings) == (0, 0)
     assert server.counters.by_name() == {"served two_kernels.row_sum": 1, "missed two_kernels.row_sum": 0}
 
 
@@ -180,7 +180,7 @@ def test_serving_sizes_that_the_key_omits_takes_the_nearest_row_of_the_group(tmp
     for rows_given, expected in ((3, 2), (50, 5)):
         module.row_sum[(rows_given,)](torch.ones(rows_given, 96), torch.empty(rows_given), rows_given, 96)
         assert module.row_sum.best_config.kwargs["BLOCK"] == configs[expected].kwargs["BLOCK"]
-    assert server.counts.misses == 0
+    assert server.misses == 0
 
 
 def test_serving_a_kernel_with_changed_source_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +188,7 @@ def test_serving_a_kernel_with_changed_source_warns_once(tmp_path: Path, caplog:
     server = served(tmp_path, miss="default", misses=None)
     for columns in (96, 64):
         example().row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
-    assert server.counts.hits == 0
+    assert server.hits == 0
     assert caplog.text.count("its source has changed since it was tuned") == 1
 
 
@@ -219,7 +219,7 @@ def test_serving_a_kernel_that_was_captured_in_main_depends_on_its_source(
     tuned_folder(tmp_path, module="__main__", package="", **source)
     server = served(tmp_path, miss="default", misses=None)
     example().row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
-    assert server.counts.hits == (not source)
+    assert server.hits == (not source)
     assert "its source has changed" not in caplog.text  # the program's file may hold any kernel of this name
 
 
@@ -289,7 +289,7 @@ def test_serving_with_its_manifest_logs_the_digest(tmp_path: Path, caplog: pytes
     caplog.set_level(logging.INFO, "kerneltune.adopt")
     server = served(tmp_path, manifest=digest, miss="default", misses=None)
     example().step(4, 96)
-    assert server.counts.hits == 1
+    assert server.hits == 1
     assert digest in caplog.text
 
 
@@ -364,7 +364,7 @@ def test_serving_obeys_early_config_prune_but_no_performance_model(
     monkeypatch.setattr(kernel, "configs_top_k", 1)
     server = served(tmp_path, miss="default")
     assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
-    assert server.counts.hits == 1
+    assert server.hits == 1
     assert (kernel.best_config.kwargs["BLOCK"] == block) is is_allowed
 
 
@@ -399,7 +399,7 @@ def test_serving_in_a_graph_capture_uses_the_nearest_config_and_tunes_nothing(
     monkeypatch.setattr(program, "is_capturing", lambda: True)
     example().row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
     assert example().row_sum.best_config.kwargs == {"BLOCK": 256}
-    assert server.counts.tunings == 0
+    assert server.tunings == 0
 
 
 def test_serving_from_many_threads_gives_right_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +440,7 @@ def test_serving_a_subclass_that_calls_super_is_served(tmp_path: Path, monkeypat
     monkeypatch.setattr(module.row_sum, "__class__", OwnAutotuner)
     server = served(tmp_path, miss="error")
     module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
-    assert (server.counts.hits, OwnAutotuner.looked_up) == (1, 1)
+    assert (server.hits, OwnAutotuner.looked_up) == (1, 1)
 
 
 def test_serving_a_kernel_defined_later_lists_one_config_before_its_launch(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_preparation_of_a_table_begins_once_and_only_new_launches_await_it(tmp_p
         1,
         3,
     )  # two kernels at two sizes, which the choice of the second kernel does not tell apart
-    assert server.counts.hits == 3
+    assert server.hits == 3
 
 
 def test_preparation_for_another_gpu_does_not_begin(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_served_launches_of_unchanged_kernels_parse_no_source(tmp_path: Path, mo
     monkeypatch.setattr(arguments, "code_digest", lambda function: parsed.append(function) or "")
     server = launched(folder, Steps(), 96, 256)
     arguments.source_digest.cache_clear()
-    assert server.counts.hits == 3
+    assert server.hits == 3
     assert parsed == []
 
 

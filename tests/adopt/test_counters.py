@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from adopted import ROOT
 
-from kerneltune.adopt.folder import SUFFIX, Counters, read_counts
+from kerneltune.adopt.counters import SUFFIX, Counters, read_counts
 
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from kerneltune.adopt.folder import Counters
+from kerneltune.adopt.counters import Counters
 counters = Counters(Path(sys.argv[1]))
 for name in ["a"] * 3 + ["b" * 300]:
     counters.add(counters.slot(name))

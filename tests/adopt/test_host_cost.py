@@ -25,7 +25,7 @@ def test_served_launch_with_a_new_number_costs_at_most_10_repeated_launches(tmp_
         startup.install(tmp_path, miss="error")
         launches = (lambda: kernel[lambda meta: (1,)](*args, 4), lambda: kernel[lambda meta: (1,)](*args, next(new)))
         by_rows[rows] = [host_cost.cost_us(launch, 25, 40) for launch in launches]
-        assert startup.server().counts.misses == 0
+        assert startup.server().misses == 0
         startup.uninstall()
     assert by_rows[1][1] < 2 * by_rows[1][0]  # the number has no part in the choice
     assert by_rows[16][1] < 10 * by_rows[16][0]  # the number decides between rows; encoding 48 configs took 100 times as long

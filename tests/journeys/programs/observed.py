@@ -42,7 +42,7 @@ def row(*tensors):
         server = startup.server()
     except ImportError:
         server = None
-    served = None if server is None else {name: getattr(server.counts, name) for name in ("hits", "misses", "tunings")}
+    served = None if server is None else {name: getattr(server, name) for name in ("hits", "misses", "tunings")}
     return {"digest": digest(*tensors), "configs": configs, "timed": len(TIMED), "served": served}
 
 
