@@ -31,7 +31,7 @@ _COPY_OF = "_kerneltune_copy_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
 """Most decorators around a kernel, and around a function that a kernel calls."""
-_MOST_KEYS, _MOST_PLANS, _MOST_LISTS = 4096, 32, 64
+_MOST_KEYS, _MOST_PLANS, _MOST_LISTS = 4096, 32, 1024
 """Most keys of a plan, most plans of a kernel, most lists of configs of an autotuner that are remembered."""
 _OTHER_KIND = (LookupError, AttributeError, TypeError)
 """Errors of a plan's keys for launches with other names or types of arguments."""

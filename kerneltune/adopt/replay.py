@@ -11,7 +11,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -332,7 +332,9 @@ class Replay:
         args = list(with_tuples({a.name: self.named[a.name] for a in launch_class.arguments if a.is_positional}).values())
         kwargs = with_tuples({a.name: self.named[a.name] for a in launch_class.arguments if not a.is_positional})
         launch = Launch(autotuner, args, {**kwargs, "grid": grid})
-        pruned = launch.pruned(by_model=False) if autotuner.early_config_prune else []  # pruning may make configs
+        pruned = []
+        with suppress(Exception):  # of the author's pruning, which may make configs, and may read values that are not there
+            pruned = launch.pruned(by_model=False)
         config = live_configs([*pruned, *autotuner.configs], [stored]).get(stored)
         if config is None:
             reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"

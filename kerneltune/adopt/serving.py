@@ -88,21 +88,25 @@ class ServedList:
     Attributes:
         configs: the list.
         kernel: the table's kernel; None where the table has none for this autotuner.
+        is_tuned: whether the table's kernel was tuned with this list.
         slots: places of the counts of launches: served, missed.
         key_names: arguments in the keys of launches: the arguments of the author's key, and the sizes that decide between rows.
         by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
         by_author_key: the table's rows by author's key and element types.
         by_row: the config objects of the table's rows, see `allowed`, by the identities of the rows' configs.
+        last_allowed: of these, the objects that the author's pruning left for the last launch.
         author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
     """
 
     configs: list[Any]
     kernel: TableKernel | None
+    is_tuned: bool
     slots: tuple[int, ...]
     key_names: set[str]
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[RowFinder[ServingRow]] = field(default_factory=LaunchMap)
     by_row: dict[int, ServedConfig] = field(default_factory=dict)
+    last_allowed: dict[int, ServedConfig] = field(default_factory=dict)
     author_choices: dict[Any, Any] | None = None
 
     def tuned(self, launch: Launch) -> ServedConfig | None:
@@ -128,10 +132,17 @@ class ServedList:
             served = self.by_row[id(stored)] = ServedConfig.of(self.live(stored, is_pruned), self.slots[0])
         if is_pruned:
             configs = [choice.config for choice in served.choices]
-            pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
+            try:
+                pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
+            except Exception:  # triton.autotune prunes for the first launch of a key alone, and launches its choice again
+                if id(stored) not in self.last_allowed:
+                    raise
+                return self.last_allowed[id(stored)]
             allowed = [(own.all_kwargs(), own) for own in pruned]
             matches = ([own for values, own in allowed if values == config.all_kwargs()] for config in configs)
             served = ServedConfig.of([own[0] for own in matches if own], self.slots[0])
+            if served.choices:
+                self.last_allowed[id(stored)] = served
         return served if served.choices else None
 
     def live(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
@@ -143,10 +154,9 @@ class ServedList:
         is_pruned: whether the author's pruning decides about the objects, and makes those that need a pre_hook.
         """
         live = live_configs(self.configs, [replace(one, pre_hook=False) for one in stored] if is_pruned else stored)
-        is_tuned = self.kernel is not None and self.kernel.configs == configs_digest(self.configs)
         values = [item for config in self.configs for item in config.kwargs.items()]
         made = [live[one] for one in stored if one in live]
-        return [config for config in made if is_tuned or all(item in values for item in config.kwargs.items())]
+        return [config for config in made if self.is_tuned or all(item in values for item in config.kwargs.items())]
 
 
 @dataclass(slots=True)
@@ -388,7 +398,7 @@ class Server:
             if lists is None:
                 author = self._list_of(autotuner)
                 lists = ServedAutotuner(author, author.configs)
-                if author.kernel is not None:
+                if author.kernel is not None and author.is_tuned:  # the program may yet choose from a list that was not tuned
                     autotuner.configs = lists.shown = author.live(author.kernel.portfolio[:1]) or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, lists)
             return lists
@@ -416,10 +426,12 @@ class Server:
             if self._is_strict:
                 raise
             warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
-        same.sort(key=lambda kernel: kernel.configs != configs_digest(configs))
+        digest = configs_digest(configs)
+        same.sort(key=lambda kernel: kernel.configs != digest)
         kernel = same[0] if same else None
         split = {re.split(r"[.[]", name)[0] for group in (kernel.groups if kernel is not None else ()) for name in group.split}
-        return ServedList(configs, kernel, self._slots_of(autotuner), split.union(autotuner.keys))
+        is_tuned = kernel is not None and kernel.configs == digest
+        return ServedList(configs, kernel, is_tuned, self._slots_of(autotuner), split.union(autotuner.keys))
 
     def _slots_of(self, kernel: Any) -> tuple[int, ...]:
         """Return the places of the counts of a kernel's launches: served, missed."""

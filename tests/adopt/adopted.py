@@ -93,3 +93,9 @@ def tuned_folder(root: Path, chosen: int = 3, **changes: Any) -> list[StoredConf
     order = [configs[chosen], *(config for config in configs if config is not configs[chosen])]
     write_table(root, kernel_of(launches, order, **changes))
     return order
+
+
+def served(root: Path, **options: Any) -> Any:
+    """Start serving in this process."""
+    startup.install(root, **options)
+    return startup.server()

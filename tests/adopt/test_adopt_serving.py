@@ -12,19 +12,13 @@ from typing import Any
 import pytest
 import torch
 import triton
-from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, tuned_folder, write_table
+from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, served, tuned_folder, write_table
 
 from kerneltune.adopt import program, startup, table
 from kerneltune.adopt.folder import read_json
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel
 from kerneltune.adopt.table import MANIFEST, Group, ServingRow, read_table
-
-
-def served(root: Path, **options: Any) -> Any:
-    """Start serving in this process."""
-    startup.install(root, **options)
-    return startup.server()
 
 
 @pytest.fixture
