@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len, chop_cells
+
 from kerneltune.wording import printable, wrapped
 
 CellValue = str | float | int | bool | None
@@ -176,32 +178,41 @@ def markdown_text(text: str) -> str:
 
 
 def _lengths(column: Column, cells: Iterable[str]) -> list[int]:
-    """Return the lengths of a column's cells, or of their words where the column wraps."""
-    return [len(part) for cell in cells for part in (cell.split() or [""] if column.wraps else [cell])]
+    """Return the widths of a column's cells, or of their words where the column wraps; an East Asian letter is two wide."""
+    return [cell_len(part) for cell in cells for part in (cell.split() or [""] if column.wraps else [cell])]
 
 
 def _laid_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """Return the lines of the headings, then of every row, in columns that wrap where a line is wider than `width`."""
     grid = [[column.name for column in columns], *rows]
     lengths = [_lengths(column, cells) for column, cells in zip(columns, zip(*grid, strict=True), strict=True)]
-    widths = [max(map(len, cells)) for cells in zip(*grid, strict=True)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*grid, strict=True)]
     wrapping = [at for at, column in enumerate(columns) if column.wraps]
     gap = 2 if wrapping and sum(map(max, lengths)) + 2 * (len(columns) - 1) <= width else 1
     while sum(widths) + gap * (len(columns) - 1) > width and (wide := [at for at in wrapping if widths[at] > 1]):
         widths[min(wide, key=lambda at: (lengths[at].count(widths[at]), -widths[at]))] -= 1  # breaks the fewest words
-    forms = [f"{'<' if column.digits is None else '>'}{room}" for column, room in zip(columns, widths, strict=True)]
     blocks = []
     for cells in grid:
-        parts = [textwrap.wrap(cell, room or 1, break_on_hyphens=False) or [""] for cell, room in zip(cells, widths, strict=True)]
-        lines = zip_longest(*(parts or [[""]]), fillvalue="")
-        blocks.append([(" " * gap).join(map(format, line, forms)).rstrip() for line in lines])
+        lines = zip_longest(*(list(map(_wrapped_cell, cells, widths)) or [[""]]), fillvalue="")
+        blocks.append([(" " * gap).join(map(_aligned, columns, line, widths)).rstrip() for line in lines])
     return blocks
+
+
+def _wrapped_cell(cell: str, room: int) -> list[str]:
+    """Return a cell on lines of at most `room` columns; text with letters that are two wide is broken at any letter."""
+    is_wide = cell_len(cell) > len(cell)
+    return (chop_cells(cell, room) if is_wide else textwrap.wrap(cell, room or 1, break_on_hyphens=False)) or [""]
+
+
+def _aligned(column: Column, text: str, room: int) -> str:
+    blanks = " " * (room - cell_len(text))
+    return text + blanks if column.digits is None else blanks + text
 
 
 def _noted(lines: Sequence[str], note: str, width: int) -> list[str]:
     """Return a row's lines with its note behind the last line, or below it if there is little room."""
-    is_beside = width - len(lines[-1]) - 2 >= _LEAST_ROOM
-    indent = len(lines[-1]) + 2 if is_beside else min(_NOTE_INDENT, width // 2)
+    is_beside = width - cell_len(lines[-1]) - 2 >= _LEAST_ROOM
+    indent = cell_len(lines[-1]) + 2 if is_beside else min(_NOTE_INDENT, width // 2)
     words = textwrap.wrap(note, width - indent, max_lines=_NOTE_LINES, placeholder=" …", break_on_hyphens=False)
     last = f"{lines[-1]}  {words.pop(0)}" if is_beside else lines[-1]
     return [*lines[:-1], last, *(" " * indent + part for part in words)]

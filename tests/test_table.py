@@ -54,6 +54,17 @@ def test_table_text_keeps_cells_of_columns_that_do_not_wrap() -> None:
     assert whole.text(12).splitlines() == ["case  config", "a b c x=1", "      y=2", "      z=3"]
 
 
+def test_table_text_aligns_columns_behind_letters_that_are_two_wide() -> None:
+    columns = (Column("case", wraps=True), Column("µs", digits=1))
+    table = Table(columns, (Row(("行列計算", 1.5), "failed: 2 of 4 wrong"), Row(("cafe\u0301", 10.0))))
+    assert table.text(60).splitlines() == [
+        "case        µs",
+        "行列計算   1.5  failed: 2 of 4 wrong",
+        "cafe\u0301      10.0",
+    ]
+    assert table.text(9).splitlines()[:3] == ["case   µs", "行列  1.5", "計算"]
+
+
 def test_table_text_prints_values_that_all_rows_share_once() -> None:
     assert CASES.text(30).splitlines() == [
         "all rows: policy cold",
