@@ -43,7 +43,7 @@ def command(
     """
     sources = _sources(files or record_files(results), wanted, (a, b), configs)
     if svg is not None:
-        write(svg, _picture(sources, a, b))
+        write(svg, _picture(sources))
     if markdown is not None:
         is_printed = str(markdown) == "-"
         text = _markdown(sources, svg, Path() if is_printed else markdown.parent)
@@ -56,12 +56,13 @@ def command(
         note(f"{path} has {len(text.encode()) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 
 
-def _picture(sources: Sources, a: str | None, b: str | None) -> str:
-    """Return the picture of the families that have both A and B, which are those of all records together unless named."""
-    first, second = default_pair(sources.records, a, b)
-    families = {family: paired(members, first, second) for family, members in by_family(sources.records).items()}
-    shown = [row.b for rows in families.values() for row in rows]
-    return speedups(families, first, second, source(shown, ("device", "torch", "triton")) if shown else "")
+def _picture(sources: Sources) -> str:
+    """Return the picture of all families, each with its own A and B."""
+    families = by_family(sources.records)
+    pairs_of = family_pairs(families, sources.pair)
+    rows_of = {family: paired(members, *pairs_of[family]) for family, members in families.items()}
+    shown = [row.b for rows in rows_of.values() for row in rows]
+    return speedups(rows_of, pairs_of, source(shown, ("device", "torch", "triton")) if shown else "")
 
 
 def _sources(paths: Sequence[Path], wanted: Selection, pair: tuple[str | None, str | None], configs: Path | None) -> Sources:

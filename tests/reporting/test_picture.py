@@ -23,7 +23,8 @@ def rows(*ratios: float) -> list[Comparison]:
 
 
 def test_picture_has_a_line_per_family_with_the_fastest_first() -> None:
-    text = speedups({"slow_<x>": rows(0.5, 0.5), "fast": rows(1.0, 4.0)}, "best-peer", "optimized", "NVIDIA H200")
+    pair = "best-peer", "optimized"
+    text = speedups({"slow_<x>": rows(0.5, 0.5), "fast": rows(1.0, 4.0)}, {"slow_<x>": pair, "fast": pair}, "NVIDIA H200")
     assert re.findall(r'text-anchor="end">([^<]*)<', text) == ["fast", "2.00x", "slow &lt;x&gt;", "0.50x"]
     assert "the fastest peer of every case" in text
     assert "@media (prefers-color-scheme: dark)" in text
@@ -32,9 +33,20 @@ def test_picture_has_a_line_per_family_with_the_fastest_first() -> None:
     assert points[1] < float(one) < points[0]
 
 
+def test_picture_draws_each_family_with_the_pair_of_its_table(tmp_path: Path) -> None:
+    """The training families have no `optimized`: their tables compare `tensorwise`."""
+    files = [str(path) for path in RECORDED if path.stem in ("rmsnorm", "swiglu_bwd", "moe_training")]
+    picture, tables = tmp_path / "s.svg", tmp_path / "tables.md"
+    assert CliRunner().invoke(app, ["report", *files, "--svg", str(picture), "--markdown", str(tables)]).exit_code == 0
+    assert "### moe_training: best-peer (A) against tensorwise (B)" in tables.read_text().replace("\\", "")
+    texts = re.findall(r'class="(?:title|small)" x="8" y="[0-9]+">([^<]*)<', picture.read_text())
+    assert texts[0] == "optimized: speed relative to the fastest peer of every case (higher is faster)"
+    assert "moe training: tensorwise: speed relative to the fastest peer of every case" in texts
+
+
 def test_picture_without_a_speed_up_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^no case has a time of both a and b: nothing to draw$"):
-        speedups({"family": []}, "a", "b", "")
+        speedups({"family": []}, {"family": ("a", "b")}, "")
     done = CliRunner().invoke(
         app, ["report", str(RECORDED[0]), "--a", "optimized", "--b", "nothing", "--svg", str(tmp_path / "s.svg")]
     )
