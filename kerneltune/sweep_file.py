@@ -114,7 +114,7 @@ def gate_margin(family: str) -> float | None:
 def find(family: str) -> Path:
     """Find the sweep file of a family: a `.yaml` path itself, else in `sweeps/` here, else in the checkout or package."""
     if family.endswith((".yaml", ".yml")):
-        if Path(family).is_file():
+        if Path(family).exists():
             return Path(family)
         raise ValueError(f"cannot read {family}: no such file")
     for folder in _folders():
@@ -127,7 +127,7 @@ def find(family: str) -> Path:
 
 def families() -> list[str]:
     """Return the names of the sweep files in `sweeps/` here and in the checkout or package."""
-    return sorted({path.stem for folder in _folders() for path in folder.glob("*.yaml")})
+    return sorted({path.stem for folder in _folders() for path in folder.glob("*.yaml") if path.is_file()})
 
 
 def _folders() -> list[Path]:

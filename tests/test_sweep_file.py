@@ -331,6 +331,7 @@ def test_find_of_a_family_returns_its_file_or_names_the_nearest(tmp_path: Path, 
     for path in ("repo/sweeps/norm.yaml", "repo/sweeps/gemm.yaml", "sweeps/norm.yaml"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("")
+    Path("sweeps/folder.yaml").mkdir()
     assert sweep_file.find("norm") == Path("sweeps/norm.yaml")
     assert sweep_file.find("gemm") == tmp_path / "repo/sweeps/gemm.yaml"
     assert sweep_file.find("repo/sweeps/norm.yaml") == Path("repo/sweeps/norm.yaml")
@@ -338,6 +339,10 @@ def test_find_of_a_family_returns_its_file_or_names_the_nearest(tmp_path: Path, 
         sweep_file.find("nrom")
     with pytest.raises(ValueError, match=r"^cannot read nrom\.yaml: no such file$"):
         sweep_file.find("nrom.yaml")
+    with pytest.raises(ValueError, match=r"^family: 'folder': expected one of gemm, norm, or a "):
+        sweep_file.find("folder")
+    with pytest.raises(ValueError, match=r"^cannot read sweeps/folder\.yaml: Is a directory$"):
+        sweep_file.load(sweep_file.find("sweeps/folder.yaml"), OPS)
 
 
 def count(entries: tuple[sweep_file.SweepCase, ...], **wanted: Any) -> int:

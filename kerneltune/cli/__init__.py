@@ -104,7 +104,7 @@ class _Group(TyperGroup):
 
 
 def _unwritten(error: OSError) -> typer.Exit:
-    """Print the file that cannot be reached, or that the output cannot be written, and return the exit.
+    """Print that a file or the current folder cannot be reached, or the output not written, and return the exit.
 
     Raise any other error again, such as a closed pipe.
     """
@@ -112,6 +112,8 @@ def _unwritten(error: OSError) -> typer.Exit:
         error_line(f"error: cannot read {error.filename}: {error.strerror}")
     elif error.errno in (errno.ENOSPC, errno.EIO):
         error_line(f"error: cannot write the output: {error.strerror}")
+    elif error.errno == errno.ENOENT and not error.filename:
+        error_line("error: cannot find the current folder: it was removed or renamed")
     else:
         raise error
     return typer.Exit(2)

@@ -12,6 +12,7 @@ from command_line import both, operators, record, refused, run
 
 from kerneltune import device
 from kerneltune.cli import doctor
+from kerneltune.files import data_root
 from kerneltune.sweep_file import NO_FAMILY
 
 COMMANDS = [
@@ -98,6 +99,13 @@ def test_command_with_stdout_on_a_full_disk_fails_with_one_line(arguments: tuple
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+def test_command_in_a_removed_folder_fails_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = data_root("results").resolve() / "nvidia_h200" / "swiglu_bwd.jsonl"
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert refused("report", str(records)) == "error: cannot find the current folder: it was removed or renamed"
 
 
 def test_command_in_a_terminal_of_0_columns_prints_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
