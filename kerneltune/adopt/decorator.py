@@ -23,7 +23,7 @@ class NoGpuError(RuntimeError, SystemExit):
         self.code = f"error: {text}"
 
 
-def _run_if_possible(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_if_possible(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Launch a kernel that was decorated where no GPU was found.
 
     Raises:

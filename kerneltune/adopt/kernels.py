@@ -92,7 +92,7 @@ def _helper(function: Any, name: str) -> Any:
     value = function.__globals__.get(name)
     for _ in range(_MOST_HELPER_LAYERS):
         value = getattr(value, "fn", value)
-    packages = [each.__module__.partition(".")[0] for each in (function, value) if inspect.isfunction(each)]
+    packages = [str(each.__module__).partition(".")[0] for each in (function, value) if inspect.isfunction(each)]
     return value if len(packages) == 2 and packages[0] == packages[1] else None
 
 

@@ -132,7 +132,7 @@ class Recorder:
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
 
-        def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             recorded = self.recorded_class(autotuner, args, kwargs)
             if not (recorded.digest or recorded.configs) and (program.is_interpreted() or not self.autotune):
                 with suppress(Exception):  # of the author's pruning: the author's autotuner raises it again
@@ -144,7 +144,7 @@ class Recorder:
     def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of `run` of a kernel: it notes the kernel, and records it under `plain`."""
 
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             function = kernel.fn
             self._launched_functions.add(function)
             if not self.plain or function in self._autotuned_functions or kwargs.get("warmup"):
@@ -155,7 +155,7 @@ class Recorder:
 
     def _recorded_plain_class(self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch of a kernel without an autotuner; the first launch of a class records it."""
-        if kernel.fn.__module__.partition(".")[0] in _MAKERS:
+        if _is_of_maker(kernel_name(kernel).text):
             return RecordedClass()
         options, others = configs.split_options(kwargs)
         key = (id(kernel), *options.values())
@@ -170,7 +170,7 @@ class Recorder:
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
         names = {KernelName.of(function).text for function in self._launched_functions - self._autotuned_functions}
-        return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
+        return sorted(name for name in names if not _is_of_maker(name))
 
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
@@ -378,6 +378,11 @@ class Recorder:
             count = self._notes.launches.setdefault(digest, Count())
             count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
         self._unread_times = unfinished
+
+
+def _is_of_maker(name: str) -> bool:
+    """Return whether a kernel's name begins with one of `_MAKERS`."""
+    return name.partition(".")[0] in _MAKERS
 
 
 def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:

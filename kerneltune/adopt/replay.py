@@ -142,7 +142,7 @@ def _first_configs() -> Iterator[None]:
 
     before = Autotuner.run
     if is_interpreted():
-        Autotuner.run = lambda tuner, *args, **kwargs: kernels.launch_config(tuner, tuner.configs[0], args, kwargs)
+        Autotuner.run = lambda tuner, /, *args, **kwargs: kernels.launch_config(tuner, tuner.configs[0], args, kwargs)
     try:
         yield
     finally:

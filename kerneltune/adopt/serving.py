@@ -338,7 +338,7 @@ class Server:
         """Return the method that takes the place of Autotuner.run."""
         serve = self._launch
 
-        def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 lists: ServedAutotuner = autotuner.kerneltune_served
             except AttributeError:
@@ -352,7 +352,7 @@ class Server:
         """Return the method that takes the place of `run` of kernels, for the kernels without an autotuner."""
         served = self._plain
 
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 plain = served[kernel.fn]
             except KeyError:

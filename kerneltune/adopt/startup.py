@@ -252,7 +252,7 @@ def _patch(autotuning: ModuleType, by: Any, has_plain: bool = True) -> None:
     """
 
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(autotuner: Any, *args: Any, **kwargs: Any) -> None:
+        def init(autotuner: Any, /, *args: Any, **kwargs: Any) -> None:
             original(autotuner, *args, **kwargs)
             by.on_new_autotuner(autotuner)
 

@@ -437,3 +437,15 @@ def test_capture_command_passes_plain_on(tmp_path: Path, monkeypatch: pytest.Mon
     )
     options = json.loads((tmp_path / "options").read_text())
     assert (options["plain"], options["ignored"]) == (True, ["seed"])
+
+
+def test_capture_of_a_kernel_without_a_module_lets_the_program_run(tmp_path: Path) -> None:
+    """A function that `exec` defines without `__name__` has no module; an argument may have a name of this package's methods."""
+    path = tmp_path / "nameless.py"
+    path.write_text(SOURCE.replace("scale", "kernel"))
+    held: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), held)
+    startup.capture(tmp_path / "cap", plain=True)
+    y = torch.zeros(4)
+    held["doubled"][(1,)](torch.ones(4), y, 4, kernel=2.0, BLOCK=16)
+    assert (held["doubled"].fn.__module__, y.tolist()) == (None, [2.0] * 4)

@@ -103,6 +103,13 @@ SHAPES = {
         SCALED + "KERNELS = {n: " + TUNED[1:] + "(scaled) for n in (1, 2)}\nfor scaled_by in KERNELS.values():\n    pass",
         "list(ThreadPoolExecutor(4).map(lambda i: work(KERNELS[1 + i % 2], 33 + i % 2), range(8)))",
     ),
+    "arguments with names that methods of this package have": (
+        TUNED + SCALED.replace("factor", "kernel").replace("bias", "autotuner"),
+        "for n in (33, 40):\n"
+        "    grid = lambda meta: (triton.cdiv(3, meta['BM']), triton.cdiv(n, meta['BN']))\n"
+        "    other = {'kernel': torch.tensor(3.0), 'autotuner': torch.empty(0), 'HAS_BIAS': False}\n"
+        "    scaled[grid](x=torch.ones(3, n), out=torch.empty(3, n), m=3, n=n, **other)",
+    ),
     "a module of a folder that the program leaves": (
         "sys.path.insert(0, 'lib'); import scaled_lib; os.chdir(os.sep); sys.path.pop(0); scaled = scaled_lib.scaled",
         "run(scaled, 3, 33, torch.empty(0)); run(scaled, 2, 33, torch.empty(0))",
