@@ -376,7 +376,7 @@ def choice_order(value: Any) -> tuple[bool, bool, Any]:
 
 
 _BEYOND = 4
-"""Factor by which a knob may lie above or below all values of its space, because `tune --knob` widens spaces."""
+"""Factor by which a knob may lie above or below all values of its space: a config of another space stays valid."""
 _MOST_WARPS = 32
 
 

@@ -2,20 +2,16 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser
-from kerneltune.errors import unknown
 from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
-from kerneltune.spec import Case, Config, Op, Space, TaskKey, Variant, knobs_of_class
-
-KnobTexts = tuple[tuple[str, tuple[str, ...]], ...]
-"""Names of knobs with values as text."""
+from kerneltune.spec import Case, Config, Op, TaskKey, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +19,17 @@ class Task:
     """Describe an operator's variant on a case under a policy: the unit that is searched, checked, timed and stored.
 
     A task is pickled by name: another process imports the operator.
-
-    Attributes:
-        knobs: values that were added to the space of the variant, see `widened`.
     """
 
     op: Op
     case: Case
     variant: Variant
     policy: str = "cold"
-    knobs: KnobTexts = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the function and the names by which another process finds the task."""
-        names = (self.op.name, self.variant.name, self.case, self.policy, self.knobs)
+        names = (self.op.name, self.variant.name, self.case, self.policy)
         return _named_task, (self.op.module, self.op.origin, *names)
-
-    def widened(self, knobs: KnobTexts) -> "Task":
-        """Return the task with more values for some knobs of its space. `valid` still applies."""
-        return replace(self, variant=_widened(self.variant, knobs), knobs=knobs) if knobs else self
 
     @property
     def key(self) -> TaskKey:
@@ -71,9 +59,7 @@ class Task:
         return self.chooser(root).own(self.case, device.current().slug)
 
 
-def _named_task(
-    module: str, origin: tuple[Any, ...] | None, op_name: str, variant: str, case: Case, policy: str, knobs: KnobTexts
-) -> Task:
+def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, variant: str, case: Case, policy: str) -> Task:
     """Find a task by name, the operator in `OP` or `OPS` of its module or of a package that holds the module.
 
     An operator with an origin is made anew by `operators` of its module.
@@ -87,30 +73,8 @@ def _named_task(
         ops = (op for package in packages for op in (*getattr(package, "OPS", ()), getattr(package, "OP", None)))
     for op in ops:
         if op is not None and op.name == op_name:
-            return Task(op, case, op.variant(variant), policy).widened(knobs)
+            return Task(op, case, op.variant(variant), policy)
     raise ValueError(f"no operator {op_name} in OP or OPS of {module} or of a package that holds it")
-
-
-def _widened(variant: Variant, knobs: KnobTexts) -> Variant:
-    config: Any = variant.config
-    types = knobs_of_class(config)[0]
-    added: dict[str, tuple[Any, ...]] = {}
-    for name, texts in knobs:
-        if name not in types:
-            raise unknown("knob", name, types, f" of {variant.name}")
-        added[name] = (*added.get(name, ()), *(_typed(name, text, types[name]) for text in texts))
-
-    def space(case: Case) -> Space:
-        return {name: tuple(dict.fromkeys((*values, *added.get(name, ())))) for name, values in variant.space(case).items()}
-
-    return replace(variant, space=space)
-
-
-def _typed(name: str, text: str, kind: Any) -> Any:
-    try:
-        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
 
 
 class Run(NamedTuple):

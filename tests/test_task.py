@@ -23,9 +23,3 @@ def test_pickled_task_of_an_unregistered_operator_raises_one_line() -> None:
     gone = pickle.dumps(Task(bench_jobs.OPS[0], CASE, bench_jobs.VARIANT)).replace(b"fake", b"gone")
     with pytest.raises(ValueError, match=r"^no operator gone in OP or OPS of bench_jobs or of a package that holds it$"):
         pickle.loads(gone)
-
-
-def test_pickled_task_keeps_the_values_that_were_added_to_its_space() -> None:
-    task = Task(bench_jobs.OPS[0], CASE, bench_jobs.VARIANT).widened((("n", ("60",)), ("n", ("61", "62"))))
-    unpickled = pickle.loads(pickle.dumps(task))
-    assert [config.n for config in unpickled.variant.configs(CASE)][-4:] == [59, 60, 61, 62]

@@ -43,7 +43,6 @@ def command(
     policy: o.PolicyName = None,
     budget: o.Budget = None,
     trials: o.Trials = None,
-    max_cases: o.MaxCases = None,
     force: Annotated[bool, o.flag("--force", "Search again what has a config, ran out of memory or crashed.")] = False,
     stale: Annotated[bool, o.flag("--stale", "Search again what was chosen with another source, driver or packages.")] = False,
     sampler: o.Sampler = None,
@@ -51,7 +50,6 @@ def command(
         str | None, o.option("--until-gain", "PERCENT", "Stop when the rest is expected to gain less: 1%, or off.")
     ] = None,
     exhaustive: Annotated[bool, o.flag("--exhaustive", "Measure every config, keep the trials, choose none.")] = False,
-    knob: Annotated[list[str] | None, o.option("--knob", "NAME=V1,V2", "Further values of a knob; may be repeated.")] = None,
     gpus: Annotated[str, o.option("--gpus", "all|N", "GPUs of this host; each tunes one case at a time.")] = "",
     share: Annotated[
         float | None, o.option("--share", "FRACTION", "In a capture, tune classes until they cover this part of the time.")
@@ -86,18 +84,18 @@ def command(
         o.refuse(
             "expected without the folder of a capture",
             op=wanted.ops, case=wanted.cases, dtype=wanted.dtypes, quant=wanted.quants, variant=wanted.variants,
-            policy=policy, trials=trials, max_cases=max_cases, stale=stale,
-            sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus,
+            policy=policy, trials=trials, stale=stale,
+            sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, gpus=gpus,
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, force, workers, dry_run)
     o.refuse("expected only with the folder of a capture", share=share)
     if not dry_run:
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
-        family, wanted, max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
+        family, wanted, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
         renews="all" if force else "stale" if stale else None,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
-        exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus,
+        exhaustive=exhaustive, gpus=gpus,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     if not plan.cases():

@@ -87,7 +87,7 @@ def _tasks(plan: Plan) -> list[Task]:
         case = entry.case if whole else op.called(entry.case)
         with_knobs = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None]
         supported = [task for task in with_knobs if task.variant.unsupported(case) is None]
-        tasks |= {task.key: task.widened(plan.options.knobs) for task in supported}
+        tasks |= {task.key: task for task in supported}
         ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(entry.op))
         if ceiling is not None:
             tasks.setdefault(ceiling.key, ceiling)

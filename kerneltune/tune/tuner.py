@@ -131,8 +131,7 @@ class Tuner:
             yield from (Run(self.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
     def _candidates(self) -> Candidates:
-        searches_all = self.options.renews == "all" or self.options.knobs
-        pool = whole_pool(self.task) if searches_all else narrowed_pool(self.task, self.store)
+        pool = whole_pool(self.task) if self.options.renews == "all" else narrowed_pool(self.task, self.store)
         return Candidates(pool, starting_points(self.task, pool, self.options.configs))
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:

@@ -286,8 +286,8 @@ def test_last_trial_of_a_config_counts_across_studies_and_clocks(path: Path) -> 
     task, config = Task(OP, CASE, variant), Knobs(1, True)
     open_store(path, driver="0.9").put(task, config, Evaluation("passed", 3.0, date="2026-11-01T00:00:04+00:00"))
     open_store(path).put(task, Knobs(2, True), Evaluation("passed", 3.0, date="2026-11-01T00:00:03+00:00"))
-    widened = task.widened((("block", ("4",)),))
-    open_store(path).put(widened, config, Evaluation("crashed", date="2026-11-01T00:00:02+00:00"))
+    wider = replace(variant, space=lambda _case: {"block": (1, 2, 4), "fast": (True,)})
+    open_store(path).put(Task(OP, CASE, wider), config, Evaluation("crashed", date="2026-11-01T00:00:02+00:00"))
     last = Evaluation("passed", 1.0, date="2026-11-01T00:00:01+00:00")
     TrialStore(path, retries_transient=True, **FINGERPRINT).put(task, config, last)
     for retries in (False, True):

@@ -13,7 +13,6 @@ from typing import Any
 
 import fake_gpu
 import fake_operator
-import fake_tuner
 import pytest
 from fake_gpu import H200, OPS, Bench, Pool, entries_of, time_us
 from optuna.storages import JournalStorage
@@ -124,11 +123,11 @@ def test_run_tune_forced_tries_crashed_configs_again(
     assert _appended(path) == kept  # nothing is left to be tried again
 
 
-@pytest.mark.parametrize(("asked", "tried"), [({}, 17), ({"renews": "all"}, 40), ({"knobs": (("warps", ("16",)),)}, 50)])
-def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
+@pytest.mark.parametrize(("asked", "tried"), [({}, 17), ({"renews": "all"}, 40)])
+def test_run_tune_forced_searches_the_whole_space(
     asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without these, a search tries the sixteen best of the other 16-bit type, where that was searched, and the default."""
+    """Otherwise a search tries the sixteen best of the other 16-bit type, where that was searched, and the default."""
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", fake_operator.Bench)
     variant = replace(fake_operator.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     operators = {"fake": replace(fake_operator.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
@@ -139,26 +138,6 @@ def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
     run_tune(load_plan(operators, first, whole), Progress())
     (entry,) = entries_of(run_tune(load_plan(operators, second, replace(whole, **asked)), Progress()))
     assert entry.evidence["trials"] == tried
-
-
-def test_run_tune_with_a_knob_that_the_ceiling_lacks_tunes_both(options: Options, tmp_path: Path) -> None:
-    """The search of the ceiling refused the knob, which ended the run."""
-    space = {"block": (512, 2048), "warps": (4, 8), "stages": (1,), "ctas": (0,)}
-    variant = replace(fake_tuner.LARGE, space=lambda _: space, default=lambda _: fake_tuner.Large(512, 4, 1, 0))
-    operators = {"fake": fake_tuner.op_of(variant), "stream": OPS["stream"]}
-    (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
-    wider = replace(options, search=Search(), knobs=(("stages", ("2",)), ("ctas", ("1",)), ("ctas", ("2",))))
-    entries = entries_of(run_tune(load_plan(operators, Selection(str(tmp_path / "made.yaml")), wider), Progress()))
-    assert [(entry.op, entry.evidence["trials"]) for entry in entries] == [("fake", 2 * 2 * 2 * 3), ("stream", 12)]
-
-
-def test_run_tune_of_the_ceiling_itself_tries_the_added_values(selection: Selection, options: Options) -> None:
-    wider = replace(options, search=Search(), knobs=(("warps", ("2",)), ("warps", ("16",))))
-    (entry,) = entries_of(run_tune(load_plan(OPS, selection, wider), Progress()))
-    variant = OPS["stream"].variants[0]
-    configs = list(Task(OPS["stream"], entry.case, variant).widened(wider.knobs).variant.configs(entry.case))
-    assert {config.warps for config in configs} == {2, 4, 8, 16}
-    assert entry.evidence["trials"] == len(configs)
 
 
 def test_run_tune_stops_where_less_than_1_percent_is_expected(
@@ -318,31 +297,16 @@ def test_run_tune_compiles_for_the_next_case_while_it_measures(
 
 
 def test_run_tune_exhaustive_measures_each_config_once_and_stores_none(selection: Selection, options: Options) -> None:
-    knobs = (("warps", ("16",)), ("ctas", ("1", "2")))
-    wide = replace(options, exhaustive=True, knobs=knobs)
+    whole = replace(options, exhaustive=True)
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     for _ in range(2):
-        assert entries_of(run_tune(load_plan(OPS, selection, wide), Progress())) == []
+        assert entries_of(run_tune(load_plan(OPS, selection, whole), Progress())) == []
         trials = history(path)
-        variant = Task(OPS["stream"], trials[0].key.case, OPS["stream"].variants[0]).widened(knobs).variant
-        assert {trial.knobs for trial in trials} == {knob_pairs(config) for config in variant.configs(trials[0].key.case)}
+        configs = OPS["stream"].variants[0].configs(trials[0].key.case)
+        assert {trial.knobs for trial in trials} == {knob_pairs(config) for config in configs}
         assert len({trial.knobs for trial in trials}) == len(trials)
-    assert {dict(trial.knobs)["warps"] for trial in trials} == {4, 8, 16}
     assert not (options.results.parent / "configs").exists()
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ((("odd", ("1",)),), "knob: 'odd': expected one of block, warps, ctas of baseline"),
-        ((("warps", ("many",)),), "knob: warps: 'many': expected int"),
-    ],
-)
-def test_run_tune_with_unknown_knobs_raises(knobs: Any, message: str, selection: Selection, options: Options) -> None:
-    with pytest.raises(ValueError) as caught:
-        run_tune(load_plan(OPS, selection, replace(options, knobs=knobs)), Progress())
-    assert str(caught.value) == message
 
 
 def test_renewal_times_stale_entries_of_this_gpu_again(
