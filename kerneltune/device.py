@@ -131,15 +131,21 @@ def model() -> str:
     """Return `current().name`, by NVML if NVML sees a single model, so that readers of records start without torch."""
     if wants_interpreter() or not os.path.exists(_DEVICE_FILES[0]) or os.environ.get("CUDA_VISIBLE_DEVICES"):
         return current().name
+    return only_model() or current().name
+
+
+@cache
+def only_model() -> str:
+    """Return the name of the GPUs that NVML sees; empty where NVML is missing, or sees none or several models."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        names = {str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
-    except Exception:  # if NVML is missing or does not answer, ask torch
-        names = set()
-    return names.pop() if len(names) == 1 else current().name
+        (name,) = {str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
+    except Exception:  # of the driver, or of no single name
+        return ""
+    return name
 
 
 def unit_of(uuid: str) -> str:

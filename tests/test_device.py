@@ -119,6 +119,7 @@ def test_model_is_that_of_nvml_if_all_gpus_are_visible_and_alike(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: properties(name="asked torch"))
     monkeypatch.setattr(device.os.path, "exists", lambda _path: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(device, "only_model", device.only_model.__wrapped__)
     assert device.model.__wrapped__() == ("asked torch" if visible else model)
 
 

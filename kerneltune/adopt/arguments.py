@@ -50,6 +50,14 @@ def encode_value(value: Any) -> Any:
     raise NotRecordableError(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
+def identity_of(value: Any) -> str | int:
+    """Return what tells a value from others: its JSON, or its identity if JSON cannot hold it."""
+    try:
+        return repr(encode_value(value))
+    except NotRecordableError:
+        return id(value)
+
+
 def is_function(value: Any) -> bool:
     """Return whether a value is a function under `triton.jit`, which a kernel may call."""
     return type(value).__module__.startswith("triton.") and inspect.isfunction(getattr(value, "fn", None))

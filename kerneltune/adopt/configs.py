@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
+from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value, identity_of
 from kerneltune.adopt.kernels import PLAIN_MARK, Launch, functions_of, heuristics_of, jit_of
 from kerneltune.wording import pairs
 
@@ -141,7 +141,7 @@ def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[
     for config in listed:
         with suppress(NotRecordableError):
             live.setdefault(StoredConfig.of(config), config)
-    pre_hooks = {_identity_of(hook): hook for config in listed if (hook := getattr(config, "pre_hook", None)) is not None}
+    pre_hooks = {_identity_of_hook(hook): hook for config in listed if (hook := getattr(config, "pre_hook", None)) is not None}
     for stored in wanted:
         if stored in live and (not stored.pre_hook or live[stored].pre_hook is not None):
             continue
@@ -152,21 +152,14 @@ def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[
     return live
 
 
-def _identity_of(hook: Any) -> Any:
+def _identity_of_hook(hook: Any) -> Any:
     """Return what tells a pre_hook from others: of a function, which a list may make for each config, code and held values."""
     if not inspect.isfunction(hook):
         return hook if isinstance(hook, Hashable) else id(hook)
     values = [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
     with suppress(ValueError):  # an enclosed value that is not set yet
         values += [cell.cell_contents for cell in hook.__closure__ or ()]
-    return hook.__code__, *map(_identity_of_value, values)
-
-
-def _identity_of_value(value: Any) -> str | int:
-    try:
-        return json.dumps(encode_value(value))
-    except NotRecordableError:
-        return id(value)
+    return hook.__code__, *map(identity_of, values)
 
 
 def launch_defaults() -> dict[str, int]:

@@ -469,7 +469,4 @@ def _other_key(value: Any) -> Any:
         return value.dtype, value.shape
     if isinstance(value, tuple | list):
         return tuple(float if type(item) is float else _other_key(item) for item in value)
-    try:
-        return str(encode_value(value))
-    except NotRecordableError:
-        return id(value)
+    return arguments.identity_of(value)

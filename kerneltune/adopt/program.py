@@ -49,20 +49,8 @@ def device_slug() -> str:
     torch: Any = sys.modules.get("torch")  # torch may be imported later
     if is_interpreted():
         return device.INTERPRETER
-    return device.slug(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else _only_model()
-
-
-@cache
-def _only_model() -> str:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        (name,) = {str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
-    except Exception:  # no NVIDIA driver, no GPU, or GPUs of several models
-        return ""
-    return device.slug(name)
+    is_started = torch is not None and torch.cuda.is_initialized()
+    return device.slug(torch.cuda.get_device_name() if is_started else device.only_model())
 
 
 def main_name(module: str) -> str:

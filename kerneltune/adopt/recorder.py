@@ -34,8 +34,8 @@ MAX_BYTES = 256 << 20
 MOST_CLASSES = 64
 _TIMED_LAUNCHES = 6
 _FLUSH_S = 1.0
-_MAKERS = ("triton", "torch")
-"""Packages that make kernels without an autotuner while the program runs; their kernels are not captured."""
+_MAKERS = ("triton.", "torch.")
+"""Beginnings of names in packages that make kernels without an autotuner while the program runs; they are not captured."""
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class Recorder:
 
     def _recorded_plain_class(self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch of a kernel without an autotuner; the first launch of a class records it."""
-        if _is_of_maker(kernel_name(kernel).text):
+        if kernel_name(kernel).text.startswith(_MAKERS):
             return RecordedClass()
         options, others = configs.split_options(kwargs)
         key = (id(kernel), *options.values())
@@ -170,7 +170,7 @@ class Recorder:
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
         names = {KernelName.of(function).text for function in self._launched_functions - self._autotuned_functions}
-        return sorted(name for name in names if not _is_of_maker(name))
+        return sorted(name for name in names if not name.startswith(_MAKERS))
 
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
@@ -378,11 +378,6 @@ class Recorder:
             count = self._notes.launches.setdefault(digest, Count())
             count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
         self._unread_times = unfinished
-
-
-def _is_of_maker(name: str) -> bool:
-    """Return whether a kernel's name begins with one of `_MAKERS`."""
-    return name.partition(".")[0] in _MAKERS
 
 
 def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
