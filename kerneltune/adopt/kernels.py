@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from types import CodeType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -72,10 +73,8 @@ def bytecode_digest(function: Any) -> str:
     digest, seen = hashlib.sha256(), {function}
 
     def add(each: Any) -> None:
-        code = each.__code__
-        constants = [constant for constant in code.co_consts if constant != each.__doc__]
-        digest.update(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode())
-        for name in code.co_names:
+        digest.update(_code_text(each.__code__, each.__doc__).encode())
+        for name in each.__code__.co_names:
             value = each.__globals__.get(name)
             if isinstance(value, bool | int | float | str):
                 digest.update(repr((name, value)).encode())
@@ -85,6 +84,16 @@ def bytecode_digest(function: Any) -> str:
 
     add(function)
     return digest.hexdigest()[:16]
+
+
+def _code_text(value: Any, doc: str | None = None) -> str:
+    """Return a text of bytecode without its docstring, or of a constant of it, that is the same in every process."""
+    if isinstance(value, frozenset):  # strings have another order in each process
+        return f"frozenset({{{', '.join(sorted(map(_code_text, value)))}}})"
+    if not isinstance(value, CodeType):
+        return repr(value)
+    constants = ", ".join(_code_text(constant) for constant in value.co_consts if constant != doc)
+    return f"({value.co_code!r}, [{constants}], {value.co_names!r}, {value.co_varnames!r})"
 
 
 def _helper(function: Any, name: str) -> Any:

@@ -1,6 +1,7 @@
 """Keys of launches: made from the arguments that decide, whatever the order in which a program names them."""
 
 from enum import Enum, IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from adopted import run_python
 
 from kerneltune.adopt.arguments import encode_value
 from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, of_list, plan_key
@@ -110,3 +112,24 @@ def test_of_list_finds_lists_of_configs_by_identity_and_by_value() -> None:
     for size in range(3000):
         of_list(lists, [triton.Config({"BLOCK": size})], object)
     assert len(lists) <= 2048
+
+
+DIGEST = """
+import triton, triton.language as tl
+from kerneltune.adopt.kernels import bytecode_digest
+def factor(act):
+    return 2 if act in {"relu", "gelu", "silu", "tanh"} else 1
+@triton.jit
+def kernel(x_ptr, ACT: tl.constexpr):
+    tl.store(x_ptr, [factor(act) for act in (ACT, 1)][0])
+print(bytecode_digest(kernel.fn))
+"""
+
+
+def test_bytecode_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """The text of inner code has an address, and a set of strings has another order in each process."""
+    (tmp_path / "digest.py").write_text(DIGEST)
+    code = "import runpy, sys; runpy.run_path(sys.argv[1])"
+    done = [run_python(code, str(tmp_path / "digest.py"), PYTHONHASHSEED=seed) for seed in "123"]
+    assert len({one.stdout for one in done}) == 1
+    assert len(done[0].stdout.strip()) == 16, done[0].stderr
