@@ -27,11 +27,11 @@ from kerneltune.wording import counted
 _MOST_OFFSET = 2**31 - 1
 
 
-def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -> tuple[list[Record], set[str], list[str]]:
+def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
     """Check cases, then cases derived from bench cases, pairs of config and case, and addresses; with `quick` the cases alone.
 
-    The journal of checks keeps the records of each case that is checked. Return all records, the operators with a failure that
-    is no disagreement with the reference, and lines that say what the checks covered.
+    The journal of checks keeps the records of each case that is checked. Return all records, and what the checks
+    covered, a line for each fact.
     """
     checks = _Checks(plan, progress)
     for entry in entries:  # here, as torch._dynamo, which torch imports to compute on device `meta`, takes every fork 1.5 s
@@ -39,7 +39,7 @@ def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -
             meta_inputs(plan.ops[entry.op], entry.case)
     if plan.options.quick:
         checks.run("check", checks.case_jobs(entries))
-        return [*checks.of_cases(), *checks.compiled()], checks.not_compared, []
+        return [*checks.of_cases(), *checks.compiled()], []
     deriving = Fork(partial(_derived_checks, plan))
     try:
         checks.run("check", checks.case_jobs(entries))
@@ -49,7 +49,7 @@ def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -
     further = _further_jobs(plan, [*entries, *derived], facts)
     checks.run("check further configs and sizes", [*checks.case_jobs(derived), *further])
     failures, coverage = checks.of_further(further)
-    return [*checks.of_cases(), *failures, *checks.compiled()], checks.not_compared, [*coverage, *unchecked]
+    return [*checks.of_cases(), *failures, *checks.compiled()], [*coverage, *unchecked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,12 @@ class _Checks:
     Attributes:
         records: the records of each job in the order of the checks; of a case that the journal has, the journal's.
         kept: the jobs of cases that the journal has.
-        not_compared: the operators with a failure that is no disagreement with the reference.
     """
 
     plan: Plan
     progress: Progress
     records: dict[Job, list[Record]] = field(default_factory=dict)
     kept: list[Job] = field(default_factory=list)
-    not_compared: set[str] = field(default_factory=set)
 
     def case_jobs(self, entries: Sequence[SweepCase]) -> list[Job]:
         """Return a job for each case, with default configs of own variants; a peer is checked if the selection names variants."""
@@ -91,7 +89,6 @@ class _Checks:
         for job, outcomes in run_jobs(lacking):
             runs = job.runs or [Run(replace(job.task, case=it.case or job.task.case), it.config) for it in outcomes]
             self.records[job] = [checked_record(family, run, it) for run, it in zip(runs, outcomes, strict=True)]
-            self.not_compared.update(job.task.op.name for it in outcomes if it.status == "failed" and not it.disagrees)
             if job.runs:
                 records.append(journal, self.records[job])
             self.progress.advance(job.label, job.checks)

@@ -133,12 +133,12 @@ class _SweepRun:
                 f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
             )
         if is_gpu:
-            (checked, not_compared), coverage = self.check(entries, with_peers), list[str]()
+            checked, coverage = self.check(entries, with_peers), list[str]()
         else:
             from kerneltune.cpu_checks import check_on_cpu
 
-            checked, not_compared, coverage = check_on_cpu(plan, self.progress, entries)
-        self._doubt_references(checked, not_compared)
+            checked, coverage = check_on_cpu(plan, self.progress, entries)
+        self._doubt_references(checked)
         path = plan.journal("check")
         of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
         replaces = records.check_of if plan.options.quick else records.row_of  # `quick` checks no further configs
@@ -160,8 +160,8 @@ class _SweepRun:
         """
         plan, entries = self.plan, self.plan.cases()
         self.measure_first(entries, first_table)
-        checked, not_compared = self.check(plan.cases("check"))
-        self._doubt_references(checked, not_compared)
+        checked = self.check(plan.cases("check"))
+        self._doubt_references(checked)
         failed = [record for record in checked if record.status == "failed"]
         for record in failed:
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
@@ -176,8 +176,8 @@ class _SweepRun:
         self.end_checks()
         return SweepResult([*failed, *measured], files)
 
-    def check(self, entries: Sequence[SweepCase], with_peers: bool = False) -> tuple[list[Record], set[str]]:
-        """Check cases on the GPU; return their records, and the operators with a failure that is no disagreement.
+    def check(self, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Record]:
+        """Check cases on the GPU; return their records.
 
         The journal of checks keeps the records until `end_checks`.
 
@@ -189,31 +189,27 @@ class _SweepRun:
         if lacking:
             self._compile(lacking, "check")
         self.progress.stage("check", len(work), len(work) - len(lacking), sum(map(len, lacking)))
-        checked, not_compared = list[Record](), set[str]()
+        checked = list[Record]()
         for runs, rows in work:
             if rows is None:
                 self.worker.close()  # `check_only` asks how much memory is free
                 outcomes = check_only(runs, self.worker.check)
                 rows = [checked_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
-                not_compared |= {runs[0].task.op.name for it in outcomes if it.status == "failed" and not it.disagrees}
                 records.append(journal, rows)
                 self.progress.advance(runs[0].task.case_label, len(runs))
             checked += rows
-        return checked, not_compared
+        return checked
 
     def end_checks(self) -> None:
         """Remove the journal of the checks, as the run is over."""
         self.plan.journal(CHECKS).unlink(missing_ok=True)
 
-    def _doubt_references(self, checked: Sequence[Record], not_compared: Collection[str]) -> None:
-        """Pass a note to the progress for each operator with several variants whose outputs all disagree with the reference.
-
-        not_compared: operators with a failure that is no disagreement.
-        """
+    def _doubt_references(self, checked: Sequence[Record]) -> None:
+        """Pass a note to the progress for each operator with several variants that all failed in all cases."""
         for op, rows in records.grouped(checked, lambda row: row.op).items():
             variants = {row.variant for row in rows}
-            if len(variants) > 1 and op not in not_compared and all(row.status == "failed" for row in rows):
-                self.progress.note(f"{op}: all {len(variants)} variants disagree with the reference: is the reference right?")
+            if len(variants) > 1 and all(row.status == "failed" for row in rows):
+                self.progress.note(f"{op}: all {len(variants)} variants fail in all cases: are inputs and reference right?")
 
     def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable | None) -> None:
         """Show a first table: the headline cases without variants that compile for seconds.

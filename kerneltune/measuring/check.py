@@ -68,20 +68,12 @@ class Outcome:
         status: `checked`, `failed` or `skipped`.
         reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
         config, case: the config and the case that failed, if the check has several.
-        disagrees: whether the check failed because the outputs of a first run differ from the reference's.
     """
 
     status: Status
     reason: str = ""
     config: Config = None
     case: Case | None = None
-    disagrees: bool = False
-
-
-class Disagreement(str):
-    """Hold a line that says where the outputs of a first run differ from the reference's."""
-
-    __slots__ = ()
 
 
 FirstSeen = dict[tuple[object, ...], tuple[object, Case]]
@@ -200,7 +192,7 @@ class Checker:
                 return [f"{name}: {given}, and {differing[0]} with another config or in case {differing[1].name}"]
             are_floats = given.is_floating_point and in_reference.is_floating_point
             if are_floats and given != in_reference and given.itemsize >= in_reference.itemsize:
-                return [Disagreement(f"{name}: {given}, expected {in_reference} as of the reference")]
+                return [f"{name}: {given}, expected {in_reference} as of the reference"]
             key = variant.run, of_case[:2], name, "reference's type"
             are_whole = _is_whole(given) and _is_whole(in_reference)
             if are_whole and (differing := self._differing(key, given == in_reference)):
@@ -231,9 +223,7 @@ class Checker:
             return Outcome("skipped", f"{IMPORT_FAILED}{error}")
         if isinstance(errors, Outcome):
             return errors
-        if not errors:
-            return Outcome("checked")
-        return Outcome("failed", "; ".join(errors), disagrees=isinstance(errors[0], Disagreement))
+        return Outcome("failed", "; ".join(errors)) if errors else Outcome("checked")
 
     def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
         """Return the errors of a variant under a config: disagreements, or the reason why the launch failed.
@@ -344,7 +334,7 @@ class Checker:
         if isinstance(lines, list | tuple) and all(isinstance(line, str) and line for line in lines):
             if outputs and not self._expected:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
-            return list(map(Disagreement, lines))
+            return list(lines)
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
 
 
