@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from kerneltune.interpreter.facts import note_here, turns_of
-from kerneltune.interpreter.quick import CHECKED, LARGEST, OPERATORS, assert_fits, quick_operator, quicken, remembered_dtypes
+from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
 
 _USED = (
     "_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder",
@@ -141,64 +141,6 @@ class _Names:
     """Give the global names of a function as attributes."""
 
 
-class _Whole(int):
-    """Stand for the index of a loop, or a sum or product with it; compiled kernels have a tensor there, which can be cast."""
-
-    def to(self, dtype: Any, *_: Any, **__: Any) -> Any:
-        from triton.runtime import interpreter
-
-        return interpreter._implicit_cvt(int(self)).to(dtype)
-
-    def __neg__(self) -> Any:
-        return 0 - self
-
-
-def _towards_zero(left: int, right: int) -> int:
-    """Divide as compiled kernels do: Python divides whole numbers towards minus infinity."""
-    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-
-
-_OF_WHOLE: dict[str, Callable[[int, int], int]] = {
-    "add": int.__add__, "sub": int.__sub__, "mul": int.__mul__, "floordiv": _towards_zero,
-    "mod": lambda left, right: left - right * _towards_zero(left, right),
-    "and": int.__and__, "or": int.__or__, "xor": int.__xor__, "lshift": int.__lshift__, "rshift": int.__rshift__,
-}  # fmt: skip
-"""Operations whose result a compiled kernel keeps in a tensor."""
-
-
-def _whole(name: str, is_reversed: bool) -> Callable[[Any, Any], Any]:
-    def computed(left: Any, right: Any) -> Any:
-        if not isinstance(right, int):
-            return NotImplemented
-        value = _OF_WHOLE[name](*((int(right), int(left)) if is_reversed else (int(left), int(right))))
-        if name in CHECKED and -LARGEST <= right <= LARGEST:
-            assert_fits(-LARGEST - 1 <= value <= LARGEST, 32, name)
-        return _Whole(value)
-
-    return computed
-
-
-for _name in _OF_WHOLE:
-    setattr(_Whole, f"__{_name}__", _whole(_name, is_reversed=False))
-    setattr(_Whole, f"__r{_name}__", _whole(_name, is_reversed=True))
-
-
-def _noted(compare: Callable[[int, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Note the result of a comparison, which may be a condition."""
-
-    def compared(left: int, right: Any) -> Any:
-        result = compare(left, right)
-        if result is not NotImplemented:
-            note_here("true" if result else "false")
-        return result
-
-    return compared
-
-
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(_Whole, f"__{_name}__", _noted(getattr(int, f"__{_name}__")))
-
-
 class _Real(float):
     """Stand for a floating-point argument; compiled kernels have a tensor there, which can be cast."""
 
@@ -216,10 +158,9 @@ def _with_casts(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
     from triton.runtime.interpreter import TensorHandle, tl
 
-    turns = turns_of(range(*bounds))
-    if all(getattr(bound, "dtype", None) is not tl.int64 for bound in bounds):
-        return map(_Whole, turns)
-    return (tl.core.tensor(TensorHandle(np.array([turn], np.int64), tl.int64), tl.int64) for turn in turns)
+    is_wide = any(getattr(bound, "dtype", None) is tl.int64 for bound in bounds)
+    dtype, values = (tl.int64, np.int64) if is_wide else (tl.int32, np.int32)
+    return (tl.core.tensor(TensorHandle(np.array([turn], values), dtype), dtype) for turn in turns_of(range(*bounds)))
 
 
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:

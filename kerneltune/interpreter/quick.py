@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-CHECKED = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_CHECKED = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 """Operations whose overflow the interpreter checks."""
 _BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _COMPARISONS = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
-OPERATORS: dict[str, Any] = CHECKED | _BITWISE | _COMPARISONS
+OPERATORS: dict[str, Any] = _CHECKED | _BITWISE | _COMPARISONS
 """Operators of tensors that numpy computes where no operand needs a cast."""
 
 _FLOATS = frozenset({"fp16", "fp32", "fp64"})
@@ -23,7 +23,7 @@ _NARROW = frozenset({"int8", "int16", "int32", "uint8", "uint16", "uint32"})
 _INTEGERS = _NARROW | {"int64", "uint64"}
 _NUMBERS: dict[str, Any] = {"int32": int, "int64": int, "fp32": (int, float)}
 """Element types of most operands, and Python's types that take the element type of the other operand."""
-LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1
 _OFFSETS = ("int32", "int64")
 """Element types of offsets that a pointer takes without a cast."""
 _UNWRAP = "_unwrap_if_constexpr"
@@ -112,7 +112,7 @@ def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 def _operand(left: Any, right: Any) -> tuple[Any, Any]:
     """Return the values of the right operand, and the operand whose shape the result has; None if an operand needs a cast."""
     if type(right) is not type(left):
-        is_of_kind = isinstance(right, _NUMBERS.get(left.dtype.name, ())) and -LARGEST <= right <= LARGEST
+        is_of_kind = isinstance(right, _NUMBERS.get(left.dtype.name, ())) and -_LARGEST <= right <= _LARGEST
         return (left.handle.data.dtype.type(right), left) if is_of_kind else (None, None)
     kinds = left.dtype.name, right.dtype.name
     if right.dtype is left.dtype or kinds == ("int64", "int32") or (right.dtype.name in _OFFSETS and left.dtype.is_ptr()):
@@ -132,7 +132,7 @@ def quick_operator(name: str, is_reflected: bool, operator: Callable[[Any, Any],
 
     compute, is_comparison, tensor = OPERATORS[name], name in _COMPARISONS, tl.core.tensor
     kinds = _INTEGERS | ({"int1"} if name in _BITWISE else _FLOATS)
-    checked = _NARROW if name in CHECKED else frozenset()
+    checked = _NARROW if name in _CHECKED else frozenset()
 
     def computed(left: Any, right: Any) -> Any:
         kind, handle = left.dtype, left.handle
@@ -179,12 +179,6 @@ def _assert_no_overflow(left: Any, right: Any, operation: Callable[..., Any]) ->
 
     kind, name = left.type.scalar, operation.__name__
     if interpreter_builder.options.debug and kind.int_bitwidth < 64:
-        assert_fits(_fits(CHECKED[name](left.handle.data, right.handle.data, dtype=np.int64), kind), kind.int_bitwidth, name)
-
-
-def assert_fits(is_fitting: bool, num_bits: int, operation: str) -> None:
-    """Assert, where assertions are on, that the result of an operation fits the bits of its integer type."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    if not is_fitting and interpreter_builder.options.debug:
-        interpreter_builder.create_assert(False, f"int{num_bits} overflow detected for operation {operation}")
+        is_fitting = _fits(_CHECKED[name](left.handle.data, right.handle.data, dtype=np.int64), kind)
+        if not is_fitting:
+            interpreter_builder.create_assert(False, f"int{kind.int_bitwidth} overflow detected for operation {name}")

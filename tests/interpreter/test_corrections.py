@@ -199,6 +199,19 @@ def test_loop_index_over_64_bit_bounds_has_64_bits() -> None:
 
 
 @triton.jit
+def _products_with_an_index(x_ptr, y_ptr):
+    for i in range(4):
+        tl.store(y_ptr + i, tl.load(x_ptr) * i)
+
+
+def test_product_with_a_loop_index_has_its_32_bits() -> None:
+    x, y = torch.tensor([100], dtype=torch.int8), torch.empty(4, dtype=torch.int32)
+    with corrected():
+        _products_with_an_index[(1,)](x, y)
+    assert y.tolist() == [0, 100, 200, 300]
+
+
+@triton.jit
 def adding_kernel(y_ptr, eps):
     tl.store(y_ptr, eps.to(tl.float32) + 1.0)
 
