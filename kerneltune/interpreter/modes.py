@@ -4,13 +4,15 @@
 |---|---|---|
 | `corrected` | values and types: `corrections`; speed: `quick` | the process ends |
 | `strict` | the same, and accesses, garbage, assertions and launches: `bounds`, with `races` and `faults` | the context ends |
-| `unlaunched` | launches, which give their facts and run no program: `kernel_code` | the context ends |
+| `unlaunched` | launches, which give their facts and run no program: `kernel_code`; host code keeps nothing | the context ends |
 
 Importing an operator's kernels corrects the interpreter as well (`mend_or_warn`). `strict` and `unlaunched` trace host code of a
 folder. `facts.noting` collects what launches note in every mode, and patches nothing.
 """
 
+import functools
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,7 +72,10 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
 
 @contextmanager
 def unlaunched(folder: str = "") -> Iterator[Launches]:
-    """Collect the facts of launches of interpreted kernels, and of host code in a folder, and run no program."""
+    """Collect the facts of launches of interpreted kernels, and of host code in a folder, and run no program.
+
+    What host code keeps for a further call, such as a workspace that grows, is forgotten, as each case is checked by itself.
+    """
     from triton.runtime.interpreter import GridExecutor
 
     launches = Launches()
@@ -82,8 +87,33 @@ def unlaunched(folder: str = "") -> Iterator[Launches]:
             launches.num_programs += math.prod(map(int, grid))
             launches.facts |= facts_of(executor, bound)
 
-    with _replaced({(GridExecutor, "__call__"): collect}), noting_host(folder, launches.facts.add):
+    with _replaced({(GridExecutor, "__call__"): collect}), _forgetting(folder), noting_host(folder, launches.facts.add):
         yield launches
+
+
+@contextmanager
+def _forgetting(folder: str) -> Iterator[None]:
+    """Put back the global variables of the modules in a folder, and the items of their dicts.
+
+    After an import within, nothing is put back: an imported module may register itself.
+    """
+    num_modules = len(sys.modules)
+    before = [(variables, variables.copy()) for variables in _variables_in(folder, num_modules)]
+    try:
+        yield
+    finally:
+        for variables, items in before if len(sys.modules) == num_modules else ():
+            if len(variables) > len(items):
+                variables.clear()
+            variables.update(items)
+
+
+@functools.lru_cache(maxsize=1)
+def _variables_in(folder: str, _num_modules: int) -> list[dict[str, Any]]:
+    """Return the global variables of each module in a folder, and each dict among them, as long as no module is imported."""
+    modules = [it for it in list(sys.modules.values()) if folder and (getattr(it, "__file__", None) or "").startswith(folder)]
+    dicts = [value for it in modules for name, value in vars(it).items() if type(value) is dict and name != "__builtins__"]
+    return [*map(vars, modules), *dicts]
 
 
 @contextmanager

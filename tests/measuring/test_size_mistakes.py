@@ -139,6 +139,30 @@ def test_limit_of_host_code_without_an_if_is_checked_in_a_derived_case(form: str
     assert ("y: wrong" in findings(op, derived)) == bool(form)
 
 
+_workspaces: dict[str, torch.Tensor] = {}
+
+
+def sums_in_workspace(grows: bool, inputs: Inputs, _config: None) -> Outputs:
+    """Sum rows into memory that is kept for further calls."""
+    x = inputs["x"]
+    M, device = x.shape[0], str(x.device)
+    if device not in _workspaces or (grows and len(_workspaces[device]) < M):
+        _workspaces[device] = x.new_empty(max(M, 64))
+    sums_of_rows[(M,)](x, _workspaces[device], x.shape[1], BLOCK=64, IS_LONG=False, MISTAKE="")
+    return {"y": _workspaces[device].narrow(0, 0, M).clone()}
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_workspace_kept_between_calls_is_checked_above_its_least_size(grows: bool) -> None:
+    _workspaces.clear()
+    op = replace(summing(""), variants=(Variant("optimized", partial(sums_in_workspace, grows)),))
+    derived, _, _ = derived_cases(op, CASES, [case_of("long", 4096, 5000)])
+    assert not _workspaces
+    assert max(case["M"] for case in derived) > 64
+    assert findings(op, CASES) == []
+    assert any(line.startswith("store outside of y_ptr: element 64") for line in findings(op, derived)) == (not grows)
+
+
 @triton.jit
 def _sums_with_conditions(x_ptr, y_ptr, N, LONG: tl.constexpr, VALUE: tl.constexpr):
     total = 0.0
