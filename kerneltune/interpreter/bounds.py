@@ -15,11 +15,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
 
-from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, unnoted
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
@@ -69,22 +70,26 @@ class _Loading:
 
 @dataclass(slots=True)
 class _Stores:
-    """Describe which elements of an argument programs at the corners of the grid store to, by offsets in bytes.
+    """Describe the stores of a launch's programs to an argument, by offsets in bytes.
 
     Attributes:
-        is_last: whether the last element is among them.
-        end_of_first: furthest offset of the grid's first program, if there are several programs.
-        begin_of_last: nearest offset of the grid's last program.
+        writer: number of the last program that stores.
+        is_last: whether the writer stores to the last element.
+        begin, count: nearest offset and number of the writer's stores.
+        end_of_first, count_of_first: furthest offset and number of the first program's stores; -1 and 0 if it is alone.
     """
 
+    writer: int = -1
     is_last: bool = False
+    begin: float = math.inf
+    count: int = 0
     end_of_first: int = -1
-    begin_of_last: float = math.inf
+    count_of_first: int = 0
 
     @property
-    def is_last_behind_first(self) -> bool:
-        """Return whether the last program stores behind the first: programs that take rows in turns do not."""
-        return self.end_of_first < self.begin_of_last < math.inf
+    def are_in_turns(self) -> bool:
+        """Return whether programs take rows in turns, so that the first has a row behind rows of the last, or a row more."""
+        return self.end_of_first > self.begin or self.count_of_first > self.count
 
 
 class NotJudgedError(Exception):
@@ -107,9 +112,10 @@ def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
         (interpreter.InterpreterBuilder, "set_grid_idx"): guard.begin_program,
         (interpreter.TritonSemantic, "load"): guard.note_options_of_load,
         (interpreter.InterpreterBuilder, "create_masked_load"): guard.load_under_mask,
+        (interpreter.TritonSemantic, "store"): guard.store_whole_numbers,
     }
     return {
-        **{place: _as_method(function) for place, function in methods.items()},
+        **{(owner, name): _around(getattr(owner, name), function) for (owner, name), function in methods.items()},
         (interpreter, "_implicit_cvt"): guard.converted,
         (interpreter, "_interpreter"): guard,
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
@@ -120,25 +126,20 @@ def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
     }
 
 
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that a class binds to its instances, which a bound method is not."""
-    return lambda owner, *args, **kwargs: function(owner, *args, **kwargs)
+def _around(method: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a function with the former method, bound to its owner, and the arguments."""
+    return lambda owner, *args, **kwargs: function(MethodType(method, owner), *args, **kwargs)
 
 
 class _Guard:
     """Hold the regions of the kernel that runs.
 
-    Public methods stand for methods of the interpreter, whose owner they take, or for functions of Triton's native module.
+    Public methods stand for methods of the interpreter, which they take, or for functions of Triton's native module.
     """
 
     def __init__(self, interpreter: Any, largest: Mapping[int, int]) -> None:
         self._interpreter, self._native, self._largest = interpreter, interpreter._interpreter, largest
         self._convert: Callable[[Any], Any] = interpreter._implicit_cvt
-        self._arguments: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
-        self._call: Callable[..., Any] = interpreter.GridExecutor.__call__
-        self._set_grid_dim: Callable[..., Any] = interpreter.InterpreterBuilder.set_grid_dim
-        self._set_grid_idx: Callable[..., Any] = interpreter.InterpreterBuilder.set_grid_idx
-        self._masked_load: Callable[..., Any] = interpreter.InterpreterBuilder.create_masked_load
         self._names: dict[int, str] = {}
         self._regions: list[Region] = []
         self._grid: tuple[int, ...] = (1, 1, 1)
@@ -146,23 +147,23 @@ class _Guard:
         self._races = Races()
         self._stores: dict[str, _Stores] = {}
         self._program_number = self._num_programs = 0
-        self._is_corner = self._loads_index = False
+        self._loads_index = False
         self._is_judged = True
-        self._load: Callable[..., Any] = interpreter.TritonSemantic.load
         self._loading = _Loading()
         self._loaded: int | None = 0
         self.deadline = 0.0
 
-    def name_arguments(self, executor: Any, args: Any, kwargs: Any) -> Any:
+    def name_arguments(self, arguments: Any, args: Any, kwargs: Any) -> Any:
         """Remember the name of every tensor argument."""
-        positional, named = self._arguments(executor, args, kwargs)
+        positional, named = arguments(args, kwargs)
         self._regions.clear()
-        self._names = {id(value): name for name, value in (*zip(executor.arg_names, positional, strict=False), *named.items())}
+        in_order = zip(arguments.__self__.arg_names, positional, strict=False)
+        self._names = {id(value): name for name, value in (*in_order, *named.items())}
         return positional, named
 
-    def begin_launch(self, builder: Any, *sizes: int) -> None:
+    def begin_launch(self, set_grid_dim: Any, *sizes: int) -> None:
         """Note the grid of a launch."""
-        self._set_grid_dim(builder, *sizes)
+        set_grid_dim(*sizes)
         self._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
         for axis, (size, most) in enumerate(zip(self._grid, _MOST_PROGRAMS, strict=True)):
             note(Fact("programs", self._kernel, str(axis)), size)
@@ -172,46 +173,62 @@ class _Guard:
         self._races.begin_launch(self._num_programs)
         self._stores, self._loads_index = {}, False
 
-    def begin_program(self, builder: Any, *at: int) -> None:
+    def begin_program(self, set_grid_idx: Any, *at: int) -> None:
         """Note the program that begins, and the time."""
-        self._set_grid_idx(builder, *at)
+        set_grid_idx(*at)
         begin_time()
-        self._is_corner = all(place in _corners(size) for place, size in zip(at, self._grid, strict=True))
         self._program_number = (at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2]
         self._races.begin_program(self._program_number)
 
-    def note_options_of_load(self, semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
+    def note_options_of_load(self, load: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
         """Note a load's options, which the interpreter's own code drops."""
         *_, is_volatile = rest
         cache = str(rest[2]) if len(rest) > 2 else rest[0].cache_modifier  # Triton 3.9 has a policy in place of four options
         self._loading = _Loading(other is not None, bool(is_volatile), cache.endswith(("cg", "cv")))
         try:
-            return self._load(semantic, pointer, mask, other, *rest)
+            return load(pointer, mask, other, *rest)
         finally:
             self._loading = _Loading()
 
-    def load_under_mask(self, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+    def load_under_mask(self, masked_load: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         """Load garbage for elements that the mask leaves out, unless the load has an `other`."""
         taken = np.asarray(mask.data)  # of a block pointer, a plain array whose `data` is its memory
         if other is None and not self._loading.has_other and not taken.all():
             kind = pointers.get_element_ty()
             other = self._interpreter.TensorHandle(_garbage(taken, kind, self._interpreter._get_np_dtype(kind)), kind)
-        return self._masked_load(builder, pointers, mask, other, *rest, **named)
+        return masked_load(pointers, mask, other, *rest, **named)
 
-    def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def store_whole_numbers(self, store: Any, pointer: Any, values: Any, mask: Any, *rest: Any) -> Any:
+        """Store values; without memory, whole numbers must fit the argument's elements, to which Triton casts them.
+
+        Elsewhere the results are compared, and a kernel may store the low bits of a word.
+
+        Raises:
+            KernelFaultError: a number is neither a signed nor an unsigned number of the element's bits.
+        """
+        kind = pointer.dtype.scalar.element_ty
+        if WITHOUT_MEMORY.get() and kind.is_int() and values.dtype.is_int() and 1 < kind.int_bitwidth < values.dtype.int_bitwidth:
+            numbers, is_stored = np.broadcast_arrays(values.handle.data, True if mask is None else mask.handle.data)
+            is_wide = is_stored & (np.abs(numbers >> (kind.int_bitwidth - 1)) > 1)
+            if is_wide.any():
+                raise KernelFaultError(f"store of {numbers[is_wide].flat[0]} to elements of {kind}{self._here()}")
+        return store(pointer, values, mask, *rest)
+
+    def launch(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Launch a kernel; on device `meta`, the programs at the corners of the grid alone. Kernels are not traced."""
         with untraced(), time_limit(lambda: f"{self._kernel}: {self._program()}"):
-            return self._launch(executor, *args, **kwargs)
+            return self._launch(call, *args, **kwargs)
 
-    def _launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _launch(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        executor = call.__self__
         check_keywords(executor, kwargs)
         self._kernel = executor.fn.__name__
         bound = bound_arguments(executor, args, kwargs)
         for fact in facts_of(executor, bound):
             note(fact)
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
-            result = self._call(executor, *args, **kwargs)
-            self._note_stores(is_whole=True)
+            result = call(*args, **kwargs)
+            self._note_stores(None)
             return result
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
@@ -234,7 +251,8 @@ class _Guard:
         for self._loaded in _LOADED:
             try:
                 self._run_corners(executor, bound)
-                self._note_stores(is_whole=False)
+                if not (self._loads_index and self._loads_decide_stores(executor, bound)):
+                    self._note_stores(self._num_programs - 1)
                 return True
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
@@ -269,15 +287,26 @@ class _Guard:
                 builder.set_grid_idx(*program)
                 executor.fn(**values)
 
-    def _note_stores(self, is_whole: bool) -> None:
-        """Note the stores of the launch, unless loaded whole numbers may have decided which elements it stores to.
+    def _note_stores(self, last_program: int | None) -> None:
+        """Note whether the last element of each argument is stored.
 
         Args:
-            is_whole: whether all programs ran; else an argument is left out whose corners do not tell where the stores end.
+            last_program: number of the grid's last program if only corners of the grid ran, which tell it if this program stores;
+                None if all programs ran, of which the last may store nothing.
         """
-        for name, stores in self._stores.items() if not self._loads_index else ():
-            if stores.is_last or is_whole or stores.is_last_behind_first:
+        for name, stores in self._stores.items():
+            if stores.is_last or last_program is None or (stores.writer == last_program and not stores.are_in_turns):
                 note(Fact("last stored" if stores.is_last else "last not stored", name, self._kernel))
+
+    def _loads_decide_stores(self, executor: Any, bound: dict[str, Any]) -> bool:
+        """Return whether loaded whole numbers decide which elements the corners store to, by a run with other numbers."""
+        stores, self._loaded = self._stores, 1
+        try:
+            with unnoted():
+                self._run_corners(executor, bound)
+        except Exception:  # the other numbers lie outside of an argument, or the time is over
+            return True
+        return self._stores != stores
 
     def converted(self, value: Any) -> Any:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""
@@ -378,7 +407,7 @@ class _Guard:
             last = region.size - item_size
             first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
             raise KernelFaultError(f"{what} outside of {region.element(int(first))}{self._here()}")
-        if what == "store":
+        if what == "store" and accessed.size:
             self._note_store(region, accessed, furthest, item_size)
         if region.is_meta:
             if time.thread_time() > self.deadline:
@@ -392,13 +421,16 @@ class _Guard:
         return addresses + np.uint64(region.offset % (1 << 64))
 
     def _note_store(self, region: Region, accessed: Any, furthest: int, item_size: int) -> None:
-        stores = self._stores.setdefault(region.name, _Stores())
-        if accessed.size and self._is_corner:
+        stores, program = self._stores.setdefault(region.name, _Stores()), self._program_number
+        if program > stores.writer:
+            stores.writer, stores.is_last, stores.begin, stores.count = program, False, math.inf, 0
+        if program == stores.writer:
             stores.is_last |= furthest == region.size - item_size
-            if self._program_number == self._num_programs - 1:
-                stores.begin_of_last = min(int(accessed.min()), stores.begin_of_last)
-            elif self._program_number == 0:
-                stores.end_of_first = max(furthest, stores.end_of_first)
+            stores.begin = min(int(accessed.min()), stores.begin)
+            stores.count += 1
+        if program == 0 < self._num_programs - 1:
+            stores.end_of_first = max(furthest, stores.end_of_first)
+            stores.count_of_first += 1
 
     def _each(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
         """Check an access to several regions, region by region."""

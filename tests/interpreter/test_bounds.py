@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from kerneltune.interpreter import bounds, faults
+from kerneltune.interpreter.facts import Fact, Reached, cut_short, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
 
@@ -60,6 +61,55 @@ def test_garbage_behind_the_mask_of_a_store_is_no_fault() -> None:
     x, y = torch.randn(13), torch.empty(13)
     assert fault(lambda: _copy_tail[(4,)](x, y, 13, 4)) == ""
     assert torch.equal(y, x * 2)
+
+
+@triton.jit
+def _fill_columns_of_tiles(y_ptr, rows, columns, TAKES_TURNS: tl.constexpr):
+    num_down = rows // 16
+    num_tiles = num_down * (columns // 16)
+    for tile in range(tl.program_id(0), num_tiles if TAKES_TURNS else 8, tl.num_programs(0)):
+        row = tile % num_down * 16 + tl.arange(0, 16)[:, None]
+        column = tile // num_down * 16 + tl.arange(0, 16)[None, :]
+        tl.store(y_ptr + row * columns + column, 1.0)
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_fixed_grid_that_takes_columns_of_tiles_in_turns_is_not_cut_short(takes_turns: bool) -> None:
+    reached: list[Reached] = []
+    for y in (torch.empty(64, 32), torch.empty(64, 48, device="meta")):  # 8 and 12 tiles
+        with noting() as facts, strict():
+            _fill_columns_of_tiles[(8,)](y, *y.shape, TAKES_TURNS=takes_turns)
+        reached.append(facts)
+    short = [Fact("last not stored", "y_ptr", "_fill_columns_of_tiles")]
+    assert cut_short(*reached) == ([] if takes_turns else short)
+
+
+@triton.jit
+def _numbers_to(y_ptr, first, COUNT: tl.constexpr, LAST: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(y_ptr + at, first + at, at < LAST)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "last", "stored"),
+    [
+        (torch.int16, -32768, 4, None),
+        (torch.int16, 65534, 2, None),  # the bits of unsigned numbers, as of packed values
+        (torch.int16, 65534, 3, 65536),
+        (torch.int8, -130, 4, -130),
+        (torch.uint8, 254, 4, 256),
+        (torch.int64, 1 << 30, 4, None),
+    ],
+)
+def test_store_of_a_number_that_the_element_cannot_hold_is_a_fault_without_memory(
+    dtype: torch.dtype, first: int, last: int, stored: int | None
+) -> None:
+    kind = str(dtype).removeprefix("torch.")
+    line = f"store of {stored} to elements of {kind}, program (0, 0, 0)" if stored else ""
+    for device, expected in (("meta", line), ("cpu", "")):  # with memory the results are compared
+        text = fault(lambda: _numbers_to[(1,)](torch.zeros(4, dtype=dtype, device=device), first, 4, last))  # noqa: B023
+        assert text.startswith(expected), text
+        assert bool(text) == bool(expected)
 
 
 @triton.jit

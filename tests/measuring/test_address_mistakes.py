@@ -36,6 +36,38 @@ def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) 
 
 
 @triton.jit
+def _sums_of_chosen_rows(x_ptr, chosen_ptr, y_ptr, M, N, BLOCK: tl.constexpr, ADDED: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    if row < M:
+        chosen = tl.load(chosen_ptr + row).to(tl.int64)
+        total = tl.sum(tl.load(x_ptr + chosen * N + at, at < N, other=0.0), 0)
+        tl.store(y_ptr + (chosen if ADDED else row), total)
+
+
+def sums_of_chosen_rows(num_programs: int, to_chosen: bool, given: Inputs, _config: None) -> Outputs:
+    """Sum rows in programs of which the last store nothing; where results go may depend on loaded numbers."""
+    x = given["x"]
+    M, N = x.shape
+    y, chosen = x.new_empty(M), torch.arange(M, device=x.device)
+    _sums_of_chosen_rows[(num_programs or M,)](x, chosen, y, M, N, BLOCK=triton.next_power_of_2(N), ADDED=to_chosen)
+    return {"y": y}
+
+
+@pytest.mark.parametrize(("num_programs", "to_chosen", "is_named"), [(64, False, True), (0, False, False), (64, True, False)])
+def test_address_check_names_a_grid_of_fixed_size_where_a_kernel_loads_whole_numbers(
+    num_programs: int, to_chosen: bool, is_named: bool
+) -> None:
+    op = summing("")
+    op = replace(op, variants=(replace(op.variants[0], run=partial(sums_of_chosen_rows, num_programs, to_chosen)),))
+    jobs = [
+        address_job(Task(op, BENCH[1], op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    assert any("no last element of y_ptr" in line for line in coverage_lines(jobs)) == is_named
+
+
+@triton.jit
 def _blocks_of_sums(x_ptr, y_ptr, M, N, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     begin = row.to(tl.int64) * N if WIDE else row * N
