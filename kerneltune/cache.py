@@ -167,7 +167,7 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file.
 
     Raises:
-        ValueError: the entries are not of one operator, a value is none that `load` reads, the folder cannot be written, or the
+        ValueError: the entries are of several operators, `load` would refuse a value, the folder cannot be written, or the
             existing file is broken; nothing is changed then.
     """
     new = {entry.key: entry for entry in ([entries] if isinstance(entries, CacheEntry) else entries)}
@@ -256,7 +256,7 @@ def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> st
 
 
 class Choice(NamedTuple):
-    """Hold the answer of a look-up: a config, and where it comes from.
+    """Hold the answer of a look-up: a config and its source.
 
     Attributes:
         source: `own`, `near` for the config of other sizes, options, type or GPU, or `default`.
@@ -417,9 +417,9 @@ def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
     """
     if gpu == device.INTERPRETER or not is_missing(path_of(op, gpu, root)):
         return gpu
-    others = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
+    tuned = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)
-    of_maker = [(abs(_architecture(other)[1] - number), other) for other in others if _architecture(other)[0] == maker]
+    of_maker = [(abs(_architecture(lender)[1] - number), lender) for lender in tuned if _architecture(lender)[0] == maker]
     return min(of_maker)[1] if of_maker and maker else gpu
 
 

@@ -30,8 +30,8 @@ _MOST_OFFSET = 2**31 - 1
 def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
     """Check cases, then cases derived from bench cases, pairs of config and case, and addresses; with `quick` the cases alone.
 
-    The journal of checks keeps the records of each case that is checked. Return all records, and what the checks
-    covered, a line for each fact.
+    The journal of checks keeps the records of each case that is checked. Return all records, and lines about the coverage of the
+    checks.
     """
     checks = _Checks(plan, progress)
     for entry in entries:  # here, as torch._dynamo, which torch imports to compute on device `meta`, takes every fork 1.5 s
@@ -74,21 +74,21 @@ class _Checks:
         return [case_job(runs) for runs in runs_of if runs]
 
     def run(self, stage: str, jobs: Sequence[Job]) -> None:
-        """Run jobs, except those of cases that the journal has, and keep the records of each case in the journal."""
+        """Run jobs whose cases the journal lacks, and keep the records of each case in the journal."""
         journal, family = self.plan.journal(CHECKS), self.plan.family
         of_cases = [job for job in jobs if job.runs]
-        known = {
+        of_journal = {
             job: rows
             for job, (_, rows) in zip(of_cases, with_finished_rows([job.runs for job in of_cases], journal), strict=True)
             if rows is not None
         }
-        lacking = [job for job in jobs if job not in known]
-        self.kept.extend(known)
-        self.records.update({job: known.get(job, []) for job in jobs})
-        self.progress.stage(stage, len(jobs), len(known), sum(job.checks for job in lacking))
+        lacking = [job for job in jobs if job not in of_journal]
+        self.kept.extend(of_journal)
+        self.records.update({job: of_journal.get(job, []) for job in jobs})
+        self.progress.stage(stage, len(jobs), len(of_journal), sum(job.checks for job in lacking))
         for job, outcomes in run_jobs(lacking):
-            runs = job.runs or [Run(replace(job.task, case=it.case or job.task.case), it.config) for it in outcomes]
-            self.records[job] = [checked_record(family, run, it) for run, it in zip(runs, outcomes, strict=True)]
+            runs = job.runs or [Run(replace(job.task, case=o.case or job.task.case), o.config) for o in outcomes]
+            self.records[job] = [checked_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
             if job.runs:
                 records.append(journal, self.records[job])
             self.progress.advance(job.label, job.checks)
@@ -98,13 +98,13 @@ class _Checks:
         return [row for job, rows in self.records.items() if job.runs for row in rows]
 
     def of_further(self, jobs: Sequence[Job]) -> tuple[list[Record], list[str]]:
-        """Return the failures of jobs that no record of a case tells, and what the checks covered, a line for each fact.
+        """Return the failures of jobs that no record of a case has, and a line for each covered fact.
 
         A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now.
         """
-        told = [_failure_key(row) for row in self.of_cases()]
+        of_cases = [_failure_key(row) for row in self.of_cases()]
         rows = [row for job in jobs for row in self.records[job]]
-        failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in told]
+        failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in of_cases]
         coverage = [row.reason for row in rows if row.status != "failed"]
         return failures, coverage if self.kept else [*coverage, *coverage_lines(list(self.records))]
 
@@ -126,7 +126,7 @@ class _Checks:
         self.progress.stage("compile", 1)
         refused = refusals([compile_job(*run) for run in runs], self.plan.options.workers)
         self.progress.advance(counted(len(runs), "config"))
-        return [checked_record(self.plan.family, runs[at], Outcome("failed", reason)) for at, reason in refused.items()]
+        return [checked_record(self.plan.family, runs[index], Outcome("failed", reason)) for index, reason in refused.items()]
 
 
 def mutate_outputs(plan: Plan) -> list[Outcome]:

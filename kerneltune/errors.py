@@ -52,8 +52,8 @@ def place_in_kernel(chain: list[BaseException]) -> str:
     for error in reversed(chain):
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not _INTERPRETERS.search(frame.filename)]
-        if place := getattr(error, PLACE, ""):
-            return str(place)
+        if named_line := getattr(error, PLACE, ""):
+            return str(named_line)
         if own:
             return f"{Path(own[-1].filename).name}:{own[-1].lineno}: "
     return ""
@@ -92,7 +92,8 @@ def statement_in(folder: str, error: BaseException) -> str:
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__) if folder and len(wrapped_by_interpreter(error)) == 1 else []
-    return next((f"{Path(at.filename).name}:{at.lineno}: " for at in reversed(frames) if at.filename.startswith(folder)), "")
+    own = (frame for frame in reversed(frames) if frame.filename.startswith(folder))
+    return next((f"{Path(frame.filename).name}:{frame.lineno}: " for frame in own), "")
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:

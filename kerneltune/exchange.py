@@ -145,10 +145,10 @@ def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     Raises:
         ValueError: a file of another format, operator or GPU, or a file that cannot be read.
     """
-    of_file, entries = (_from_json if path.suffix == ".json" else _from_source)(path, op.name)
-    for field, of, expected in (("op", of_file[0], op.name), ("device", of_file[1], device or of_file[1])):
-        if of != expected:
-            raise ValueError(f"{path}: {field}: {of!r}: expected {expected!r}")
+    (op_of_file, gpu_of_file), entries = (_from_json if path.suffix == ".json" else _from_source)(path, op.name)
+    for field, value, expected in (("op", op_of_file, op.name), ("device", gpu_of_file, device or gpu_of_file)):
+        if value != expected:
+            raise ValueError(f"{path}: {field}: {value!r}: expected {expected!r}")
     if not entries:
         raise ValueError(f"{path}: configs: none")
     return entries

@@ -66,7 +66,7 @@ def written_root(folder: str) -> Path:
 
 
 def is_missing(path: Path) -> bool:
-    """Return whether there is surely no such file; a file in a folder that this user may not read may be there."""
+    """Return whether the file is surely missing; a file in a folder that this user may not read may be there."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -381,7 +381,7 @@ def _is_decorated(wrapper: Any) -> bool:
     """Return whether a decorator made a wrapper, so that the definition of the wrapped function holds the decorator."""
     module, name = source_module(wrapper.__module__), wrapper.__qualname__.partition(".")[0]
     statements = module.bound.get(name, ()) if module is not None else ()
-    return any(not isinstance(each, _METHODS) or each.decorator_list for each in statements)
+    return any(not isinstance(statement, _METHODS) or statement.decorator_list for statement in statements)
 
 
 def _methods_of(kind: type) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

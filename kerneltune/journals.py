@@ -1,4 +1,4 @@
-"""Read what an interrupted run has checked or measured, so that the next run continues behind it."""
+"""Read the rows that an interrupted run has checked or measured, so that the next run continues behind them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

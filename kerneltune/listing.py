@@ -208,8 +208,8 @@ def check_case(op: Op, case: Case) -> None:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)
         else:
-            for one in dict.fromkeys((case, op.called(case))):
-                _check_knobs(f"{op.name} {variant.name} {one.label}", variant, variant.default, variant.config, one)
+            for looked_up in dict.fromkeys((case, op.called(case))):
+                _check_knobs(f"{op.name} {variant.name} {looked_up.label}", variant, variant.default, variant.config, looked_up)
 
 
 def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: type[Any], case: Case) -> bool:

@@ -66,7 +66,7 @@ class Options:
         configs: folder of the config cache; None for the usual folder.
         results: folder of the records.
         workers: number of compile processes; None for the number of cores.
-        renews: cached configs that are searched again: none; `stale`, those that are stale or outdated, see `tune.run`; `all`,
+        renews: cached configs that are searched again: none; `stale`, the stale and outdated configs, see `tune.run`; `all`,
             which also tries configs with transient failures again.
         exhaustive: measure every config of a space, and choose none.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
@@ -147,7 +147,7 @@ class Plan:
         return TaskKey(entry.op, "", entry.case, self.policy(entry.op))
 
     def journal(self, name: str) -> Path:
-        """Return the file of a stage's rows on this device: that of `check` stays, each other is removed when its stage ends."""
+        """Return the file of a stage's rows on this device, which is removed when the stage ends; the file of `check` stays."""
         return self.options.results / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
 
 

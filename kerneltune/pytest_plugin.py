@@ -199,18 +199,20 @@ def _check(
 
 
 def rebuilt(args: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]:
-    """Return arguments with `change(name, value)` for each value, also within lists, tuples and dicts: `argument 0['x'][1]`."""
+    """Return arguments with `change(name, value)` in place of each value, also within lists, tuples and dicts.
 
-    def within(name: str, value: Any) -> Any:
-        if type(value) is dict:
-            return {key: within(f"{name}[{key!r}]", item) for key, item in value.items()}
-        is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-        if type(value) in (list, tuple) or is_named_tuple:
-            items = [within(f"{name}[{n}]", item) for n, item in enumerate(value)]
-            return type(value)(*items) if is_named_tuple else type(value)(items)
+    A name is the way to the value: `argument 0['x'][1]`.
+    """
+    return [_rebuilt(f"argument {number}", value, change) for number, value in enumerate(args)]
+
+
+def _rebuilt(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
+    if type(value) is dict:
+        return {key: _rebuilt(f"{name}[{key!r}]", item, change) for key, item in value.items()}
+    if type(value) not in (list, tuple) and not hasattr(value, "_fields"):
         return change(name, value)
-
-    return [within(f"argument {n}", value) for n, value in enumerate(args)]
+    items = [_rebuilt(f"{name}[{number}]", item, change) for number, item in enumerate(value)]
+    return type(value)(items) if type(value) in (list, tuple) else type(value)(*items)  # a named tuple takes its fields
 
 
 def named_values(args: Sequence[Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""
 
 Identity = Callable[["Record"], object]
-"""Returns what no two records may share."""
+"""Returns a record's identity, which no two records may share."""
 CHECK_SUFFIX = ".check.jsonl"
 """End of the name of a file of checks."""
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def check_of(record: Record) -> object:
 
 
 def case_on_device(record: Record) -> tuple[TaskKey, str]:
-    """Return what the rows of all variants of a case share: the key of the case, and the device."""
+    """Return the identity that the rows of all variants of a case share: the key of the case, and the device."""
     return record.key.of_case, record.device
 
 
@@ -267,7 +267,7 @@ def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = l
         option_sets = {frozenset(record.options) for record in of_op}
         if later := frozenset.union(*option_sets) - frozenset.intersection(*option_sets):
             values = {name: {record.options[name] for record in of_op if name in record.options} for name in later}
-            only = {name: found.pop() for name, found in values.items() if len(found) == 1}
+            only = {name: of_name.pop() for name, of_name in values.items() if len(of_name) == 1}
             usual = defaults(op)
             left_out[op] = only | {name: usual[name] for name in later if name in usual}
 
@@ -341,10 +341,10 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
     }
     columns["date"] = pd.to_datetime(columns["date"], format="ISO8601", utc=True)
     columns["file"] = pd.Series([file for file, _ in rows], dtype="string")
-    for group, of in (("axes", "Int64"), ("options", "object"), ("config", "object")):
+    for group, dtype in (("axes", "Int64"), ("options", "object"), ("config", "object")):
         parts = [getattr(record, group) or {} for _, record in rows]
         for name in dict.fromkeys(name for part in parts for name in part):
-            columns[f"{group}.{name}"] = pd.Series([part.get(name, pd.NA) for part in parts], dtype=of)
+            columns[f"{group}.{name}"] = pd.Series([part.get(name, pd.NA) for part in parts], dtype=dtype)
     return pd.DataFrame(columns)
 
 

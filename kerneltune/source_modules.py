@@ -143,8 +143,8 @@ def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
     now: dict[str, list[object]] = {}  # a file may define several functions of one name
     for code in _codes(compile(source, file, "exec", dont_inherit=True)):
         now.setdefault(code.co_qualname, []).append(_instructions(code))
-    classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-    for value in itertools.chain(vars(module).values(), *(vars(each).values() for each in classes)):
+    classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    for value in itertools.chain(vars(module).values(), *(vars(kind).values() for kind in classes)):
         try:
             function = unwrapped(value)
         except Exception:  # an object of another package may do anything when it is asked for an attribute
@@ -165,7 +165,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _instructions(code: CodeType) -> object:
     """Return the instructions, names and constants of a code object, without line numbers."""
-    return code.co_code, code.co_names, code.co_varnames, [_constant(each) for each in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, [_constant(constant) for constant in code.co_consts]
 
 
 def _constant(value: object) -> object:

@@ -118,14 +118,10 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
 
 def _uses(plans: Sequence[Plan]) -> _Uses:
     """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
-    ordered = [
-        (not plan.sweep.is_headline(sweep_case), plan.ops[sweep_case.op], sweep_case)
-        for plan in plans
-        for sweep_case in plan.cases()
-    ]
+    selected = [(plan, sweep_case) for plan in plans for sweep_case in plan.cases()]
     ranks: dict[tuple[str, Case], int] = {}
-    for _, op, sweep_case in sorted(ordered, key=lambda each: each[0]):
-        ranks.setdefault((sweep_case.op, op.called(sweep_case.case)), len(ranks))
+    for plan, sweep_case in sorted(selected, key=lambda pair: not pair[0].sweep.is_headline(pair[1])):
+        ranks.setdefault((sweep_case.op, plan.ops[sweep_case.op].called(sweep_case.case)), len(ranks))
     return ranks
 
 

@@ -119,11 +119,11 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
     The shift of a row is None if neither run has two processes, or if a run has none.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for at, (old, new) in enumerate(sides):
+    for row, (old, new) in enumerate(sides):
         if not all(map(len, (*old, *new))):
             raise ValueError("no samples to take a median of")
         if old and new:
-            groups.setdefault((tuple(map(len, old)), tuple(map(len, new))), []).append(at)
+            groups.setdefault((tuple(map(len, old)), tuple(map(len, new))), []).append(row)
     result: list[Shift | None] = [None] * len(sides)
     for lengths, members in groups.items():
         freedom = len(lengths[0]) + len(lengths[1]) - 2
@@ -131,14 +131,14 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
             continue
         centres, within = [], []
         for side in (0, 1):
-            levels = [_level(np.log([sides[at][side][process] for at in members])) for process in range(len(lengths[side]))]
+            levels = [_level(np.log([sides[row][side][process] for row in members])) for process in range(len(lengths[side]))]
             centres.append(np.array([centre for centre, _variance in levels]))  # (processes, rows)
             within.append(np.array([variance for _centre, variance in levels]))
         between = np.sum([((part - part.mean(axis=0)) ** 2).sum(axis=0) for part in centres], axis=0) / freedom
         variance = np.sum([(between + part.mean(axis=0)) / len(part) for part in within], axis=0)
         logs = centres[1].mean(axis=0) - centres[0].mean(axis=0)
-        for at, log, error in zip(members, logs.tolist(), np.sqrt(variance).tolist(), strict=True):
-            result[at] = Shift(log, error, freedom)
+        for row, log, error in zip(members, logs.tolist(), np.sqrt(variance).tolist(), strict=True):
+            result[row] = Shift(log, error, freedom)
     return result
 
 

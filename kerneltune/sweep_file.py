@@ -152,7 +152,7 @@ def whole_numbers(path: Path) -> dict[str, list[int]]:
 def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tuple[str, Case]]]) -> str:
     """Return a sweep file with a line for each case of an operator; a case without a name is named by its sizes.
 
-    about: line of the file that says what the cases are; sections: of each section the cases, with the names of their operators.
+    about: line of the file about its cases; sections: of each section the cases, with the names of their operators.
     """
     ops = dict.fromkeys(op for cases in sections.values() for op, _ in cases)
     lines = [f"# {about}", f"family: {family}", f"ops: [{', '.join(map(json.dumps, ops))}]"]

@@ -164,9 +164,9 @@ class _SweepRun:
         self._doubt_references(checked)
         failed = [record for record in checked if record.status == "failed"]
         for record in failed:
-            what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
+            row = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
             config = f" with {pairs(record.config)}" if record.config else ""
-            self.progress.note(f"failed its check: {what}{config}: {record.reason}")
+            self.progress.note(f"failed its check: {row}{config}: {record.reason}")
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 
@@ -181,7 +181,7 @@ class _SweepRun:
 
         The journal of checks keeps the records until `end_checks`.
 
-        Each own variant is checked with its default config and with those of covering pairs.
+        Each own variant is checked with its default config and with the configs of covering pairs.
         """
         family, journal = self.plan.family, self.plan.journal(CHECKS)
         work = with_finished_rows(_runs_to_check(self.plan, entries, with_peers), journal)
@@ -275,7 +275,7 @@ class _SweepRun:
         return [*failed, *measured]
 
     def _ceiling(self, task: Task) -> Run | None:
-        """Return the run of the streaming operator that moves as many bytes as a task's case; None where it cannot run."""
+        """Return the run of the streaming operator that moves as many bytes as a task's case; None if no such run is valid."""
         ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
         run = None if ceiling is None else self._run(ceiling)
         return run if isinstance(run, Run) else None

@@ -146,7 +146,7 @@ def _holders(option: str) -> str:
     commands = dict(whole.commands)
     for name in ("cache", "adopt"):
         commands |= {f"{name} {inner}": command for inner, command in commands.pop(name).commands.items()}
-    having = [name for name, command in commands.items() if any(option in each.opts for each in command.params)]
+    having = [name for name, command in commands.items() if any(option in parameter.opts for parameter in command.params)]
     if not having or len(having) > _MANY_COMMANDS:
         return ""
     return f"; {' and '.join(filter(None, [', '.join(having[:-1]), having[-1]]))} {'has' if len(having) == 1 else 'have'} it"

@@ -103,11 +103,13 @@ def explain(
         "default": f"the default: {folder} has no entry for this case or near it{reach}",
     }
     if not cache.path_of(op, folder, configs).exists():
-        others = "no other GPU's serves this case"
+        of_other_gpus = "no other GPU's serves this case"
         if not device.arch_of(folder):
-            known = ", ".join(device.ARCHITECTURES)
-            others = f"its architecture is unknown here, so that a call there may take another GPU's config (known: {known})"
-        sources["default"] = f"the default: {folder} has no config of {op}, and {others}"
+            known_gpus = ", ".join(device.ARCHITECTURES)
+            of_other_gpus = (
+                f"its architecture is unknown here, so that a call there may take another GPU's config (known: {known_gpus})"
+            )
+        sources["default"] = f"the default: {folder} has no config of {op}, and {of_other_gpus}"
     lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": sources[choice.source]}
     for word, line in lines.items():
         show_wrapped(f"{word:<10}{line}", " " * 10)
@@ -169,10 +171,10 @@ def export_(
     texts = exchange.WRITERS[format_](operator, path.parent.name, entries, names)
     for name, text in texts.items():
         replace_text(folder / name, text)
-    (name, *others) = texts
-    note(f"wrote {len(texts)} files to {folder}" if others else f"wrote {folder / name}")
+    first_file = folder / next(iter(texts))
+    note(f"wrote {len(texts)} files to {folder}" if len(texts) > 1 else f"wrote {first_file}")
     for line in exchange.unnamed(operator, entries, names) if format_ == "triton" else ():
-        note(f"{folder / name}: {line}")
+        note(f"{first_file}: {line}")
 
 
 def _author_names(op: Op, variant: str) -> dict[str, str]:
@@ -276,8 +278,8 @@ def _require_fit(op: Op, entry: CacheEntry) -> None:
     names = tuple(axis for axis, _ in entry.case.axes)
     if names != op.axes:
         raise ValueError(f"axes: {', '.join(names) or 'none'}: expected {', '.join(op.axes)}")
-    for field, value, known in (("dtype", entry.case.dtype, op.dtypes), ("quant", entry.case.quant, op.quants)):
-        o.choice(field, value, known)
+    for field, value, offered in (("dtype", entry.case.dtype, op.dtypes), ("quant", entry.case.quant, op.quants)):
+        o.choice(field, value, offered)
     o.choice("policy", entry.policy, o.POLICIES)
     options = dict(entry.case.options)
     if options.keys() != op.options.keys() or any(options[name] not in offered for name, offered in op.options.items()):

@@ -19,9 +19,9 @@ _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
 
 console = Console(highlight=False)
 messages = Console(stderr=True, highlight=False)
-for each in (console, messages):
-    if each.width < _LEAST_WIDTH:  # rich prints nothing into no columns
-        each.width = _PIPED_WIDTH
+for _console in (console, messages):
+    if _console.width < _LEAST_WIDTH:  # rich prints nothing into no columns
+        _console.width = _PIPED_WIDTH
 
 
 _PLAIN = {"µ": "u", "→": "->", "–": "-", "−": "-", "×": "x", "…": "...", "°": " deg ", "σ": "sigma", "γ": "gamma"}
@@ -33,7 +33,7 @@ def write_any_character() -> None:
 
     def plain(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
-        return "".join(_PLAIN.get(one, "?") for one in error.object[error.start : error.end]), error.end
+        return "".join(_PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
     codecs.register_error("plain", plain)
     for stream in (sys.stdout, sys.stderr):

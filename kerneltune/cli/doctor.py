@@ -47,14 +47,14 @@ def _gpu() -> Iterator[Finding]:
     yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
     here = device.current()
     if not here.is_gpu:
-        seen = "set" if device.wants_interpreter() else "used, as no GPU is seen"
+        interpreter_use = "set" if device.wants_interpreter() else "used, as no GPU is seen"
         yield "GPU", "none", "no times: nothing can be tuned, measured or gated; compare shows recorded results"
         if _DRIVER.is_file():
             version = _DRIVER.read_text(encoding="utf-8").partition("\n")[0]
             yield "NVIDIA driver", version, "TRITON_INTERPRET or this torch keeps it from being used"
         else:
             yield "NVIDIA driver", "not loaded", "a GPU needs one; AMD's is not looked for"
-        yield "interpreter", seen, "check cases run on the CPU: correctness is checked, no timing"
+        yield "interpreter", interpreter_use, "check cases run on the CPU: correctness is checked, no timing"
         return
     yield "GPU", f"{here.name}, {here.arch}, {here.sms} SMs", ""
     yield (

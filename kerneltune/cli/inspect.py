@@ -78,7 +78,7 @@ def command(
     if every and wanted.ops:
         o.refuse("not with --all", config=config, save=save)
         tasks = {(task.variant.name, task.case): task for task, _ in runs}.values()
-        space = [Run(task, one) for task in tasks for one in task.variant.configs(task.case)]
+        space = [Run(task, of_space) for task in tasks for of_space in task.variant.configs(task.case)]
         _show_space(_compiled(space, targets, workers).rows)
         return
     survey = _compiled(_with_config(runs, config), targets, workers)
@@ -193,7 +193,7 @@ def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | 
     ops = o.load_ops()
     selection = o.make_selection(ops, "inspect", wanted)
     selected_ops: list[Op] = [ops[name] for name in selection.ops or ops]
-    if not any(variant.config for each in selected_ops for variant in each.variants if selection.takes_variant(variant.name)):
+    if not any(variant.config for op_ in selected_ops for variant in op_.variants if selection.takes_variant(variant.name)):
         named = f" of such a name: {', '.join(wanted.variants)}" if wanted.variants else ""
         raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
     if sizes:
@@ -212,9 +212,9 @@ def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | 
         return selected_runs
     for field in ("variant", "dtype", "quant", "case") if runs else ():
         o.require_match(selection, field, (run.task.key.fields[field] for run in runs))
-    of = f" of {', '.join(selection.ops)}" if selection.ops else ""
+    of_ops = f" of {', '.join(selection.ops)}" if selection.ops else ""
     advice = "" if sizes is None else ": name sizes, like M=4096"
-    raise ValueError(f"nothing to compile: {folder} has no config{of}{' of this selection' if runs else ''}{advice}")
+    raise ValueError(f"nothing to compile: {folder} has no config{of_ops}{' of this selection' if runs else ''}{advice}")
 
 
 def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:

@@ -48,10 +48,10 @@ def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackPa
     """Return a callback that refuses infinite and NaN values, values below `least`, and with `above` also `least` itself."""
 
     def check(parameter: typer.CallbackParam, value: Any) -> Any:
-        for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            if not least <= one < float("inf") or (above and one == least):
+        for number in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            if not least <= number < float("inf") or (above and number == least):
                 expected = f"more than {least:g}" if above else f"{least:g} or more"
-                raise ValueError(f"{parameter.opts[0].removeprefix('--')}: {one!r}: expected {expected}")
+                raise ValueError(f"{parameter.opts[0].removeprefix('--')}: {number!r}: expected {expected}")
         return value
 
     return check
@@ -360,7 +360,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
         if name not in axes and name not in options:
             raise unknown("axis", name, op.axes, f", or an option: {', '.join(options)}" if options else "")
         if name in options:
-            offered = {str(one): one for one in op.options[name]}
+            offered = {str(offer): offer for offer in op.options[name]}
             options[name] = offered[choice(name, value, offered)]
         elif not value.isdecimal() or len(value) > _DIGITS:
             raise ValueError(f"{name}: {value!r}: expected a size, like {name}={_USUAL_SIZE}")

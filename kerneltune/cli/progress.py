@@ -68,9 +68,9 @@ class Reporter(Progress):
         self._bars.update(self._task.id, advance=1, current=text, left=forecast)
         if self._bars.disable and not self._task.finished and time.monotonic() - self._shown >= _LOG_EVERY_S:
             self._shown = time.monotonic()
-            done, left = self._task.completed, self._task.remaining or 0.0
+            done, remaining = self._task.completed, self._task.remaining or 0.0
             best = self._task.fields["best"]
-            note(f"{self._task.description}: {done:.0f} of {done + left:.0f}: {text}{best}{forecast}")
+            note(f"{self._task.description}: {done:.0f} of {done + remaining:.0f}: {text}{best}{forecast}")
 
     def best(self, text: str) -> None:
         """Show the new best so far."""

@@ -64,7 +64,7 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
         op, case = plan.ops[entry.op], entry.case
         for variant in filter(lambda variant: plan.selection.takes_variant(variant.name), op.variants):
             stored = kept[op.name].get(plan.key(entry)._replace(variant=variant.name), {})
-            if any(one.time_us is not None for one in stored.values()):
+            if any(evaluation.time_us is not None for evaluation in stored.values()):
                 by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return by_title
 
@@ -75,7 +75,7 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
 
     cases = [times_of(stored) for _, stored in searches]
     near = [insight.regret(stored.values())[1] for _, stored in searches]
-    status = Counter(one.status for _, stored in searches for one in stored.values())
+    status = Counter(evaluation.status for _, stored in searches for evaluation in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
     show_wrapped(f"{title}: {counted(len(cases), 'case')}, {counted(status.total(), 'trial')} ({counts})")
     ties = statistics.median(len(insight.ties(times)) for times in cases)

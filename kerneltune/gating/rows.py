@@ -159,7 +159,7 @@ def _group_shift(rows: Sequence[Change]) -> Shift:
         samples = [getattr(change, side).samples_us or () for change in rows]
         count = min(map(len, samples))
         if count > 1 and count == max(map(len, samples)):
-            means = [np.mean([np.log(np.median(processes[at])) for processes in samples]) for at in range(count)]
+            means = [np.mean([np.log(np.median(processes[nth])) for processes in samples]) for nth in range(count)]
             errors.append(float(np.std(means, ddof=1)) / math.sqrt(count))
             freedom = min(freedom, 2 * (count - 1))
     return Shift(float(logs.mean()), math.hypot(*errors), freedom)

@@ -335,8 +335,8 @@ def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
     if half_width > max(_WIDEST, margin) and half_width * old_us > MIN_CHANGE_US:
         return "ambiguous", f"known to ±{half_width:.1%} only: measure more"
     if not_by_chance and change.slowdown > limit:
-        seen = f"{MIN_CHANGE_US / old_us:+.1%} of this row"
-        return "slower", f"{change.us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {seen}"
+        least_judged = f"{MIN_CHANGE_US / old_us:+.1%} of this row"
+        return "slower", f"{change.us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {least_judged}"
     if is_long and not_by_chance and change.low > change.floor:
         return "slower", f"within the {tolerated}"
     return ("faster" if -change.us > MIN_CHANGE_US and change.high < -limit else "pass"), ""

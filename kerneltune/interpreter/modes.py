@@ -52,13 +52,13 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
     """Correct the interpreter, and raise KernelFaultError if a kernel has undefined behaviour.
 
     The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
-    a launch with tensors on device `meta`, only the programs at the corners of the grid run. Where one fails, they run again with
-    other values of all loads; an access is an error if it is with both.
+    a launch with tensors on device `meta`, only the programs at the corners of the grid run. If a program fails, all of them run
+    again with other values of all loads; an access is an error if it fails with both values.
 
     Args:
         folder: folder of host code whose branches are noted.
-        largest: `id` of a tensor on device `meta` -> its largest whole number. Offsets that are computed from such numbers must
-            not overflow if the numbers rise along the tensor from 0 to the largest.
+        largest: `id` of a tensor on device `meta` -> its largest whole number. Offsets that are computed from its values must
+            not overflow if the values rise along the tensor from 0 to the largest.
 
     Raises:
         RuntimeError: the interpreter of this Triton lacks a function that is replaced.

@@ -23,8 +23,8 @@ _SAMPLE, _FEWEST_TRUNCATED, _TRUNCATED, _SMALL_MANTISSA = 1 << 16, 16, 0.9, 0.62
 """First elements that are looked at for truncation; fewest elements just below a value of 16 bits, with a mantissa from 0.5 to
 the limit; the share of these elements that is truncated. Sums in another order leave 0.14 % off, partial sums in bf16 40 %."""
 _SIDED_SHARE, _SIDED_ELEMENTS, _SIDED_ROWS = 0.003, 4, 6
-"""A verdict on the sides of rows needs this share of elements that are a step off, so many of them in a row, and so many such
-rows. In an eighth of the rows four independent errors lie on one side (docs/notes/checks.md)."""
+"""For a verdict on the sides of rows: least share of elements that are a step off, least number of these elements in a row, and
+least number of rows with so many. Four independent errors lie on a single side in an eighth of rows (docs/notes/checks.md)."""
 _SCALE_ROUNDING = 1e-5
 _POISON = (0x7FC00000, 0x7FF00000, 0x7FE00000)
 """Bits of poisoned memory after a cast to fp32: from 16 bits or more, from e4m3, from e5m2. Processors compute NaN with other
@@ -35,8 +35,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
     """Require equality within atol + rtol |want|; NaN agrees with NaN, infinity with itself.
 
-    Whole numbers must be equal within atol. Values in float64 are compared as such, all others in float32. Results in 16 bits
-    that are truncated where the cast of the expected values rounds them up fail, whatever the tolerance.
+    Whole numbers must be equal within atol. Values in float64 are compared in float64, all other values in float32. Results in
+    16 bits that are truncated where the cast of the expected values rounds them up fail, whatever the tolerance.
     """
     for value in (got, want):
         if not isinstance(value, torch.Tensor):
@@ -130,7 +130,10 @@ def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float
 
 
 def _sided(name: str, got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> list[str]:
-    """Return a line if in most rows all elements that are a step off are to one side, as after a rounded factor of the row."""
+    """Return a line if in most rows the elements that are a step off are all too small, or all too large.
+
+    A factor of the row that was rounded has this effect.
+    """
     rows = off.reshape(-1, off.shape[-1] if off.ndim else 1)
     lower, count = ((rows & side.reshape(rows.shape)).sum(1) for side in (got.abs() < want.abs(), off))
     is_sided = ((lower == 0) | (lower == count))[count >= _SIDED_ELEMENTS]

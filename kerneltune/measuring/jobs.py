@@ -284,7 +284,7 @@ def _with_least_sizes(
     """Yield a case with the sizes of each other case except the least size of an axis that is new: 4097 for a branch above 4096.
 
     Args:
-        steps: the number of which all sizes of an axis are multiples.
+        steps: the greatest common divisor of the sizes of an axis.
         is_new: whether a case is new; if it is, then so is a case whose size of the axis is larger, but for whole blocks, of
             which `step` times a power of two is tried.
     """
@@ -340,7 +340,7 @@ def _launches(
 ) -> Iterator[tuple[Case, Launches]]:
     """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
 
-    Cases whose launches depend on values are left out. Whole blocks of any size are one fact.
+    Cases whose launches depend on values are left out. Whole blocks of any size count as a single fact.
     """
     begun_s = time.thread_time()
     for case in cases:

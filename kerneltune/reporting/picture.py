@@ -24,7 +24,7 @@ text { fill: #e4e8ee } .small { fill: #9aa5b5 } .grid { stroke: #303845 } .one {
 def speedups(families: Mapping[str, Sequence[Comparison]], pairs_of: Mapping[str, tuple[str, str]], source: str) -> str:
     """Return the SVG: a line per family from its worst to its best row, and a dot at the geometric mean.
 
-    The title names A and B of most families; a line below the picture names those of each other family.
+    The title names A and B of most families; a line below the picture names A and B of each other family.
     """
     speedups_of = {
         family: values for family, rows in families.items() if (values := [r.speedup for r in rows if r.speedup is not None])

@@ -164,10 +164,10 @@ class FiniteGPSampler(ListSampler):
     def choose(self) -> int:
         """Return the index of the untried config with the largest expected improvement; at the start the next in order."""
         untried, times = list(self.untried), self.times
-        known = [time for time in times.values() if time is not None]
-        if untried[0] < self._startup or not known:
+        successes = [time for time in times.values() if time is not None]
+        if untried[0] < self._startup or not successes:
             return untried[0]
-        if min(known) <= 0:
+        if min(successes) <= 0:
             raise ValueError("objective: a value of 0 or less: expected values above 0, which have a logarithm")
         model = self._model
         if times != self._fitted:

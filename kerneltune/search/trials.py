@@ -146,7 +146,7 @@ class TrialStore:
 
     def ranked(self, task: Task) -> list[dict[str, Any]]:
         """Return the knobs of a task's configs that have a time, fastest first."""
-        timed = [(one.time_us, knobs) for knobs, one in self.of_task(task).items() if one.time_us]
+        timed = [(trial.time_us, knobs) for knobs, trial in self.of_task(task).items() if trial.time_us]
         return [dict(knobs) for _, knobs in sorted(timed)]
 
     def __len__(self) -> int:
@@ -163,7 +163,7 @@ def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool 
 
 
 def newest_trials(path: Path) -> dict[TaskKey, dict[Knobs, Evaluation]]:
-    """Return the trials of a store by task, the oldest first: of a variant those with the fingerprint of its newest trial."""
+    """Return the trials of a store by task, the oldest first; all trials of a variant have the fingerprint of its newest."""
     trials = history(path)
     newest = {trial.key.variant: trial.fingerprint for trial in trials}
     by_task: dict[TaskKey, dict[Knobs, Evaluation]] = {}

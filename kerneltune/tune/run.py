@@ -188,14 +188,14 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
             session.queue.fill()
             for compilation in compilations:
                 compilation.result()
-            own, *others = [tuner.requests.submit(tuner.measure, config).result() for config in configs]
+            own, *of_default = [tuner.requests.submit(tuner.measure, config).result() for config in configs]
             if own.status == "crashed":  # perhaps another process kept the GPU busy
                 own = tuner.requests.submit(tuner.measure, configs[0]).result()
             if own.time_us is None:
-                default_runs = any(evaluation.time_us is not None for evaluation in others)
+                default_runs = any(evaluation.time_us is not None for evaluation in of_default)
                 is_own_fault = default_runs and own.status != "skipped"
                 return TuningResult("dropped" if is_own_fault else "failed", reason=f"{own.status}: {own.reason}")
-            evaluations = zip(configs, (own, *others), strict=True)
+            evaluations = zip(configs, (own, *of_default), strict=True)
             timed = [config for config, evaluation in evaluations if evaluation.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
     except (WorkerCrashedError, ValueError) as error:

@@ -146,7 +146,7 @@ class TuningSession:
         return TuningResult("tuned", entry, best=pairs(entry.config) + over)
 
     def _first_runs(self, tasks: Sequence[Task]) -> Iterator[Run]:
-        """Yield what the searches of later tasks try first; a task that fails says so at its own turn."""
+        """Yield the first configs of later tasks' searches; a task that fails says so at its own turn."""
         for task in tasks:
             with suppress(Exception):
                 yield from self.tuner(task).first_runs()
