@@ -336,7 +336,7 @@ class Launch:
         sizes: dict[str, int] = {}
         for name, value in self._parts():
             if is_tensor(value):
-                sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(value.shape)}
+                sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(getattr(value, "shape", ()))}
             elif is_whole(value):
                 sizes[name] = int(value)
         return sizes
@@ -451,7 +451,7 @@ def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False
         elif is_descriptor(value):
             parts.append(f"other({v})" if is_deciding else f"{v}.base.dtype")
         elif is_tensor(value):
-            parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding else ())]
+            parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding and hasattr(value, "shape") else ())]
             parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
         elif is_deciding and type(value) in arguments.PLAIN:
             parts.append(v)

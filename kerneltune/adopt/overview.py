@@ -143,7 +143,7 @@ def findings(capture: Capture) -> list[str]:
 def _several_lists(classes: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
     for name, of_name in grouped(classes, lambda launch_class: launch_class.kernel.text).items():
-        alike = grouped(of_name, lambda launch_class: (launch_class.source, launch_class.told_apart()))
+        alike = grouped(of_name, lambda launch_class: (launch_class.source, launch_class.home, launch_class.told_apart()))
         most = max(len({launch_class.configs for launch_class in each}) for each in alike.values())
         if most > 1:
             effect = "triton.autotune runs later launches with a choice from the first list"

@@ -69,6 +69,14 @@ def test_key_depends_on_values_of_other_types(value: Any, other: Any) -> None:
     assert key((value,), {}) == key((value,), {}) != key((other,), {})
 
 
+def test_key_of_a_pointer_without_a_shape_has_its_type() -> None:
+    """Triton takes any object that has `data_ptr` and `dtype` for a pointer."""
+    pointer = SimpleNamespace(data_ptr=lambda: 0, dtype=torch.float32)
+    call = launch(pointer, 3)
+    assert plan_key(call, {"x", "N"})(call.args, {}) == (2, 0, torch.float32, 3)
+    assert call.sizes() == {"N": 3}
+
+
 def test_key_does_not_depend_on_floats_or_the_grid() -> None:
     assert all_but_floats(launch(torch.ones(1), 3, scale=0.5, grid=(1,), warmup=False)) == {"x", "N"}
 

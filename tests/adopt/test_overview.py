@@ -9,6 +9,7 @@ from adopted import captured, of_kernel
 from kerneltune.adopt import overview
 from kerneltune.adopt.arguments import Argument
 from kerneltune.adopt.folder import LaunchClass, ProcessNotes
+from kerneltune.adopt.kernels import KernelName
 from kerneltune.adopt.overview import Capture, findings, left_out, omitted
 
 
@@ -59,6 +60,12 @@ def test_lint_of_a_plain_kernel_reports_no_lists_of_configs(tmp_path: Path, laun
     plain = [dataclasses.replace(one, is_plain=True) for one in (*launches, *other)]
     assert any("2 lists of configs" in text for text in findings(Capture(tmp_path, [*launches, *other], ProcessNotes({}))))
     assert not any("lists of configs" in text for text in findings(Capture(tmp_path, plain, ProcessNotes({}))))
+
+
+def test_lint_of_two_autotuners_of_a_kernel_reports_no_lists_of_one_key(tmp_path: Path, launches: list[LaunchClass]) -> None:
+    home = KernelName("two_kernels", "small_sum")
+    other = [dataclasses.replace(one, configs="0123456789ab", home=home) for one in launches]
+    assert not any("lists of configs" in text for text in findings(Capture(tmp_path, [*launches, *other], ProcessNotes({}))))
 
 
 def test_lint_names_key_values_of_a_heuristic_below_the_autotuner(tmp_path: Path, launches: list[LaunchClass]) -> None:
