@@ -129,8 +129,8 @@ def build_launchers(root: Path) -> None:
     with ThreadPoolExecutor(max_workers=cores) as pool:
         launchers = read_json(launchers_path(root), _Launchers).launchers
         running = [pool.submit(_build, nvidia, launcher) for launcher in launchers if not any(launcher["descriptors"] or ())]
-    for one in running:
-        one.result()
+    for build in running:
+        build.result()
 
 
 def _build(nvidia: Any, launcher: Mapping[str, Any]) -> None:

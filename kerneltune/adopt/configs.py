@@ -198,7 +198,7 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
     keys = [name for name in keys if name in kernel.arg_names]  # the kernel may be another one of the module of a captured kernel
     # the unwrapped method, because the program's autotuners are noted when they are made
     make = inspect.unwrap(module.Autotuner.__init__)
-    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **one) for one in tried], keys, None, None)
+    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **values) for values in tried], keys, None, None)
     setattr(tuner, PLAIN_MARK, True)
     return tuner
 
@@ -256,7 +256,7 @@ def _changes_grid_alone(launch: Launch, name: str, size: int) -> bool:
     """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
     config, changed, kernel = type(launch.autotuner.configs[0]), False, launch.autotuner.fn
     held = [value for value in list(launch.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
-    around = [each for value in held for each in heuristics_of(value)]
+    around = [layer_heuristic for value in held for layer_heuristic in heuristics_of(value)]
     try:
         own = launch.grid(config({name: size}))
         for other in (size // 2, size * 2):

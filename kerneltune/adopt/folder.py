@@ -126,18 +126,18 @@ class LaunchClass:
 
     def candidate(self, config: StoredConfig) -> Candidate | None:
         """Return the candidate of a config; None if the class has none of this config."""
-        return next((one for one in self.candidates if one.config == config), None)
+        return next((candidate for candidate in self.candidates if candidate.config == config), None)
 
     @property
     def offered(self) -> list[Candidate]:
         """Return the candidates that tuning may try."""
-        return [one for one in self.candidates if one.is_offered]
+        return [candidate for candidate in self.candidates if candidate.is_offered]
 
     @property
     def first_config(self) -> StoredConfig:
         """Return the author's first config that can be launched."""
         if not (offered := self.offered):
-            reason = next((one.problem for one in self.candidates if one.problem), "the launch has no grid")
+            reason = next((candidate.problem for candidate in self.candidates if candidate.problem), "the launch has no grid")
             raise ValueError(f"{self.label}: no config can be launched: {reason}")
         return offered[0].config
 
@@ -203,7 +203,7 @@ def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any]
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
-        stored = {"format": FORMAT, **{each.name: getattr(launch_class, each.name) for each in fields(launch_class)}}
+        stored = {"format": FORMAT, **{entry.name: getattr(launch_class, entry.name) for entry in fields(launch_class)}}
         (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
 
 
@@ -328,10 +328,10 @@ def judged(launch_class: LaunchClass, blocks: Mapping[str, str], untried: str) -
         return launch_class
     program = launch_class.candidates[0].config
 
-    def judge(one: Candidate) -> Candidate:
-        reasons = [blocks.get(name, untried) for name in one.config.changed(program.kwargs)]
+    def judge(candidate: Candidate) -> Candidate:
+        reasons = [blocks.get(name, untried) for name in candidate.config.changed(program.kwargs)]
         problem = next(filter(None, reasons), "")
-        return replace(one, grid=None, problem=problem) if problem else one
+        return replace(candidate, grid=None, problem=problem) if problem else candidate
 
     return replace(launch_class, candidates=tuple(map(judge, launch_class.candidates)))
 
@@ -359,11 +359,11 @@ def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:
     launched: digests of the classes that were launched just now.
     """
     classes, _ = read_classes(root)
-    present = {(each.kernel, each.source) for each in classes if each.digest in launched}
+    present = {(launch_class.kernel, launch_class.source) for launch_class in classes if launch_class.digest in launched}
     kernels = {kernel for kernel, _ in present}
-    stale = [each for each in classes if each.kernel in kernels and (each.kernel, each.source) not in present]
-    for each in stale:
-        shutil.rmtree(root / CLASSES / each.digest, ignore_errors=True)  # another rank may remove it, too
+    stale = [other for other in classes if other.kernel in kernels and (other.kernel, other.source) not in present]
+    for launch_class in stale:
+        shutil.rmtree(root / CLASSES / launch_class.digest, ignore_errors=True)  # another rank may remove it, too
     return stale
 
 

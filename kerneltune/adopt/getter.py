@@ -166,7 +166,7 @@ def named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callab
     file = Path(folder, where) if where.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ValueError(f"{field}: {where}: no such file")
-    sys.path.extend(one for one in (folder, str(file.parent) if file else folder) if one not in sys.path)
+    sys.path.extend(entry for entry in (folder, str(file.parent) if file else folder) if entry not in sys.path)
     try:
         owner: Any = importlib.import_module(file.stem if file else where)
     except (Exception, SystemExit) as error:  # the program's own code
@@ -224,9 +224,9 @@ def given_knobs(config: Config) -> dict[str, int]:
 def operators(folder: str) -> tuple[Op, ...]:
     """Return the operator of a folder, in a tuple. A knob that an own config lacks has the default of a launch, else 0."""
     facts = read_facts(Path(folder))
-    by_sizes = {tuple(each.sizes.items()): each for each in facts.cases}
-    owns = {sizes: facts.defaults | one.own for sizes, one in by_sizes.items() if one.own}
-    knobs = dict.fromkeys([*(name for one in facts.cases for name in one.own), *facts.options], int)
+    by_sizes = {tuple(case.sizes.items()): case for case in facts.cases}
+    owns = {sizes: facts.defaults | case.own for sizes, case in by_sizes.items() if case.own}
+    knobs = dict.fromkeys([*(name for case in facts.cases for name in case.own), *facts.options], int)
     kind = knob_class(f"Config_{facts.digest[:8]}", tuple(knobs.items()))
 
     def space(_case: Case) -> Space:
@@ -258,7 +258,7 @@ def operators(folder: str) -> tuple[Op, ...]:
 
 def call_case(facts: GetterFacts, case: CallCase) -> Case:
     """Return the case of a call, named by the sizes that differ between calls, or by all sizes if no size differs."""
-    differing = {name: size for name, size in case.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1}
+    differing = {name: size for name, size in case.sizes.items() if len({other.sizes[name] for other in facts.cases}) > 1}
     return Case(pairs(differing or case.sizes), tuple(case.sizes.items()), facts.dtype)
 
 
@@ -306,7 +306,7 @@ def make_call(maker: Callable[..., Any], sizes: Mapping[str, int], dtype: str, d
     signature = inspect.signature(maker).parameters
     parameters = {name: one for name, one in signature.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     takes_tensors = parameters.keys() >= set(EXPERTS)
-    takes_any = not takes_tensors and any(one.kind is one.VAR_KEYWORD for one in signature.values())
+    takes_any = not takes_tensors and any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
     names = SIZES if takes_tensors else [name for name in parameters if name not in _NO_SIZES]
     if (unknown := [name for name in sizes if name not in (*names, *SIZES, ALL_EXPERTS)]) and not takes_any:
         raise ValueError(f"call: size {unknown[0]}: the function takes none: expected one of {', '.join(names)}")

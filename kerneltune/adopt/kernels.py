@@ -72,13 +72,13 @@ def bytecode_digest(function: Any) -> str:
     """
     digest, seen = hashlib.sha256(), {function}
 
-    def add(each: Any) -> None:
-        digest.update(_code_text(each.__code__, each.__doc__).encode())
-        for name in each.__code__.co_names:
-            value = each.__globals__.get(name)
+    def add(reached: Any) -> None:
+        digest.update(_code_text(reached.__code__, reached.__doc__).encode())
+        for name in reached.__code__.co_names:
+            value = reached.__globals__.get(name)
             if isinstance(value, bool | int | float | str):
                 digest.update(repr((name, value)).encode())
-            elif (helper := _helper(each, name)) is not None and helper not in seen:
+            elif (helper := _helper(reached, name)) is not None and helper not in seen:
                 seen.add(helper)
                 add(helper)
 
@@ -101,7 +101,7 @@ def _helper(function: Any, name: str) -> Any:
     value = function.__globals__.get(name)
     for _ in range(_MOST_HELPER_LAYERS):
         value = getattr(value, "fn", value)
-    packages = [str(each.__module__).partition(".")[0] for each in (function, value) if inspect.isfunction(each)]
+    packages = [str(member.__module__).partition(".")[0] for member in (function, value) if inspect.isfunction(member)]
     return value if len(packages) == 2 and packages[0] == packages[1] else None
 
 
@@ -109,8 +109,8 @@ def _helper(function: Any, name: str) -> Any:
 def functions_of(function: Any) -> tuple[Any, ...]:
     """Return a kernel's function and the helpers of its package that it calls, helpers of helpers as well."""
     functions = [function]
-    for each in functions:
-        helpers = [_helper(each, name) for name in _globals_named(each)]
+    for reached in functions:
+        helpers = [_helper(reached, name) for name in _globals_named(reached)]
         functions += [helper for helper in helpers if helper is not None and helper not in functions]
     return tuple(functions)
 
@@ -125,12 +125,12 @@ def _globals_named(function: Any) -> list[str]:
 def read_globals(function: Any) -> dict[str, Any]:
     """Return the plain values of the globals that a kernel and its helpers read, as JSON, by `function.name`."""
     plain = {}
-    for each in functions_of(function):
-        for name in _globals_named(each):
-            value = each.__globals__.get(name)
+    for reached in functions_of(function):
+        for name in _globals_named(reached):
+            value = reached.__globals__.get(name)
             with suppress(NotRecordableError):
-                if name in each.__globals__ and not is_function(value):  # functions are in the digest of the source
-                    plain[f"{each.__name__}.{name}"] = encode_value(value)
+                if name in reached.__globals__ and not is_function(value):  # functions are in the digest of the source
+                    plain[f"{reached.__name__}.{name}"] = encode_value(value)
     return plain
 
 
@@ -198,7 +198,7 @@ def home_of(autotuner: Any) -> KernelName | None:
     for module, values in (*users, *((module, values_of_module(module)) for module in ("__main__", *sys.modules))):
         for key, value in values.items():
             if (unwrap(value) if values is own else value) is wanted:
-                first = next(each for each, held in values.items() if each == key or _is_member(wanted, each, held))
+                first = next(bound for bound, held in values.items() if bound == key or _is_member(wanted, bound, held))
                 return KernelName(main_name(module), first)
             if value is kernel or value is own_module:
                 users.append((module, values))
@@ -408,7 +408,7 @@ class LaunchMap(Generic[V]):
         else:
             plan = KeyPlan(kind, plan_key(launch, deciding, self._has_layout))
             newest, oldest = self.plans[: _MOST_PLANS - 1], self.plans[_MOST_PLANS - 1 :]
-            self.plans = [plan, *newest, *(one for one in oldest if any(map(self._is_kept, one.values.values())))]
+            self.plans = [plan, *newest, *(old for old in oldest if any(map(self._is_kept, old.values.values())))]
         if plan.values and len(plan.values) % _MOST_KEYS == 0:
             plan.values = {key: kept for key, kept in plan.values.items() if self._is_kept(kept)}
         plan.values[plan.key(launch.args, launch.kwargs)] = value

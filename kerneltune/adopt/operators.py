@@ -145,7 +145,7 @@ def _axes(classes: Sequence[LaunchClass]) -> tuple[str, ...]:
 
 def _knobs(classes: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
     """Return the names and types of the knobs of a kernel's configs."""
-    configs = [one.config for launch_class in classes for one in launch_class.candidates]
+    configs = [candidate.config for launch_class in classes for candidate in launch_class.candidates]
     types = {knob: type(value) for knob, value in configs[0].kwargs.items()}
     uniform = all(
         list(config.kwargs) == list(types)
@@ -178,9 +178,9 @@ def _candidates(launch_class: LaunchClass, kind: Any) -> dict[Config, Candidate]
     """Return the candidates of a class by instances of the kernel's `knob_class`; of candidates with equal configs, the first."""
     candidates: dict[Config, Candidate] = {}
     is_numbered = list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]
-    for place, one in enumerate(launch_class.candidates):
-        options = {name: getattr(one.config, name) or default for name, default in _OPTIONS.items()}
-        candidates.setdefault(kind(place) if is_numbered else kind(**one.config.kwargs, **options), one)
+    for place, candidate in enumerate(launch_class.candidates):
+        options = {name: getattr(candidate.config, name) or default for name, default in _OPTIONS.items()}
+        candidates.setdefault(kind(place) if is_numbered else kind(**candidate.config.kwargs, **options), candidate)
     return candidates
 
 

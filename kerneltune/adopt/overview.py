@@ -83,9 +83,9 @@ def _is_size(name: str) -> bool:
 def left_out(classes: Sequence[LaunchClass]) -> list[str]:
     """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
     differing: dict[str, None] = {}
-    for alike in grouped((one for one in classes if one.list_size > 1), LaunchClass.told_apart).values():
-        names = sorted({name for one in alike for name in one.sizes if _is_size(name)})
-        differing |= dict.fromkeys(name for name in names if len({one.sizes.get(name) for one in alike}) > 1)
+    for alike in grouped(filter(lambda launch_class: launch_class.list_size > 1, classes), LaunchClass.told_apart).values():
+        names = sorted({name for launch_class in alike for name in launch_class.sizes if _is_size(name)})
+        differing |= dict.fromkeys(name for name in names if len({launch_class.sizes.get(name) for launch_class in alike}) > 1)
     return list(differing)
 
 
@@ -103,7 +103,7 @@ def seed_hint(classes: Sequence[LaunchClass]) -> str:
         values.setdefault(a.name, set()).add(a.value)
     names = sorted(name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED)
     without = {name: len({signature(launch_class.arguments, {name}) for launch_class in classes}) for name in names}
-    name = min(without, key=lambda one: without[one], default="")
+    name = min(without, key=lambda ignored: without[ignored], default="")
     if not name or 2 * without[name] > len(classes):
         return ""
     count = f"{len(classes)} classes, {without[name]} without {name}"
@@ -131,20 +131,22 @@ def findings(capture: Capture) -> list[str]:
     lines: list[str] = []
     for classes in capture.kernels().values():
         records = [record for launch_class in classes for record in checks.get(launch_class.digest, {}).values()]
-        by_reason = grouped((one for one in records if one.status == "failed"), lambda one: _NUMBERS.sub("", one.reason))
+        failed = [record for record in records if record.status == "failed"]
+        by_reason = grouped(failed, lambda record: _NUMBERS.sub("", record.reason))
         texts = [*_of_kernel(classes, wins, wrong)]
         for alike in by_reason.values():
             more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
             texts.append(f"the check of {alike[0].variant} failed: {alike[0].case}{more}: {alike[0].reason}")
         lines += [f"{classes[0].kernel.text}: {text}" for text in texts]
-    return [*lines, *_several_lists([one for one in capture.classes if not one.is_plain]), *capture.problems]
+    return [*lines, *_several_lists(capture.classes), *capture.problems]
 
 
 def _several_lists(classes: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
-    for name, of_name in grouped(classes, lambda launch_class: launch_class.kernel.text).items():
+    autotuned = [launch_class for launch_class in classes if not launch_class.is_plain]
+    for name, of_name in grouped(autotuned, lambda launch_class: launch_class.kernel.text).items():
         alike = grouped(of_name, lambda launch_class: (launch_class.source, launch_class.home, launch_class.told_apart()))
-        most = max(len({launch_class.configs for launch_class in each}) for each in alike.values())
+        most = max(len({launch_class.configs for launch_class in of_key}) for of_key in alike.values())
         if most > 1:
             effect = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {effect}"
@@ -164,9 +166,9 @@ def _of_kernel(classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]
     if sizes := [name for name in omitted(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
     chosen = {config for launch_class in classes for config in wins.get(launch_class.digest, ())}
-    never = [one.config for one in first.candidates if one.is_author and one.config not in chosen]
+    never = [candidate.config for candidate in first.candidates if candidate.is_author and candidate.config not in chosen]
     if chosen and never and not first.is_plain:  # the other configs of a plain kernel are no author's
-        labels = "; ".join(one.label for one in never[:_LABELS]) + ("…" if len(never) > _LABELS else "")
+        labels = "; ".join(config.label for config in never[:_LABELS]) + ("…" if len(never) > _LABELS else "")
         yield f"{len(never)} of {first.list_size} configs never win in {counted(len(classes), 'class', 'classes')}: {labels}"
     if results := [text for launch_class in classes for text in wrong.get(launch_class.digest, ())]:
         yield f"results change with the config: {len(results)} configs disagree with the author's first: {results[0]}"

@@ -359,7 +359,7 @@ class Recorder:
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
                 notes.plain = self._plain()
-                notes.autotuned |= dict(self._subclass_of[one] for one in self._subclass_of.keys() & self._launched_functions)
+                notes.autotuned |= dict(map(self._subclass_of.__getitem__, self._subclass_of.keys() & self._launched_functions))
                 write_notes(self.root, f"{self._process_id}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
                 log.warning("kerneltune: notes not written: %s", first_line(error))

@@ -197,12 +197,12 @@ def _package(path: Path) -> str:
 
 def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     """Return the statements of a module that a definition of a name needs, in their order."""
-    bound = [_bound(one) for one in statements]
+    bound = [_bound(statement) for statement in statements]
     # Triton's interpreter refuses a function whose module does not hold `triton.language` as `tl`
     wanted = {name, "tl", _ANY_NAME}
-    uses = [names & wanted or name in _changes(one, _FILLS) for one, names in zip(statements, bound, strict=True)]
+    uses = [names & wanted or name in _changes(statement, _FILLS) for statement, names in zip(statements, bound, strict=True)]
     last = max((place for place, is_used in enumerate(uses) if is_used), default=0)
-    changes = [_changes(one) for one in statements[: last + 1]]
+    changes = [_changes(statement) for statement in statements[: last + 1]]
     chosen, data = set[int](), {*_SETTINGS, name}
     while True:
         places = {place for place, names in enumerate(bound) if place not in chosen and names & wanted}
@@ -219,8 +219,8 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
 
 def _bound(statement: ast.stmt) -> set[str]:
     """Return the names that a statement of a module gives a value; `_ANY_NAME` among them for `from module import *`."""
-    names = {str(one.argval) for one in dis.get_instructions(_code(statement)) if one.opname in ("STORE_NAME", "STORE_GLOBAL")}
-    return names | {one.name for one in ast.walk(statement) if isinstance(one, ast.alias) and one.name == _ANY_NAME}
+    names = {str(step.argval) for step in dis.get_instructions(_code(statement)) if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return names | {node.name for node in ast.walk(statement) if isinstance(node, ast.alias) and node.name == _ANY_NAME}
 
 
 def _named(statement: ast.stmt) -> set[str]:
@@ -229,7 +229,7 @@ def _named(statement: ast.stmt) -> set[str]:
     while codes:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        names |= {str(one.argval) for one in dis.get_instructions(code) if _READS.fullmatch(one.opname)}
+        names |= {str(step.argval) for step in dis.get_instructions(code) if _READS.fullmatch(step.opname)}
     return names
 
 

@@ -153,9 +153,9 @@ class ServedList:
 
         is_pruned: whether the author's pruning decides about the objects, and makes those that need a pre_hook.
         """
-        live = live_configs(self.configs, [replace(one, pre_hook=False) for one in stored] if is_pruned else stored)
+        live = live_configs(self.configs, [replace(config, pre_hook=False) for config in stored] if is_pruned else stored)
         values = [item for config in self.configs for item in config.kwargs.items()]
-        made = [live[one] for one in stored if one in live]
+        made = [live[config] for config in stored if config in live]
         return [config for config in made if self.is_tuned or all(item in values for item in config.kwargs.items())]
 
 
@@ -320,15 +320,15 @@ class Server:
         """
         table, name = self.table(), KernelName.of(function)
         tuned = table.kernels if table is not None else ()
-        of_name = [one for one in tuned if (one.name, one.is_plain) == (name.name, is_plain)]
-        named = [one for one in of_name if one.module == name.module]
-        alike = named + [one for one in of_name if one.module != name.module and "__main__" in (one.module, name.module)]
-        same = [one for one in alike if one.bytecode == kernels.bytecode_digest(function)]
-        same = same or [one for one in alike if one.source == arguments.source_digest(function)]  # another Python, or other code
+        of_name = [kernel for kernel in tuned if (kernel.name, kernel.is_plain) == (name.name, is_plain)]
+        named = [kernel for kernel in of_name if kernel.module == name.module]
+        alike = named + [kernel for kernel in of_name if kernel not in named and "__main__" in (kernel.module, name.module)]
+        same = [kernel for kernel in alike if kernel.bytecode == kernels.bytecode_digest(function)]
+        same = same or [kernel for kernel in alike if kernel.source == arguments.source_digest(function)]  # another Python
         if named and not same:
             warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
         here = program.version_of(name.module)
-        fitting = [one for one in same if not here or one.package in ("", here)]
+        fitting = [kernel for kernel in same if not here or kernel.package in ("", here)]
         if same and not fitting:
             versions = f"tuned with version {same[0].package} of its package, here is {here}"
             warn_once(f"{name.text}: {versions}: {self._as_missed}")

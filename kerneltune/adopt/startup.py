@@ -190,9 +190,9 @@ def install(
         _installed["server"] = server
         has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
         _patch(autotuning, server, has_plain)  # a launch of any kernel costs a look-up
-        for each in gc.get_objects():  # decorated before: torch.compile is to see one config of each
-            if issubclass(type(each), autotuning.Autotuner):  # by type, because `__class__` may run the object's code
-                server.on_new_autotuner(each)
+        for value in gc.get_objects():  # decorated before: torch.compile is to see one config of each
+            if issubclass(type(value), autotuning.Autotuner):  # by type, because `__class__` may run the object's code
+                server.on_new_autotuner(value)
 
     when_imported(TARGET, begin)
 

@@ -287,10 +287,10 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     """Return the table of the tuned classes."""
     kernels = []
     with GpuWorker() as worker:
-        for classes in grouped(tuned, lambda each: operator_name(each.launch_class)).values():
+        for classes in grouped(tuned, lambda tuned_class: operator_name(tuned_class.launch_class)).values():
             first, groups = classes[0].launch_class, tuple(table_groups(classes, worker))
             digests = (first.source, first.bytecode, first.configs, first.versions.get("package", ""))
-            costliest = max(classes, key=lambda one: one.cost_us)  # its config, where none runs in all classes
+            costliest = max(classes, key=lambda tuned_class: tuned_class.cost_us)  # its config, where none runs in all classes
             portfolio = () if first.is_plain else (shared_config(classes) or costliest.best,)
             name = first.kernel
             kernels.append(TableKernel(name.module, name.name, *digests, first.keys, groups, portfolio, first.is_plain))
@@ -302,10 +302,10 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
     names, launchers = [], []
-    for launch_class in (each.launch_class for each in tuned):
+    for launch_class in (tuned_class.launch_class for tuned_class in tuned):
         served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs]
         row = served.finder(launch_class.key, launch_class.dtypes).nearest(launch_class.sizes)
-        offered = [one.config for one in launch_class.offered]
+        offered = [candidate.config for candidate in launch_class.offered]
         # the row may be of a class with equal sizes for which the author's pruning leaves other configs
         if row is not None and row.configs[0] in offered:
             kernel = make_replay(launch_class, root, "meta", 0).compile(row.configs[0])
@@ -316,7 +316,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
     try:
         ahead.copy_entries(Path(knobs.cache.dir), root / ahead.FOLDER, names)
-        distinct = {json.dumps(one, sort_keys=True): one for one in launchers}
+        distinct = {json.dumps(launcher, sort_keys=True): launcher for launcher in launchers}
         replace_text(ahead.launchers_path(root), json.dumps({"launchers": list(distinct.values())}) + "\n")
     except OSError as error:
         progress.note(f"compiled kernels are not kept: {error}")
@@ -324,26 +324,26 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
-    for members in grouped(classes, lambda one: one.launch_class.told_apart()).values():
+    for members in grouped(classes, lambda tuned: tuned.launch_class.told_apart()).values():
         launch_class, shared, split = (
             members[0].launch_class,
             shared_config(members),
             differing(members) if len(members) > 1 else (),
         )
         if len(members) == 1 or shared is None:
-            rows = [_row(one, one.best) for one in members]
+            rows = [_row(tuned, tuned.best) for tuned in members]
         else:
-            gains = [own_gain(one, shared, worker) for one in members]
-            rows = [_row(one, shared if gain is None else one.best, gain) for one, gain in zip(members, gains, strict=True)]
+            gains = [own_gain(tuned, shared, worker) for tuned in members]
+            rows = [_row(tuned, shared if gain is None else tuned.best, gain) for tuned, gain in zip(members, gains, strict=True)]
             if all(gain is None for gain in gains):
-                rows, split = [_row(max(members, key=lambda one: one.cost_us), shared)], ()
+                rows, split = [_row(max(members, key=lambda tuned: tuned.cost_us), shared)], ()
         yield Group(launch_class.key, launch_class.dtypes, split, tuple(rows))
 
 
 def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
     """Return the fastest config over all classes, weighted by their GPU time; None if no config runs in all."""
-    candidates = [config for config in members[0].times if all(config in one.times for one in members)]
-    return min(candidates, key=lambda config: sum(one.cost_us * math.log(one.times[config]) for one in members), default=None)
+    common = [config for config in members[0].times if all(config in tuned.times for tuned in members)]
+    return min(common, key=lambda config: sum(tuned.cost_us * math.log(tuned.times[config]) for tuned in members), default=None)
 
 
 def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float | None:
@@ -373,10 +373,10 @@ def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> floa
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
     """Return the sizes that differ between classes. Of sizes with the same values, an argument goes before a side of a tensor."""
-    names = {name for one in members for name in one.launch_class.sizes}
+    names = {name for tuned in members for name in tuned.launch_class.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}
-    for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot
-        by_sizes.setdefault(tuple(one.launch_class.sizes.get(name) for one in members), name)
+    for name in sorted(names, key=lambda size: ("." in size, size)):  # sides of tensors have a dot
+        by_sizes.setdefault(tuple(tuned.launch_class.sizes.get(name) for tuned in members), name)
     return tuple(sorted(name for sizes, name in by_sizes.items() if len(set(sizes)) > 1))
 
 
@@ -424,12 +424,12 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
     tasks = [Task(op, getter.call_case(facts, case), op.variants[0], options.policy or op.policy) for case in facts.cases]
     wanted = [task for task, case in zip(tasks, facts.cases, strict=True) if case.is_searched]
     search_tasks(root, "getter", root / getter.FACTS, wanted, options, progress)
-    return [_tuned_call(*each) for each in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
+    return [_tuned_call(*of_call) for of_call in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
 
 
 def _tuned_call(task: Task, case: CallCase, found: Searched) -> TunedCall:
     tried, stored = found
-    failed = tuple(each.reason for each in tried.values() if each.status in ("failed", "crashed"))
+    failed = tuple(evaluation.reason for evaluation in tried.values() if evaluation.status in ("failed", "crashed"))
     own = case.own | getter.given_knobs(task.default)
     if stored is None or not case.is_searched:
         reason = case.problem or ("no config passed its check" if tried else "it was not searched")
@@ -472,7 +472,7 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named:
     elif "H200" in gpu.split("_"):
         gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
     tables: dict[str, dict[str, dict[str, int]]] = {}
-    for call in sorted(calls, key=lambda each: each.case.sizes.get("tokens", 0)):
+    for call in sorted(calls, key=lambda call: call.case.sizes.get("tokens", 0)):
         if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.case.sizes]:
             raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
         sizes = call.case.sizes

@@ -103,21 +103,21 @@ def getter_command(
         raise ValueError(f"call: {call}: {error}" if str(error).startswith("process ") else str(error)) from error
     write_facts(out, facts)
     if export is not None:
-        engine_tables(export, device.current().name, [TunedCall(one, one.own) for one in facts.cases], named)  # raises early
-    names = [call_case(facts, one).name for one in facts.cases]
+        engine_tables(export, device.current().name, [TunedCall(case, case.own) for case in facts.cases], named)  # raises early
+    names = [call_case(facts, case).name for case in facts.cases]
     if not device.current().is_gpu:
-        own = [pairs(one.own) if not one.problem else f"skipped: {one.problem}" for one in facts.cases]
+        own = [pairs(case.own) if not case.problem else f"skipped: {case.problem}" for case in facts.cases]
         show_table(("call", "own config"), list(zip(names, own, strict=True)))
         outcomes = check_getter(out)
-        for one in outcomes:
-            if one.status == "failed" and one.case is not None:
-                error_line(f"{one.case.name}: {pairs(given_knobs(one.config))}: {one.reason}")
+        for outcome in outcomes:
+            if outcome.status == "failed" and outcome.case is not None:
+                error_line(f"{outcome.case.name}: {pairs(given_knobs(outcome.config))}: {outcome.reason}")
             else:
-                show_wrapped(one.reason)
+                show_wrapped(outcome.reason)
         show("no GPU: nothing was timed")
-        raise typer.Exit(int(any(one.status == "failed" for one in outcomes)))
+        raise typer.Exit(int(any(outcome.status == "failed" for outcome in outcomes)))
 
-    share = budget / sum(one.is_searched for one in facts.cases)
+    share = budget / sum(case.is_searched for case in facts.cases)
     options = o.make_options(
         policy=policy, budget_s=share, trials=trials, renews="all" if force else None, until_gain=0.01, workers=workers
     )
@@ -127,7 +127,7 @@ def getter_command(
     if export is not None:
         for path, text in engine_tables(export, device.current().name, calls, named).items():
             deliver(text, out / path)
-    if not any(one.evidence for one in calls):
+    if not any(call.evidence for call in calls):
         raise typer.Exit(1)
 
 
@@ -156,7 +156,7 @@ def _call_cases(
     if is_table:
         values_of["tokens"] = sorted({*keys, *tuned})
     combined = (dict(zip(values_of, values, strict=True)) for values in itertools.product(*values_of.values()))
-    return [CallCase(one, is_wanted=not is_table or one["tokens"] in tuned) for one in combined]
+    return [CallCase(sizes, is_wanted=not is_table or sizes["tokens"] in tuned) for sizes in combined]
 
 
 def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCase]":
@@ -166,7 +166,7 @@ def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCas
     """
     if device.current().is_gpu:
         return cases
-    wanted = [one for one in cases if one.is_wanted]
+    wanted = [case for case in cases if case.is_wanted]
     called = wanted[:_FEW_CALLS] if is_whole_table else wanted
     if len(wanted) > _FEW_CALLS:
         count = f"{len(called)} of {len(wanted)} calls"
@@ -211,7 +211,7 @@ def _show_skipped(skipped: "Sequence[tuple[str, str]]") -> None:
     """Print name and reason of the launches that are not tuned, with a line for each reason."""
     from kerneltune.records import grouped
 
-    for reason, alike in grouped(skipped, lambda each: each[1]).items():
+    for reason, alike in grouped(skipped, lambda name_and_reason: name_and_reason[1]).items():
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         note(f"skipped: {alike[0][0]}{more}: {reason}")
 
@@ -243,12 +243,12 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
 
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
     """
-    chosen = sum(one.launch_class.choice is not None for one in tuned)
+    chosen = sum(tuned_class.launch_class.choice is not None for tuned_class in tuned)
     author = "author's choice µs" if tuned and chosen == len(tuned) else "author µs" if chosen else "author's first µs"
     head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
     rows: list[tuple[str, ...]] = []
-    for one in sorted(tuned, key=lambda each: -each.cost_us):
-        rows.append((one.launch_class.label, *_times(one.evidence), one.best.label))
+    for tuned_class in sorted(tuned, key=lambda tuned_class: -tuned_class.cost_us):
+        rows.append((tuned_class.launch_class.label, *_times(tuned_class.evidence), tuned_class.best.label))
     return head, rows
 
 
@@ -290,7 +290,7 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
     shares = capture.shares()
     rows: list[tuple[str, ...]] = []
     kernels = list(capture.kernels().values())
-    names = Counter(name for name, _ in {(one[0].kernel.name, one[0].kernel.module) for one in kernels})
+    names = Counter(name for name, _ in {(classes[0].kernel.name, classes[0].kernel.module) for classes in kernels})
     for classes in kernels:
         share = sum(shares[launch_class.digest] for launch_class in classes)
         first = classes[0]
