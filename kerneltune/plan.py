@@ -11,7 +11,7 @@ from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
 from kerneltune.search.loop import Search
 from kerneltune.spec import Case, Op, TaskKey, Variant
-from kerneltune.sweep_file import Section, Sweep, SweepCase
+from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase
 from kerneltune.task import Task
 
 CHECK_POLICY = "cold"
@@ -25,6 +25,9 @@ class Selection:
     """Select a part of a family: operator names, patterns of case names, dtypes, quant modes, patterns of variant names.
 
     An empty tuple selects everything.
+
+    Attributes:
+        max_cases: most rows of the family's sweep file, before the selection.
     """
 
     family: str
@@ -33,6 +36,7 @@ class Selection:
     dtypes: tuple[str, ...] = ()
     quants: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+    max_cases: int = field(default=MAX_CASES, kw_only=True)
 
     def takes_case(self, op: str, case: Case) -> bool:
         """Return whether a case of an operator belongs to the selection."""
@@ -156,7 +160,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     for name in selection.ops:
         if name not in ops:
             raise unknown("op", name, ops)
-    loaded = sweep_file.load(sweep_file.find(selection.family), ops)
+    loaded = sweep_file.load(sweep_file.find(selection.family), ops, selection.max_cases)
     entries = (*loaded.check, *loaded.bench)
     for name in selection.variants:
         present = dict.fromkeys(variant.name for entry in entries for variant in ops[entry.op].variants)

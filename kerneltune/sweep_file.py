@@ -36,7 +36,7 @@ _SIZE = re.compile(r"\+?([1-9][0-9_]*|0|0x[0-9a-fA-F_]+)")
 _LARGEST = 2**48
 """Largest axis size; larger than any memory in bytes."""
 MAX_CASES = 100_000
-"""Limit of the rows of a sweep file; an entry for two operators counts twice."""
+"""Default limit of the rows of a sweep file; an entry for two operators counts twice."""
 _MAX_BYTES = 1 << 20
 _LONGEST = 1000
 """Characters of the longest value, and of the longest text of the file in a message."""
@@ -134,14 +134,15 @@ def _folders() -> list[Path]:
     return [Path("sweeps"), data_root("sweeps")]
 
 
-def load(path: Path, ops: Mapping[str, Op]) -> Sweep:
+def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep:
     """Load a sweep file.
 
     Args:
         path: the sweep file.
         ops: operators by name.
+        max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
     """
-    return _Reader(ops).sweep(_root(path))
+    return _Reader(ops, max_cases).sweep(_root(path))
 
 
 def whole_numbers(path: Path) -> dict[str, list[int]]:
@@ -357,8 +358,8 @@ def _headline(field: _Field | None) -> dict[str, tuple[str, ...]]:
 class _Reader:
     """Expand the sections of a file to cases; remember its operators and the names used so far."""
 
-    def __init__(self, ops: Mapping[str, Op]) -> None:
-        self.room = MAX_CASES
+    def __init__(self, ops: Mapping[str, Op], max_cases: int) -> None:
+        self.room = self.max_cases = max_cases
         self.known = ops
         self.ops: list[Op] = []
         self.defaults: dict[str, _Field] = {}
@@ -414,7 +415,7 @@ class _Reader:
             count += (rows := math.prod([*map(len, sizes), *map(len, values)]))
             self.room -= rows
             if self.room < 0:  # before the rows are built
-                entry.fail(f"at most {MAX_CASES}", f"{MAX_CASES - self.room} or more", "cases")
+                entry.fail(f"at most {self.max_cases}; see --max-cases", f"{self.max_cases - self.room} or more", "cases")
             for point in itertools.product(*sizes):
                 axes = tuple(zip(op.axes, point, strict=True))
                 sized = _sized_name(name, template, axes)

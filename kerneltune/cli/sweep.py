@@ -36,6 +36,7 @@ def command(
     stale: Annotated[bool, o.flag("--stale", "Measure again what other code measured: FAMILY, or all families.")] = False,
     budget: Annotated[float | None, o.seconds("Tuning time per case; with --stale time of all.")] = None,
     trials: o.Trials = None,
+    max_cases: o.MaxCases = None,
     check_only: Annotated[bool, o.flag("--check-only", "Check against the reference and stop there.")] = False,
     mutate: Annotated[bool, o.flag("--mutate", "With --check-only: perturb right outputs; `compare` must refuse them.")] = False,
     configs: o.Configs = None,
@@ -68,7 +69,7 @@ def command(
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         ops = o.load_ops()
-        selection = o.make_selection(ops, family, wanted)
+        selection = o.make_selection(ops, family, wanted, max_cases)
         return _refresh(ops, selection, o.make_options(configs=configs, results=results, **fields))
     if not family:
         from kerneltune.cli import without_family
@@ -81,7 +82,7 @@ def command(
         file = str(Path(folder, "sweep.yaml"))
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    plan = o.make_plan(file, wanted, configs=configs, results=results, quick=quick, trials=trials, **fields)
+    plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, quick=quick, trials=trials, **fields)
     o.require_folders(plan.options)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 

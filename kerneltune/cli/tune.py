@@ -43,6 +43,7 @@ def command(
     policy: o.PolicyName = None,
     budget: o.Budget = None,
     trials: o.Trials = None,
+    max_cases: o.MaxCases = None,
     force: Annotated[bool, o.flag("--force", "Search again what has a config, ran out of memory or crashed.")] = False,
     stale: Annotated[bool, o.flag("--stale", "Search again what was chosen with another source, driver or packages.")] = False,
     sampler: o.Sampler = None,
@@ -84,7 +85,7 @@ def command(
         o.refuse(
             "expected without the folder of a capture",
             op=wanted.ops, case=wanted.cases, dtype=wanted.dtypes, quant=wanted.quants, variant=wanted.variants,
-            policy=policy, trials=trials, stale=stale,
+            policy=policy, trials=trials, max_cases=max_cases, stale=stale,
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, gpus=gpus,
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, force, workers, dry_run)
@@ -92,7 +93,7 @@ def command(
     if not dry_run:
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
-        family, wanted, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
+        family, wanted, max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
         renews="all" if force else "stale" if stale else None,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, gpus=gpus,
