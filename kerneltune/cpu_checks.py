@@ -12,7 +12,7 @@ from kerneltune import records
 from kerneltune.forked import Fork, Tell
 from kerneltune.interpreter.facts import Fact
 from kerneltune.journals import CHECKS, with_finished_rows
-from kerneltune.measuring.check import CaseError, Outcome, meta_inputs
+from kerneltune.measuring.check import CaseError, meta_inputs
 from kerneltune.measuring.compare import checked_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.measuring.jobs import Job, address_job, case_job, coverage_lines, derived_cases, mutation_job, pairs_job, run_jobs
@@ -21,7 +21,7 @@ from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Case, Op
 from kerneltune.sweep_file import SweepCase, cases_by_op
-from kerneltune.task import Run, Task
+from kerneltune.task import Outcome, Run, Task
 from kerneltune.wording import counted
 
 _MOST_OFFSET = 2**31 - 1

@@ -91,7 +91,7 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     """
     import torch
 
-    from kerneltune.measuring.check import gpu_free_bytes
+    from kerneltune.measuring.memory import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation, throttled
 
     values = [named_values(args).values() for _name, _run, args in sides]
@@ -158,9 +158,10 @@ def _check(
     import torch
 
     from kerneltune.kernel_lib.agreement import check_tolerance, close
-    from kerneltune.measuring.check import Checker, Outcome
+    from kerneltune.measuring.check import Checker
     from kerneltune.source_modules import unwrapped
     from kerneltune.spec import Case, Op, Traffic, Variant
+    from kerneltune.task import Outcome
 
     def compare(_case: "Case", _inputs: "Inputs", got: "Outputs", want: "Outputs") -> list[str]:
         if not want or got.keys() != want.keys():

@@ -13,7 +13,7 @@ from pathlib import Path
 from kerneltune import device, records
 from kerneltune.files import replace_text
 from kerneltune.journals import CHECKS, Runs, journalled, with_finished_rows
-from kerneltune.measuring.check import Outcome, check_only
+from kerneltune.measuring.check import check_only
 from kerneltune.measuring.compare import ceiling_task, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
@@ -23,7 +23,7 @@ from kerneltune.records import Record
 from kerneltune.reporting import tables
 from kerneltune.spec import Case, Config, TaskKey
 from kerneltune.sweep_file import SweepCase, cases_by_op
-from kerneltune.task import Run, Task
+from kerneltune.task import Outcome, Run, Task
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import pairs
 from kerneltune.worker import WorkerStoppedError

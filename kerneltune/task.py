@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser
 from kerneltune.processes import commit
-from kerneltune.records import TrialStatus
+from kerneltune.records import Status, TrialStatus
 from kerneltune.spec import Case, Config, Op, TaskKey, Variant
 
 
@@ -100,6 +100,22 @@ def config_values(config: Config) -> dict[str, Any] | None:
 
 
 Knobs = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold the result of a check: whether outputs are right, without a time.
+
+    Attributes:
+        status: `checked`, `failed` or `skipped`.
+        reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
+        config, case: the config and the case that failed, if the check has several.
+    """
+
+    status: Status
+    reason: str = ""
+    config: Config = None
+    case: Case | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import Compared
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
-from kerneltune.task import Evaluation, Run, Task
+from kerneltune.task import Evaluation, Outcome, Run, Task
 
 
 @dataclass(frozen=True, slots=True)

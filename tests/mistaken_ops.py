@@ -10,7 +10,8 @@ import torch
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.check_values import vary_rows
 from kerneltune.measuring import pairs
-from kerneltune.measuring.check import Checker, address_errors
+from kerneltune.measuring.addresses import address_errors
+from kerneltune.measuring.check import Checker
 from kerneltune.measuring.jobs import derived_cases
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 

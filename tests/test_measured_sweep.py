@@ -18,7 +18,6 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import device, ops, records, sweep_run
 from kerneltune.journals import finished_rows, journalled
 from kerneltune.measuring import check, compare
-from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import CEILING
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
@@ -26,7 +25,7 @@ from kerneltune.records import Record
 from kerneltune.spec import Case, Config
 from kerneltune.stale import plans_of
 from kerneltune.sweep_run import measure_batches, measure_live, run_sweep
-from kerneltune.task import Run, Task, config_values
+from kerneltune.task import Outcome, Run, Task, config_values
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
 from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
 

@@ -18,14 +18,15 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import cpu_checks, ops, records
 from kerneltune.device import INTERPRETER
 from kerneltune.journals import journalled
-from kerneltune.measuring import check, jobs
-from kerneltune.measuring.check import Checker, Outcome
+from kerneltune.measuring import jobs, memory
+from kerneltune.measuring.check import Checker
 from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Case, Variant
 from kerneltune.sweep_run import measure_live, run_sweep
+from kerneltune.task import Outcome
 from kerneltune.tune.run import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
@@ -373,7 +374,7 @@ def test_check_asks_for_inputs_and_reference_where_all_variants_fail(
 def test_case_larger_than_free_memory_is_skipped(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "host_free_bytes", lambda: 262_143)
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 262_143)
     odd, even = run(stream_sweep, options)
     assert odd.status == "checked"
     assert (even.status, even.reason) == ("skipped", "needs 262,144 bytes, 262,143 are free")

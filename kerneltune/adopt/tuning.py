@@ -32,7 +32,6 @@ from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.files import replace_text
-from kerneltune.measuring.check import Outcome
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
 from kerneltune.records import grouped
@@ -40,7 +39,7 @@ from kerneltune.search.loop import times_of
 from kerneltune.search.trials import TrialStore, open_store
 from kerneltune.spec import Config
 from kerneltune.stats import ratio_interval
-from kerneltune.task import Evaluation, Task
+from kerneltune.task import Evaluation, Outcome, Task
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
 from kerneltune.wording import counted

@@ -4,44 +4,34 @@ Every check of the package gives an `Outcome`. A check that runs out of memory d
 nothing and records nothing.
 """
 
-import gc
-import inspect
 import os
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from kerneltune import device
 from kerneltune.errors import first_line, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
-from kerneltune.records import IMPORT_FAILED, Status
+from kerneltune.measuring.layouts import noting_layouts, with_gaps
+from kerneltune.measuring.memory import affordable, memory_obstacle, out_of_memory_reason
+from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
-from kerneltune.task import Run, Task
+from kerneltune.task import Outcome, Run, Task
 
 T = TypeVar("T")
-
-_MEMINFO = Path("/proc/meminfo")
-
-_SAID = ("out of memory", "STATUS_ALLOC_FAILED")
-"""Texts in out-of-memory errors of torch, of drivers and of libraries. Drivers and libraries raise no error type of their own."""
 
 
 LAUNCH_FAILURE = "the launch failed"
 _FEW = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
-_SEVERAL = 4
-"""Fewest whole numbers of an input whose largest number tells their limit."""
 _KEPT_BYTES = 1 << 24
 """Largest input, in bytes, whose original values are kept: check cases are smaller, measured cases are larger."""
 
@@ -58,22 +48,6 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Hold the result of a check: whether outputs are right, without a time.
-
-    Attributes:
-        status: `checked`, `failed` or `skipped`.
-        reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
-        config, case: the config and the case that failed, if the check has several.
-    """
-
-    status: Status
-    reason: str = ""
-    config: Config = None
-    case: Case | None = None
 
 
 FirstSeen = dict[tuple[object, ...], tuple[object, Case]]
@@ -289,11 +263,11 @@ class Checker:
         kernel is found that takes the strides of another tensor, or the number of columns, for the stride of an input. Where host
         code refuses gaps between rows, gaps between matrices are tried, and so on outwards.
         """
-        gaps = dict.fromkeys(_with_gaps(self.inputs), 0) if host_folder(self.op) else {}
+        gaps = dict.fromkeys(with_gaps(self.inputs), 0) if host_folder(self.op) else {}
         while gaps:
             apart = copy(self)
-            apart.inputs = {**self.inputs, **_with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
-            with _noting_layouts(apart.inputs, host_folder(self.op)) as read:
+            apart.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
+            with noting_layouts(apart.inputs, host_folder(self.op)) as read:
                 outputs, lines = apart.run(variant, config)
             if not lines:
                 return outputs, lines
@@ -313,10 +287,10 @@ class Checker:
     def wrong_layouts(self, variant: Variant, config: Config) -> list[str]:
         """Return inputs of which host code reads a layout, and gives wrong results without an error if elements lie apart."""
         wrong = []
-        for name, value in _with_gaps(self.inputs, between_elements=True).items() if host_folder(self.op) else ():
+        for name, value in with_gaps(self.inputs, between_elements=True).items() if host_folder(self.op) else ():
             apart = copy(self)
             apart.inputs = {**self.inputs, name: value}
-            with _noting_layouts(apart.inputs, host_folder(self.op)) as read:
+            with noting_layouts(apart.inputs, host_folder(self.op)) as read:
                 _outputs, lines = apart.run(variant, config)
             wrong += [name] if name in read and lines and not lines[0].startswith(LAUNCH_FAILURE) else []
         return wrong
@@ -336,57 +310,6 @@ class Checker:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
             return list(lines)
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
-
-
-def _with_gaps(inputs: Inputs, within: Mapping[str, int] | None = None, between_elements: bool = False) -> Inputs:
-    """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
-
-    Args:
-        within: number of axes within which an input has no gaps, beside the innermost axis: 1 for gaps between matrices.
-        between_elements: every second element within a row is a gap as well.
-    """
-    copies: dict[str, torch.Tensor] = {}
-    owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
-    for name, value in inputs.items():
-        if type(value) is not torch.Tensor or value.ndim < 2 or not value.numel() or value.numel() < sum(value.stride()):
-            continue
-        order = sorted(range(value.ndim), key=value.stride)
-        if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
-            strides, step = [0] * value.ndim, 1 + between_elements
-            for axis in order:
-                strides[axis] = step
-                step *= value.shape[axis]
-                is_apart = axis == order[(within or {}).get(name, 0)]
-                step += (32 * (len(copies) + 1)) // value.element_size() if is_apart else 0
-            memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
-            copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
-    return copies
-
-
-@contextmanager
-def _noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
-    """List the inputs whose strides, or whether they are contiguous, code in a folder asks for, in order."""
-    owners = {t.untyped_storage().data_ptr(): name for name, t in inputs.items() if isinstance(t, torch.Tensor)}
-    read = list[str]()
-
-    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
-            frame = inspect.currentframe()
-            caller = frame.f_back if frame else None
-            if caller and caller.f_code.co_filename.startswith(folder) and tensor.untyped_storage().data_ptr() in owners:
-                read.append(owners[tensor.untyped_storage().data_ptr()])
-            return method(tensor, *args, **named)
-
-        return call
-
-    methods = {name: getattr(torch.Tensor, name) for name in ("stride", "is_contiguous")} if folder else {}
-    for name, method in methods.items():
-        setattr(torch.Tensor, name, noted(method))
-    try:
-        yield read
-    finally:
-        for name, method in methods.items():
-            setattr(torch.Tensor, name, method)
 
 
 def _is_whole(dtype: torch.dtype) -> bool:
@@ -418,13 +341,6 @@ def check_only(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | N
     return outcomes
 
 
-def memory_obstacle(op: Op, case: Case) -> str | None:
-    """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
-    needed = op.memory_factor * op.traffic(case).total
-    free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
-    return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
-
-
 def host_folder(op: Op) -> str:
     """Return the folder of an operator's module, whose host code launches its kernels; empty for a capture or without a file."""
     file = getattr(sys.modules.get(op.module), "__file__", None) if op.origin is None else None
@@ -442,64 +358,6 @@ def meta_inputs(op: Op, case: Case) -> Inputs:
     except Exception as error:  # of a plug-in's code
         where = f"on device meta, which compiling and large cases need, for {op.name} {case.label}"
         raise CaseError(f"{place_of(op.inputs, error)}inputs: {first_line(error)}, {where}") from error
-
-
-def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks: Sequence[Case] = ()) -> list[str]:
-    """Return the address errors of a variant on a case of any size; nothing is computed and no memory is used.
-
-    The interpreter runs the programs at the corners of every grid on tensors without memory. So the check finds overflows of
-    32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty, but for
-    overflows of offsets from whole numbers that grow with an axis in the check cases.
-    """
-    try:
-        inputs = meta_inputs(op, case)
-    except CaseError as error:
-        return [str(error)]
-    try:
-        largest = _largest_numbers(op, case, inputs, checks)
-        with strict(host_folder(op), largest):
-            variant.run(inputs, config)
-    except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
-        if (fault := fault_of(error)) is not None:
-            return [str(fault)]
-    return []
-
-
-def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
-    """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with a size in the check cases.
-
-    A size limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
-    times the size, and one of these sizes is at least twice another; or if in check cases of different sizes the largest number
-    is always the size, or the size less 1. Sizes are axes, axes of inputs and inputs that are whole numbers. The least limit of
-    several sizes is taken.
-    """
-    wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
-    of_checks: list[tuple[dict[str, int], Inputs]] = []
-    for check in checks if wanted else ():
-        with suppress(Exception):  # the record of the check says why a case has no inputs
-            of_check = op.inputs(check, device="cpu")
-            of_checks.append((_sizes(check, of_check), of_check))
-    largest: dict[int, int] = {}
-    for name, value in wanted.items():
-        numbers = [(sizes, int(its[name].max())) for sizes, its in of_checks if name in its and its[name].numel() >= _SEVERAL]
-        for size_name, size in _sizes(case, inputs).items() if numbers else ():
-            sizes = [of_check.get(size_name, 0) for of_check, _most in numbers]
-            limits = [most for _sizes_of_check, most in numbers]
-            shares = [(most + 1) / max(1, of_check) for of_check, most in zip(sizes, limits, strict=True)]
-            is_size = len(set(sizes)) > 1 and limits in (sizes, [of_check - 1 for of_check in sizes])
-            if is_size or (max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares)):
-                limit = size if limits == sizes else int(max(shares) * size) - 1
-                largest[id(value)] = min(limit, largest.get(id(value), limit))
-    return largest
-
-
-def _sizes(case: Case, inputs: Inputs) -> dict[str, int]:
-    """Return the sizes of a case by name: its axes, the axes of its inputs, and inputs that are whole numbers."""
-    shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else (value,) for name, value in inputs.items()}
-    of_inputs = {
-        f"{name}[{axis}]": size for name, shape in shapes.items() for axis, size in enumerate(shape) if type(size) is int
-    }
-    return {**of_inputs, **dict(case.axes)}
 
 
 def broken_context() -> str:
@@ -520,46 +378,3 @@ def _is_of_import(error: BaseException) -> bool:
     """
     modules = [frame for frame, _line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
     return isinstance(error, ImportError) or any(frame.f_globals.get("__spec__") is not None for frame in modules)
-
-
-def affordable(work: Callable[[], T]) -> T | Outcome:
-    """Return the result of `work`, or a `skipped` outcome if `work` ran out of memory, with the bytes if torch names them."""
-    try:
-        return work()
-    except Exception as error:  # torch, Triton and the driver raise other types where memory is short
-        reason = out_of_memory_reason(error)
-        if not reason:
-            raise
-    release_memory()  # only here: until now the traceback kept the allocations of `work` alive
-    return Outcome("skipped", reason)
-
-
-def out_of_memory_reason(error: BaseException) -> str:
-    """Return the out-of-memory line of an error or of its cause; empty if neither has an out-of-memory line.
-
-    The cause matters, because the end of a capture, and a compiler that wraps all errors, raise an error of their own.
-    """
-    said: BaseException | None = error
-    while said is not None:
-        if any(text in str(said) for text in _SAID):
-            return first_line(said)
-        said = said.__cause__ or said.__context__
-    return ""
-
-
-def host_free_bytes() -> int:
-    """Return bytes that Linux can give to processes without swapping."""
-    fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
-
-
-def release_memory() -> None:
-    """Release the GPU memory that torch caches, so that other processes and libraries can allocate it."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def gpu_free_bytes() -> int:
-    """Return the bytes of the GPU's memory that torch can still allocate."""
-    free, _total = torch.cuda.mem_get_info()
-    return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -10,12 +10,13 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker, Outcome, affordable, broken_context, gpu_free_bytes, memory_obstacle
+from kerneltune.measuring.check import Checker, broken_context
+from kerneltune.measuring.memory import affordable, gpu_free_bytes, memory_obstacle
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.records import Record, Status, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
-from kerneltune.task import Run, Task, config_values, stamp
+from kerneltune.task import Outcome, Run, Task, config_values, stamp
 
 
 class Compared(NamedTuple):

@@ -16,12 +16,14 @@ from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unnoted, unreached
 from kerneltune.interpreter.modes import Launches, unlaunched
-from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
+from kerneltune.measuring.addresses import address_errors
+from kerneltune.measuring.check import Checker, check_only
+from kerneltune.measuring.memory import memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs, launched, settings
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.task import Run, Task
+from kerneltune.task import Outcome, Run, Task
 
 Begin = Callable[[Outcome], None]
 """Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""

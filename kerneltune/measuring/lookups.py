@@ -7,8 +7,9 @@ from typing import Any
 
 from kerneltune.cache import Chooser
 from kerneltune.errors import first_line, statement_in
-from kerneltune.measuring.check import Checker, Outcome, host_folder
+from kerneltune.measuring.check import Checker, host_folder
 from kerneltune.spec import Case, Op, Variant
+from kerneltune.task import Outcome
 
 _CALL = "a call without `config=`"
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from kerneltune.measuring.check import CaseError, Checker, Outcome
+from kerneltune.measuring.check import CaseError, Checker
 from kerneltune.spec import Case, Op, Outputs, Variant
+from kerneltune.task import Outcome
 
 _MOST_CASES = 8
 _TAIL = 8

@@ -19,10 +19,11 @@ from dataclasses import replace
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import Launches, unlaunched
-from kerneltune.measuring.check import Checker, FirstSeen, Outcome, host_folder
+from kerneltune.measuring.check import Checker, FirstSeen, host_folder
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.task import Outcome
 from kerneltune.wording import counted
 
 Pair = tuple[Config, Case]

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker, FirstSeen, Outcome, affordable, broken_context, out_of_memory_reason
+from kerneltune.measuring.check import CaseError, Checker, FirstSeen, broken_context
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
+from kerneltune.measuring.memory import affordable, out_of_memory_reason
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.records import Record
 from kerneltune.spec import MOST, Config
 from kerneltune.stats import Samples
-from kerneltune.task import Evaluation, Run, Task
+from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.worker import State, Worker, WorkerCrashedError, WorkerStoppedError
 
 TRIED_WHOLE = 20

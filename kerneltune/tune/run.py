@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kerneltune import cache, device
-from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task
+from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
 from kerneltune.spec import Op, TaskKey

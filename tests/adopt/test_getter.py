@@ -31,9 +31,8 @@ from kerneltune.adopt.getter import (
 )
 from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables
 from kerneltune.cli import app
-from kerneltune.measuring.check import Outcome
 from kerneltune.stats import Samples
-from kerneltune.task import Evaluation, Task
+from kerneltune.task import Evaluation, Outcome, Task
 from kerneltune.workloads.model_config import read
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "adopted_packages"

@@ -26,9 +26,9 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
-from kerneltune.measuring.check import Checker, Outcome
+from kerneltune.measuring.check import Checker
 from kerneltune.progress import Progress
-from kerneltune.task import Task
+from kerneltune.task import Outcome, Task
 
 SOURCE = """
 import triton

@@ -14,7 +14,8 @@ from mistaken_ops import CASES, LARGE, Knobs, Mistaken, case_of, rows_of, values
 from row_sums import BENCH, summing, sums_of_rows
 
 from kerneltune.interpreter import bounds
-from kerneltune.measuring.check import CaseError, address_errors
+from kerneltune.measuring.addresses import address_errors
+from kerneltune.measuring.check import CaseError
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 from kerneltune.task import Run, Task

@@ -15,7 +15,6 @@ from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
-from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.jobs import (
     Job,
     address_job,
@@ -27,7 +26,7 @@ from kerneltune.measuring.jobs import (
     run_jobs,
 )
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
-from kerneltune.task import Run, Task
+from kerneltune.task import Outcome, Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="jobs run in Triton's interpreter")
 

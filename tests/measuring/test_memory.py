@@ -14,8 +14,8 @@ import torch
 from fake_tuner import CompiledAtOnce, NoBench
 
 from kerneltune import device, sweep_run
-from kerneltune.measuring import check, compare
-from kerneltune.measuring.check import Outcome, affordable, out_of_memory_reason
+from kerneltune.measuring import compare, memory
+from kerneltune.measuring.memory import affordable, out_of_memory_reason
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -23,7 +23,7 @@ from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.sweep_run import measure_live
-from kerneltune.task import Evaluation, Run, Task
+from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.tune import gpu_worker
 from kerneltune.tune.tuner import Tuner
 
@@ -123,7 +123,7 @@ def pretend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", gpu.release)
-    for module in (check, compare):
+    for module in (memory, compare):
         monkeypatch.setattr(module, "gpu_free_bytes", lambda: gpu.free)
     monkeypatch.setattr(compare, "contender", gpu.contender)
     monkeypatch.setattr(compare, "time_contenders", gpu.time_contenders)
@@ -253,8 +253,8 @@ def run_checked(_inputs: Any, config: Knobs) -> dict[str, int]:
 
 def test_host_free_bytes_is_the_memory_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:       24684084 kB\nMemAvailable:        3 kB\nHugePages_Total:       0\n")
-    monkeypatch.setattr(check, "_MEMINFO", tmp_path / "meminfo")
-    assert check.host_free_bytes() == 3072
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert memory.host_free_bytes() == 3072
 
 
 def checked_op(inputs: Any = lambda _case, **_: {}) -> Op:

@@ -11,8 +11,9 @@ from mistaken_ops import case_of
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.measuring import pairs
-from kerneltune.measuring.check import Checker, Outcome
+from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.task import Outcome
 
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="pairs are checked in Triton's interpreter")
 

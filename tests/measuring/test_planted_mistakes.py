@@ -9,7 +9,8 @@ import triton.language as tl
 from planted_kernels import MISTAKES, op_with
 
 from kerneltune.interpreter.modes import strict
-from kerneltune.measuring.check import Checker, address_errors
+from kerneltune.measuring.addresses import address_errors
+from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Op
 
 SMALL = Case("small", (("M", 7), ("N", 100)), "bfloat16")

@@ -22,8 +22,7 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, HangsInEveryRequest, Knobs, NeverOpens
 from subprocesses import environment
 
-from kerneltune.measuring.check import Outcome
-from kerneltune.task import Evaluation, Run, Task
+from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.tune import gpu_worker as tuning_bench
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker, split_cores
 from kerneltune.worker import State, WorkerCrashedError, WorkerStoppedError, _serve

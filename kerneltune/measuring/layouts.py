@@ -1,0 +1,62 @@
+"""Inputs with gaps between rows or elements, and the inputs of which host code reads the layout."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kerneltune.spec import Inputs
+
+
+def with_gaps(inputs: Inputs, within: Mapping[str, int] | None = None, between_elements: bool = False) -> Inputs:
+    """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
+
+    Args:
+        within: number of axes within which an input has no gaps, beside the innermost axis: 1 for gaps between matrices.
+        between_elements: every second element within a row is a gap as well.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
+    for name, value in inputs.items():
+        if type(value) is not torch.Tensor or value.ndim < 2 or not value.numel() or value.numel() < sum(value.stride()):
+            continue
+        order = sorted(range(value.ndim), key=value.stride)
+        if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
+            strides, step = [0] * value.ndim, 1 + between_elements
+            for axis in order:
+                strides[axis] = step
+                step *= value.shape[axis]
+                is_apart = axis == order[(within or {}).get(name, 0)]
+                step += (32 * (len(copies) + 1)) // value.element_size() if is_apart else 0
+            memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
+            copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
+    return copies
+
+
+@contextmanager
+def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
+    """List the inputs whose strides, or whether they are contiguous, code in a folder asks for, in order."""
+    owners = {t.untyped_storage().data_ptr(): name for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    read = list[str]()
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame else None
+            if caller and caller.f_code.co_filename.startswith(folder) and tensor.untyped_storage().data_ptr() in owners:
+                read.append(owners[tensor.untyped_storage().data_ptr()])
+            return method(tensor, *args, **named)
+
+        return call
+
+    methods = {name: getattr(torch.Tensor, name) for name in ("stride", "is_contiguous")} if folder else {}
+    for name, method in methods.items():
+        setattr(torch.Tensor, name, noted(method))
+    try:
+        yield read
+    finally:
+        for name, method in methods.items():
+            setattr(torch.Tensor, name, method)

@@ -1,0 +1,70 @@
+"""Free memory, and work that may need more: work that runs out of memory is skipped, and the process goes on."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from kerneltune import device
+from kerneltune.errors import first_line
+from kerneltune.spec import Case, Op
+from kerneltune.task import Outcome
+
+T = TypeVar("T")
+
+_MEMINFO = Path("/proc/meminfo")
+
+_SAID = ("out of memory", "STATUS_ALLOC_FAILED")
+"""Texts in out-of-memory errors of torch, of drivers and of libraries. Drivers and libraries raise no error type of their own."""
+
+
+def affordable(work: Callable[[], T]) -> T | Outcome:
+    """Return the result of `work`, or a `skipped` outcome if `work` ran out of memory, with the bytes if torch names them."""
+    try:
+        return work()
+    except Exception as error:  # torch, Triton and the driver raise other types where memory is short
+        reason = out_of_memory_reason(error)
+        if not reason:
+            raise
+    release_memory()  # only here: until now the traceback kept the allocations of `work` alive
+    return Outcome("skipped", reason)
+
+
+def out_of_memory_reason(error: BaseException) -> str:
+    """Return the out-of-memory line of an error or of its cause; empty if neither has an out-of-memory line.
+
+    The cause matters, because the end of a capture, and a compiler that wraps all errors, raise an error of their own.
+    """
+    said: BaseException | None = error
+    while said is not None:
+        if any(text in str(said) for text in _SAID):
+            return first_line(said)
+        said = said.__cause__ or said.__context__
+    return ""
+
+
+def memory_obstacle(op: Op, case: Case) -> str | None:
+    """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
+    needed = op.memory_factor * op.traffic(case).total
+    free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
+    return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
+
+
+def host_free_bytes() -> int:
+    """Return bytes that Linux can give to processes without swapping."""
+    fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
+
+
+def gpu_free_bytes() -> int:
+    """Return the bytes of the GPU's memory that torch can still allocate."""
+    free, _total = torch.cuda.mem_get_info()
+    return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def release_memory() -> None:
+    """Release the GPU memory that torch caches, so that other processes and libraries can allocate it."""
+    gc.collect()
+    torch.cuda.empty_cache()
