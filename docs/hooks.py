@@ -26,6 +26,8 @@ TITLES = {
 
 TABLES = re.compile(r"\]\(\.\./((?:\.\./)*results)/nvidia_h200(?:/(\w+\.md))?\)")
 """Links to tables in the repository, which the site shows as pages of its own."""
+WIDE = "---\nhide:\n  - toc\n---\n\n"
+"""Front matter of pages whose tables need the room of the table of contents."""
 AGAINST = {"--family": "Against the fastest peer", "baseline": "Against the baseline"}
 
 
@@ -83,7 +85,7 @@ def results(family: str) -> str:
     """
     commands = [["compare", "--family", family], ["compare", "baseline", "optimized", "--family", family]]
     title = TITLES.get(family, family.replace("_", " "))
-    parts = [f"---\nhide:\n  - toc\n---\n\n# {title}"]  # tables need its room
+    parts = [f"{WIDE}# {title}"]
     bodies = {""}
     for command in commands:
         text = _printed(*command, "--format", "markdown").rstrip()
@@ -104,7 +106,7 @@ def index(families: list[str]) -> str:
     table = families_table(records, {family: default_pair(members) for family, members in records.items()}).markdown()
     for family in families:
         table = table.replace(f"| {family} |", f"| [{TITLES.get(family, family)}]({family}.md) |", 1)
-    lines = ["# Results", "", "Recorded on NVIDIA H200s, cold L2, CUDA graphs, variants of a run interleaved.", ""]
+    lines = [f"{WIDE}# Results", "", "Recorded on NVIDIA H200s, cold L2, CUDA graphs, variants of a run interleaved.", ""]
     lines += [
         "Speed-up: geometric mean of B over A in the rows that both were measured in. Rows of another A are not pooled.",
         "",

@@ -69,13 +69,13 @@ def short_dtype(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Describe a point of an operator's domain: axis sizes, element type, quantisation mode and options.
+    """Describe a point of an operator's domain: axis sizes, element type, quantization mode and options.
 
     Attributes:
         name: a name for people. Two cases that differ in their names, or in the order of axes or options, are equal.
         axes: (axis, size) pairs in the operator's order.
         dtype: torch's name of the input type, for example `bfloat16`.
-        quant: quantisation mode; `none` without quantisation.
+        quant: quantization mode; `none` without quantization.
         options: (option, value) pairs in the operator's order, with every option of the operator.
     """
 
@@ -305,7 +305,7 @@ class Op:
         name: the operator's name in sweeps and caches.
         axes: names of the sizes of a case.
         dtypes: input element types, by torch's names.
-        quants: quantisation modes.
+        quants: quantization modes.
         options: option -> allowed values, the first is the default.
         free_axes: axes along which a cached config may serve another size.
         max_distance: largest sum of log2 distances along the free axes at which a cached config serves a case; the default

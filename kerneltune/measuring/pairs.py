@@ -162,7 +162,7 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
 
 
 def settings(case: Case) -> tuple[tuple[str, object], ...]:
-    """Return the element type, the quantisation mode and the options of a case, with their names."""
+    """Return the element type, the quantization mode and the options of a case, with their names."""
     return ("dtype", case.dtype), ("quant", case.quant), *case.options
 
 
