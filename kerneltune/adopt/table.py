@@ -7,7 +7,7 @@ import bisect
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -80,6 +80,7 @@ class TableKernel:
         source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list.
         package: version of the package that holds the kernel; empty if unknown.
         is_plain: whether no autotuner wraps the kernel.
+        globals: plain values of globals that the kernel reads, as JSON; empty in tables of earlier versions.
         portfolio: the config for torch.compile, which cannot tell launches apart; of tables of earlier versions the first.
     """
 
@@ -93,6 +94,7 @@ class TableKernel:
     groups: tuple[Group, ...]
     portfolio: tuple[StoredConfig, ...]
     is_plain: bool = False
+    globals: dict[str, Any] = field(default_factory=dict)
 
     def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder[ServingRow]:
         """Return the finder of the rows of an author's key and element types; of no row where the table has none."""

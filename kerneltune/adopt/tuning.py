@@ -292,7 +292,8 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
             costliest = max(classes, key=lambda tuned_class: tuned_class.cost_us)  # its config, where none runs in all classes
             portfolio = () if first.is_plain else (shared_config(classes) or costliest.best,)
             name = first.kernel
-            kernels.append(TableKernel(name.module, name.name, *digests, first.keys, groups, portfolio, first.is_plain))
+            about = (*digests, first.keys, groups, portfolio, first.is_plain, first.globals)
+            kernels.append(TableKernel(name.module, name.name, *about))
     here = device.current()
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
 

@@ -67,7 +67,7 @@ def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[StoredConfig], 
         Group(one.key, one.dtypes, (), (ServingRow(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches
     )
     fields: dict[str, Any] = {"module": first.kernel.module, "name": first.kernel.name, "package": first.versions["package"]}
-    fields |= {name: getattr(first, name) for name in ("source", "bytecode", "configs", "keys")}
+    fields |= {name: getattr(first, name) for name in ("source", "bytecode", "configs", "keys", "globals")}
     fields |= {"groups": groups, "portfolio": (configs[0],)}
     return TableKernel(**(fields | changes))
 

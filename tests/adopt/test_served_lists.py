@@ -1,4 +1,4 @@
-"""Serving lists of configs that the program chooses from, prunes or assigns: only configs that the program could choose."""
+"""Serving a program that has changed its kernel, or chooses from, prunes or assigns its list: no config that it excludes."""
 
 import importlib
 import sys
@@ -25,12 +25,13 @@ def prune(configs, named, **_):
     kept = [config for config in configs if config.kwargs["BLOCK"] <= most]
     assert kept, "no config is left"
     return kept
+WIDTH = tl.constexpr(1)
 LISTED = [triton.Config({"BLOCK": block}) for block in (16, 32, 64, 128)]
 @triton.autotune(LISTED, ["N"], prune_configs_by={"early_config_prune": prune}, do_bench=lambda call, quantiles: [1.0] * 3)
 @triton.jit
 def noted(x_ptr, most_ptr, N, M, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x_ptr + places, tl.full((BLOCK,), BLOCK, tl.float32), mask=places < N)
+    tl.store(x_ptr + places, tl.full((BLOCK,), BLOCK * WIDTH.value, tl.float32), mask=places < N)
 def step(most):
     x = torch.empty(64)
     noted[lambda meta: (triton.cdiv(64, meta["BLOCK"]),)](x, torch.tensor([most]), 64, most)
@@ -112,3 +113,14 @@ def test_serving_tunes_once_for_each_of_very_many_lists(tmp_path: Path, monkeypa
         kernel.configs = configs
         kernel[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)
     assert server.tunings == 100
+
+
+def test_kernel_whose_constexpr_has_changed_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured_and_tuned(tmp_path, loaded(tmp_path, monkeypatch), 1)
+    server = served(tmp_path, misses=None)
+    assert (loaded(tmp_path, monkeypatch).step(64), server.hits) == (32.0, 1)
+    monkeypatch.setitem(globals(), "PROGRAM", PROGRAM.replace("constexpr(1)", "constexpr(1 + 1)"))
+    assert (loaded(tmp_path, monkeypatch).step(64), server.hits, server.tunings) == (32.0, 1, 1)
+    assert "of_lists.noted: its source has changed since it was tuned" in caplog.text
