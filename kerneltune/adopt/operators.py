@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.adopt.configs import DEFAULTS, StoredConfig
-from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
+from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass, read_class
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
@@ -200,7 +200,6 @@ def candidate_of(config: Config, launch_class: LaunchClass) -> Candidate:
 
 def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
     """Make the arguments of a class; launches do not restore them before `reference` has learned the results."""
-    from kerneltune.adopt.folder import read_class
     from kerneltune.adopt.replay import make_replay
 
     folder = Path(root) / CLASSES / str(case.option(CLASS))

@@ -64,14 +64,6 @@ def _launch_map() -> LaunchMap[RecordedClass]:
     return LaunchMap(has_layout=True, is_kept=lambda recorded: bool(recorded.digest))
 
 
-@dataclass(slots=True)
-class RecordedList:
-    """Hold the class of each launch of an autotuner with a list of configs, and the digests of the classes."""
-
-    by_launch: LaunchMap[RecordedClass] = field(default_factory=_launch_map)
-    digests: set[str] = field(default_factory=set)
-
-
 class Recorder:
     """Record the launches of a process into a capture folder."""
 
@@ -175,11 +167,10 @@ class Recorder:
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
         try:
-            by_list: dict[Any, RecordedList] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
+            by_list: dict[Any, LaunchMap[RecordedClass]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
             if by_list is None:
                 by_list = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
-            recorded_list = of_list(by_list, autotuner.configs, RecordedList)
-            by_launch = recorded_list.by_launch
+            by_launch = of_list(by_list, autotuner.configs, _launch_map)
             recorded = by_launch.find(args, kwargs)
             if recorded is None:
                 launch = Launch(autotuner, args, kwargs)
@@ -187,17 +178,17 @@ class Recorder:
                 with self._lock:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
-                        recorded = by_launch.remember(launch, deciding, self._class_of(launch, recorded_list.digests))
+                        recorded = by_launch.remember(launch, deciding, self._class_of(launch, by_launch.key_count))
             if recorded.without_values is not None and not program.is_capturing():
                 self._add_values(recorded, Launch(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
 
-    def _class_of(self, launch: Launch, digests: set[str]) -> RecordedClass:
+    def _class_of(self, launch: Launch, key_count: int) -> RecordedClass:
         """Return the class of a launch whose key is new; record a class that this process has not seen before.
 
-        digests: digests of the classes of the launch's list of configs; the digest of the class is added.
+        key_count: number of other keys of the launch's list of configs; none for an autotuner that is made for each launch.
         """
         name, tuner = launch.name, launch.autotuner
         if not is_plain(tuner):
@@ -207,7 +198,7 @@ class Recorder:
             return RecordedClass()
         classes, most = self._classes.setdefault(name.text, {}), self.most_classes
         too_many = f"more than {most} classes of launches: the first {most} are kept"
-        if len(digests) >= most:  # the usual case, because describing a launch takes up to 0.4 ms
+        if min(len(classes), key_count) >= most:  # the usual case, because describing a launch takes up to 0.4 ms
             return self._refuse(name, too_many)
         if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
@@ -222,7 +213,6 @@ class Recorder:
                 classes[launch_class.digest] = self._new_class(launch, launch_class, storages)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
-        digests.add(launch_class.digest)
         return classes[launch_class.digest]
 
     def _new_class(self, launch: Launch, launch_class: LaunchClass, storages: Sequence[Any]) -> RecordedClass:
