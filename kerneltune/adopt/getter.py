@@ -339,10 +339,8 @@ def _expert_arguments(names: set[str], sizes: Mapping[str, int], dtype: str, dev
         raise ValueError(f"call: size {lacking[0]}: missing: give --model FILE or --size {lacking[0]}=VALUE")
     tokens, experts, hidden, inner, top_k = (sizes[name] for name in SIZES)
     everywhere = sizes.get(ALL_EXPERTS, experts)
-    options: dict[str, Any] = {
-        "device": device,
-        "generator": None if device == "meta" else torch.Generator(device).manual_seed(seed),
-    }
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
+    options: dict[str, Any] = {"device": device, "generator": generator}
     normal, kind = partial(torch.randn, **options), torch_dtype(dtype)
     chance = torch.rand(tokens, everywhere, **options).clamp(1e-9, 1 - 1e-7)
     drawn = _SPREAD * normal(everywhere) - (-chance.log()).log()  # the largest are draws without replacement

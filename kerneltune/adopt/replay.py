@@ -357,9 +357,8 @@ class Replay:
 def make_replay(launch_class: LaunchClass, folder: Path, device: str, seed: int) -> Replay:
     """Make a class's arguments: indices as captured, data from the sample or the statistics; on device `meta` without values."""
     storages = []
-    guard_bytes = (
-        _GUARD_BYTES if launch_class.is_plain and device not in ("cpu", "meta") else 0
-    )  # the interpreter checks accesses
+    has_guard = launch_class.is_plain and device not in ("cpu", "meta")  # the interpreter checks accesses
+    guard_bytes = _GUARD_BYTES if has_guard else 0
     if device != "meta" and (problem := missing_values(launch_class, folder)):
         raise ReplayError(problem)
     kept = _read_values(folder / VALUES) if device != "meta" else {}

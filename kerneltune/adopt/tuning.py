@@ -325,25 +325,28 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
     for members in grouped(classes, lambda tuned: tuned.launch_class.told_apart()).values():
-        launch_class, shared, split = (
-            members[0].launch_class,
-            shared_config(members),
-            differing(members) if len(members) > 1 else (),
-        )
+        launch_class, shared, split = members[0].launch_class, shared_config(members), differing(members)
         if len(members) == 1 or shared is None:
             rows = [_row(tuned, tuned.best) for tuned in members]
         else:
             gains = [own_gain(tuned, shared, worker) for tuned in members]
             rows = [_row(tuned, shared if gain is None else tuned.best, gain) for tuned, gain in zip(members, gains, strict=True)]
             if all(gain is None for gain in gains):
-                rows, split = [_row(max(members, key=lambda tuned: tuned.cost_us), shared)], ()
+                costliest = max(members, key=lambda tuned: tuned.cost_us)
+                times = {config: costliest.times[config] for config in _common_configs(members)}
+                rows, split = [_row(replace(costliest, times=times), shared)], ()
         yield Group(launch_class.key, launch_class.dtypes, split, tuple(rows))
 
 
 def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
     """Return the fastest config over all classes, weighted by their GPU time; None if no config runs in all."""
-    common = [config for config in members[0].times if all(config in tuned.times for tuned in members)]
+    common = _common_configs(members)
     return min(common, key=lambda config: sum(tuned.cost_us * math.log(tuned.times[config]) for tuned in members), default=None)
+
+
+def _common_configs(members: Sequence[TunedClass]) -> list[StoredConfig]:
+    """Return the configs that are correct in all classes."""
+    return [config for config in members[0].times if all(config in tuned.times for tuned in members)]
 
 
 def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float | None:
@@ -355,9 +358,8 @@ def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> floa
         return None
     screened = tuned.times[shared] / tuned.times.get(tuned.best, tuned.times[shared])
     try:
-        compared = [
-            config_of(stored, tuned.launch_class, tuned.task.variant.config) for stored in (shared, tuned.best, tuned.author)
-        ]
+        kind = tuned.task.variant.config
+        compared = [config_of(stored, tuned.launch_class, kind) for stored in (shared, tuned.best, tuned.author)]
         samples = worker.time_interleaved(tuned.task, compared)
     except WorkerCrashedError:
         samples = [None] * 3
@@ -465,10 +467,8 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named:
     """
     gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""
     if engine == "sglang":
-        fields, folder = (
-            re.sub(r"(?<=\d),(?=\d)", ", ", fields),
-            f"configs/triton_{device.versions()['triton'].replace('.', '_')}/",
-        )
+        fields = re.sub(r"(?<=\d),(?=\d)", ", ", fields)
+        folder = f"configs/triton_{device.versions()['triton'].replace('.', '_')}/"
     elif "H200" in gpu.split("_"):
         gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
     tables: dict[str, dict[str, dict[str, int]]] = {}

@@ -94,6 +94,25 @@ def test_tune_keeps_sizes_out_of_the_key_that_gain_less_than_3_percent(tmp_path:
     assert (group.split, len(group.rows)) == ((), 1)
 
 
+def test_row_of_several_classes_falls_back_to_no_config_that_is_wrong_in_a_class(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h200.gain = 1.02
+
+    def measure(self: SizedBench, task: Task, config: Any, best_us: float | None) -> Evaluation:
+        """Return that blocks of 256 are the fastest for 64 rows, and wrong for 4 rows."""
+        is_wrong = config.BLOCK == 256 and dict(task.case.axes)["M"] == 4
+        return Evaluation("failed", reason="wrong") if is_wrong else Evaluation("passed", self.time_us(task, config))
+
+    monkeypatch.setattr(h200, "measure", measure)
+    capture_sums(tmp_path, (4, 96), (64, 96))
+    tune_capture(tmp_path, Progress())
+    table = read_table(tmp_path, GPU)
+    assert table is not None
+    ((row,),) = [group.rows for group in table.kernels[0].groups]
+    assert {config.kwargs["BLOCK"] for config in row.configs} == {64, 128}
+
+
 def test_tune_adds_omitted_sizes_to_the_key_if_they_gain(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 96))
     tune_capture(tmp_path, Progress())
