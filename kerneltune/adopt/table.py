@@ -81,7 +81,8 @@ class TableKernel:
         package: version of the package that holds the kernel; empty if unknown.
         is_plain: whether no autotuner wraps the kernel.
         globals: plain values of globals that the kernel reads, as JSON; empty in tables of earlier versions.
-        portfolio: the config for torch.compile, which cannot tell launches apart; of tables of earlier versions the first.
+        portfolio: the config for torch.compile, which cannot tell launches apart, so that it is correct in all classes; empty for
+            none; of tables of earlier versions the first.
     """
 
     module: str

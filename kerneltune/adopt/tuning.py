@@ -289,8 +289,8 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
         for classes in grouped(tuned, lambda tuned_class: operator_name(tuned_class.launch_class)).values():
             first, groups = classes[0].launch_class, tuple(table_groups(classes, worker))
             digests = (first.source, first.bytecode, first.configs, first.versions.get("package", ""))
-            costliest = max(classes, key=lambda tuned_class: tuned_class.cost_us)  # its config, where none runs in all classes
-            portfolio = () if first.is_plain else (shared_config(classes) or costliest.best,)
+            shared = None if first.is_plain else shared_config(classes)
+            portfolio = () if shared is None else (shared,)
             name = first.kernel
             about = (*digests, first.keys, groups, portfolio, first.is_plain, first.globals)
             kernels.append(TableKernel(name.module, name.name, *about))

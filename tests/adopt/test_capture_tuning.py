@@ -190,6 +190,25 @@ def step(x, y):
 """
 
 
+def test_table_of_classes_without_a_common_config_has_none_for_torch_compile(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: SizedBench, task: Task, config: Any, best_us: float | None) -> Evaluation:
+        """Return that blocks of 256 are correct for 64 rows alone, and all other blocks for 4 rows alone."""
+        is_right = (config.BLOCK == 256) == (dict(task.case.axes)["M"] == 64)
+        return Evaluation("passed", self.time_us(task, config)) if is_right else Evaluation("failed", reason="wrong")
+
+    monkeypatch.setattr(h200, "measure", measure)
+    capture_sums(tmp_path, (4, 96), (64, 96))
+    tune_capture(tmp_path, Progress())
+    table = read_table(tmp_path, GPU)
+    assert table is not None
+    assert table.kernels[0].portfolio == ()
+    listed = example().row_sum.configs
+    startup.install(tmp_path)
+    assert startup.server().attach(example().row_sum).shown == listed
+
+
 @pytest.mark.parametrize("most", [2, 1])  # without the program, pruning makes all configs, or fewer
 def test_configs_that_pruning_makes_are_checked_and_served_with_their_pre_hooks(
     most: int, tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
