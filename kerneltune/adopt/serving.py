@@ -325,7 +325,7 @@ class Server:
         alike = named + [kernel for kernel in of_name if kernel not in named and "__main__" in (kernel.module, name.module)]
         same = [kernel for kernel in alike if kernel.bytecode == kernels.bytecode_digest(function)]
         same = same or [kernel for kernel in alike if kernel.source == arguments.source_digest(function)]  # another Python
-        read = kernels.read_globals(function)  # a global that is not bound yet may have any value
+        read = kernels.read_globals(function) if same else {}  # a global that is not bound yet may have any value
         same = [kernel for kernel in same if all(read.get(name, value) == value for name, value in kernel.globals.items())]
         if named and not same:
             warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
