@@ -144,7 +144,7 @@ def _measured(
         raise ValueError(f"{baseline}: no records")
     _require_usable_configs(against, options.configs)
     if save is not None:
-        o.require_writable(save.parent)
+        _require_mergeable(save)
     with Reporter() as progress:
         verdict, measured = run_gate(partial(o.load_ops, o.captured()), against, selection, options, processes, margin, progress)
     if save is not None and measured:
@@ -159,13 +159,20 @@ def _update(baseline: str, selection: Selection, options: Options, processes: in
 
     if not baseline.endswith(SUFFIX) or (":" in baseline and not Path(baseline).exists()):
         raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
-    o.require_writable(Path(baseline).parent)
+    _require_mergeable(Path(baseline))
     with Reporter() as progress:
         measured = pool(run_processes(partial(o.load_ops, o.captured()), selection, options, processes, progress))
     end_if_failed(measured)
     if not any(record.status == "passed" for record in measured):
         raise ValueError(f"nothing measured: {selection.family} has no such case and variant that can be timed here")
     _keep(Path(baseline), measured)
+
+
+def _require_mergeable(path: Path) -> None:
+    """Raise ValueError for a file that could not take the measured rows, before they are measured."""
+    o.require_writable(path.parent)
+    if path.exists():
+        load(path)
 
 
 def _keep(path: Path, measured: list[Record]) -> None:

@@ -71,6 +71,8 @@ def command(
     """
     wanted = replace(wanted, ops=(op,) if op else tuple(o.captured_ops()))
     targets = _targets(target)
+    if save is not None:
+        o.require_writable(save.parent)
     runs = _runs(wanted, sizes or [], gpu, configs)
     if not (every or wanted.ops or wanted.cases):
         compiled = f"{counted(len(runs), 'config')} of all operators for {counted(len(targets), 'target')}"

@@ -223,6 +223,20 @@ def test_gate_run_judges_records_of_its_processes(
     assert records.load(baseline) == both(100, 70)
 
 
+@pytest.mark.parametrize("option", ["--update", "--save"])
+def test_gate_run_into_a_broken_file_fails_before_it_measures(
+    option: str, write: Callable[..., Path], tmp_path: Path, an_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows were measured first, and lost."""
+    monkeypatch.setattr("kerneltune.gating.run.run_processes", lambda *_: pytest.fail("measured"))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{\n")
+    old = write("old.jsonl", *both())
+    asked = (broken, option) if option == "--update" else (old, option, broken)
+    assert refused("gate", *asked, "--run", "rmsnorm").startswith(f"error: {broken}:1: JSON: ")
+    assert broken.read_text() == "{\n"
+
+
 def test_gate_and_compare_of_a_broken_file_name_line_and_field(write: Callable[..., Path], tmp_path: Path) -> None:
     good, truncated, odd = write("good.jsonl", record()), write("truncated.jsonl", *both()), tmp_path / "odd.jsonl"
     truncated.write_bytes(truncated.read_bytes()[:-10])

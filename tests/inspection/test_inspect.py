@@ -167,6 +167,13 @@ def test_inspect_of_a_capture_compiles_its_kernels_only(
     assert {task.op.name for task, _ in compiled[1][0]} == {"rmsnorm_fwd"}
 
 
+def test_inspect_with_an_unwritable_file_fails_before_it_compiles(compiled: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "of"
+    assert refused(*ONE, "--save", folder / "rows.json") == f"error: cannot write {folder}: Not a directory"
+    assert not compiled
+
+
 def test_static_gate_exits_with_1_for_a_worse_kernel_and_0_else(compiled: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     assert run(*ONE, "--save", path).exit_code == 0
