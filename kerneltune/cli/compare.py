@@ -50,7 +50,7 @@ def command(
     if run:
         if a is None or b is None:
             raise ValueError("a: missing: expected A and B where --run is given")
-        sides = _measured(a, b, wanted, policy, results)
+        sides = _measured(a, b, wanted, policy, results, output)
     else:
         records = [] if _is_file(a) and _is_file(b) else _loaded(source or (), family, results)
         if a is None and b is None and (own := tables_of_devices(_of_policy(selected(records, wanted), policy))):
@@ -84,8 +84,10 @@ def _is_file(name: str | None) -> bool:
     return name is not None and name.endswith(SUFFIX)
 
 
-def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Path | None) -> Sides:
-    """Measure A and B now; return their records."""
+def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Path | None, output: Path | None) -> Sides:
+    """Measure A and B now, if the output can be written; return their records."""
+    if output is not None:
+        o.require_writable(output.parent)
     if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")
     options, ops = o.make_options(wanted.family, results, policy=policy), o.load_ops()

@@ -84,6 +84,8 @@ def command(
         return
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
+    for path in filter(None, (junit, markdown)):
+        o.require_writable(path.parent)
     options = o.make_options(run or "", results, policy=policy, peers=peers, configs=configs)
     selection = o.make_selection(o.load_ops(), str(run), wanted)
     if update:

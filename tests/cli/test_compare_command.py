@@ -223,6 +223,15 @@ def test_compare_with_run_measures_the_selection(monkeypatch: pytest.MonkeyPatch
     assert seen == {"selection": of_part, "command": "compare --run", "policy": None, "repeat": 1}
 
 
+def test_compare_with_run_and_an_unwritable_output_fails_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kerneltune.sweep_run.measure_live", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    arguments = ("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", "-o", tmp_path / "file" / "of" / "t.md")
+    assert refused(*arguments) == f"error: cannot write {tmp_path / 'file' / 'of'}: Not a directory"
+
+
 def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(shift: float, noise: list[float], **changes: Any) -> Record:
         return record(100.0, samples_us=[[100.0 * (shift + x) for x in noise]], n=len(noise), **changes)

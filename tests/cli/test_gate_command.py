@@ -237,6 +237,16 @@ def test_gate_run_into_a_broken_file_fails_before_it_measures(
     assert broken.read_text() == "{\n"
 
 
+@pytest.mark.parametrize("option", ["--junit", "--markdown"])
+def test_gate_run_with_an_unwritable_report_fails_before_it_measures(
+    option: str, write: Callable[..., Path], tmp_path: Path, an_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kerneltune.gating.run.run_processes", lambda *_: pytest.fail("measured"))
+    old = write("old.jsonl", *both())
+    line = refused("gate", old, "--run", "rmsnorm", option, old / "of" / "report")
+    assert line == f"error: cannot write {old / 'of'}: Not a directory"
+
+
 def test_gate_and_compare_of_a_broken_file_name_line_and_field(write: Callable[..., Path], tmp_path: Path) -> None:
     good, truncated, odd = write("good.jsonl", record()), write("truncated.jsonl", *both()), tmp_path / "odd.jsonl"
     truncated.write_bytes(truncated.read_bytes()[:-10])
