@@ -31,7 +31,7 @@ def test_fit_of_simulated_times_finds_their_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "cases", "mean", "worst"), [("int4_fp8_gemm", 96, 0.974, 0.89), ("int4_fp8_grouped_gemm", 186, 0.97, 0.83)]
+    ("op", "cases", "mean", "worst"), [("int4_fp8_gemm", 96, 0.974, 0.89), ("int4_fp8_grouped_gemm", 363, 0.97, 0.83)]
 )
 def test_default_config_is_close_to_the_fastest_of_whole_spaces(op: str, cases: int, mean: float, worst: float) -> None:
     times = script.known_times(op, "nvidia_h100_80gb_hbm3")
