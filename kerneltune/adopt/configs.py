@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -122,12 +123,12 @@ def _backend_options() -> frozenset[str]:
 
 
 def configs_digest(configs: Sequence[Any]) -> str:
-    """Return a digest of a config list, which differs between the autotuners of a kernel."""
+    """Return a digest of a config list, the same in every process, which differs between the autotuners of a kernel."""
     texts = []
     for config in configs:
         options = tuple(getattr(config, name, None) for name in CONFIG_OPTIONS)
         texts.append(str((tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options)))
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+    return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", "\n".join(texts)).encode()).hexdigest()[:12]
 
 
 def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:

@@ -87,7 +87,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
         return by_digest[str(case.option(CLASS))]
 
     def space(case: Case) -> Space:
-        configs = [config for config, one in _candidates(about(case), kind).items() if one.is_offered]
+        configs = [config for config, candidate in _candidates(about(case), kind).items() if candidate.is_offered]
         names = [field.name for field in dataclasses.fields(kind)]
         return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
 

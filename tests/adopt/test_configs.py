@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import triton
 
-from kerneltune.adopt.configs import StoredConfig, live_configs
+from kerneltune.adopt.configs import StoredConfig, configs_digest, live_configs
 
 Hook = Callable[[Mapping[str, Any]], None]
 NOTED = list[Any]()
@@ -66,6 +66,17 @@ DIFFERENT = {
     "methods of two objects": lambda: (Noting(1).note, Noting(2).note),
     "partials": lambda: (partial(print, 1), partial(print, 2)),
 }
+
+
+@triton.jit
+def relu(x):
+    return triton.language.maximum(x, 0.0)
+
+
+def test_digest_of_configs_with_a_function_holds_no_address() -> None:
+    """The text of a function in Triton's interpreter has an address, which is another in each process."""
+    first, second = ([triton.Config({"BLOCK": 16, "ACT": function})] for function in (relu, triton.jit(relu.fn)))
+    assert configs_digest(first) == configs_digest(second) != configs_digest(listed(None))
 
 
 @pytest.mark.parametrize("hooks", SAME.values(), ids=SAME)
