@@ -216,6 +216,18 @@ def test_block_of_a_page_has_a_language_and_loads(page: Path, folder: Path) -> N
             assert PROBLEMS[block.kind](block) == [], block.place
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_script_in_prose_exists_and_takes_its_options(page: Path) -> None:
+    for code in map(str.split, re.findall(r"`([^`]+)`", prose(page))):
+        script = next((word for word in code if re.fullmatch(r"(?:benchmarks|examples|tests)/[\w/]+\.py", word)), None)
+        if script:
+            text = (ROOT / script).read_text(encoding="utf-8")
+            assert [word for word in code if word.startswith("--") and f'"{word}"' not in text] == [], " ".join(code)
+        elif len(code) > 1 and re.fullmatch(r"\w+\.py", code[0]):
+            text = (ROOT / "examples" / "adopted_packages" / code[0]).read_text(encoding="utf-8")
+            assert [word for word in code if word.startswith("--") and f'"{word}"' not in text] == [], " ".join(code)
+
+
 def python_problems(block: Block) -> list[str]:
     """Return imports that fail, attributes of modules that are not there, and calls that do not fit the signature."""
     tree = ast.parse(block.text)
@@ -489,6 +501,8 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "Check, tune missing configs, measure all variants and peers, and keep the records." in page
     assert "profiled" not in page
     assert 'href="../../results/rmsnorm/"' in (tmp_path / "site" / "notes" / "rmsnorm" / "index.html").read_text(encoding="utf-8")
+    families_page = (tmp_path / "site" / "results" / "index.html").read_text(encoding="utf-8")
+    assert 'data-md-type="toc" hidden' in families_page, "a table of ten columns needs the room"
     assert "geometric mean" in (tmp_path / "site" / "results" / "rmsnorm" / "index.html").read_text(encoding="utf-8")
     listed = (tmp_path / "site" / "architecture" / "index.html").read_text(encoding="utf-8")
     assert "<td><code>nearness.py</code></td>\n<td>Rank stored configs by their distance to a case.</td>" in listed
