@@ -181,9 +181,8 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
             if replay.tolerance is not None:
                 text = "; ".join(line.removeprefix(f"{name}: ") for line in close(name, tensor, expected, *replay.tolerance))
             else:
-                text = disagreement(
-                    expected, tensor, replay.noise.get(name, 0.0), replay.launch_class.dtypes, replay.has_reference
-                )
+                noise = replay.noise.get(name, 0.0)
+                text = disagreement(expected, tensor, noise, replay.launch_class.dtypes, replay.has_reference)
             if text:
                 lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:

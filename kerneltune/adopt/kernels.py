@@ -390,11 +390,6 @@ class LaunchMap(Generic[V]):
         self.plans: list[KeyPlan[V]] = []
         self._has_layout, self._is_kept = has_layout, is_kept
 
-    @property
-    def key_count(self) -> int:
-        """Return the number of keys that have a value."""
-        return sum(len(plan.values) for plan in self.plans)
-
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
         """Return the value of a launch's key, None for a key without a value. The hot path of serving."""
         for plan in self.plans:

@@ -178,7 +178,8 @@ class Recorder:
                 with self._lock:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
-                        recorded = by_launch.remember(launch, deciding, self._class_of(launch, by_launch.key_count))
+                        key_count = sum(len(plan.values) for plan in by_launch.plans)
+                        recorded = by_launch.remember(launch, deciding, self._class_of(launch, key_count))
             if recorded.without_values is not None and not program.is_capturing():
                 self._add_values(recorded, Launch(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
