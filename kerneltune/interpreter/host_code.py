@@ -1,7 +1,8 @@
 """Note facts of host code while it runs: the sides of branches, and the limits that expressions set to sizes without an `if`.
 
-A limit is a comparison, `min`, `max`, `clamp`, a slice or a `//`. Its operands are computed again before its line runs, if
-they are names, attributes, items, whole numbers and calls of `len`, `min`, `max` and `cdiv`; other limits give no fact.
+A limit is a comparison, `min`, `max`, `clamp`, a cast to 16 bits, a slice or a `//`. Its operands are computed again before its
+line runs, if they are names, attributes, items, whole numbers and calls of `len`, `min`, `max` and `cdiv`; other limits give no
+fact.
 """
 
 import ast
@@ -19,8 +20,10 @@ from kerneltune.interpreter.facts import Fact, note
 
 _CALLS = ("min", "max", "len", "cdiv", "next_power_of_2", "size", "numel", "dim", "slice")
 """Functions and methods that are called again to compute the operands of a limit: they change nothing."""
-_CLAMPS = ("clamp", "clamp_", "clamp_max", "clamp_min", "clip")
+_CLAMPS = ("clamp", "clamp_", "clamp_max", "clamp_min", "clip", "to")
 """Methods that limit the whole numbers of a tensor, whose values a launch without memory does not know."""
+_MOST_IN_TYPES = {"torch.int16": 2**15 - 1, "torch.uint16": 2**16 - 1}
+"""Element types whose largest whole number limits the numbers that are cast to them."""
 _LEAST_OF_SIZES = 16
 """Least limit of a `clamp` that is compared with sizes: smaller limits are of bits and flags."""
 _UNREPEATED = (ast.NamedExpr, ast.Lambda, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom)
@@ -121,14 +124,13 @@ def _division_outcomes(text: str, _local: Mapping[str, Any], size: object, divis
 
 
 def _clamp_outcomes(text: str, local: Mapping[str, Any], numbers: Any, *limits: object) -> Iterator[str]:
-    """Name each size of a local tensor whose places are above a limit, as whole numbers are often places along an axis."""
-    if numbers.is_floating_point():
-        return
-    for limit in (it for it in limits if type(it) is int and it >= _LEAST_OF_SIZES):
-        for name, value in local.items():
-            for axis, size in enumerate(value.shape if hasattr(value, "data_ptr") else ()):
-                if size - 1 > limit:
-                    yield f"{name}.shape[{axis}] - 1 > {limit} beside `{text}`"
+    """Name each local size whose places are above a limit, as whole numbers are often places along an axis."""
+    sizes = {name: value for name, value in local.items() if type(value) is int}
+    for name, tensor in ((name, value) for name, value in local.items() if hasattr(value, "data_ptr")):
+        sizes |= {f"{name}.shape[{axis}]": size for axis, size in enumerate(tensor.shape)}
+    for limit in (_MOST_IN_TYPES.get(str(it), it) for it in limits if not numbers.is_floating_point()):
+        if type(limit) is int and limit >= _LEAST_OF_SIZES:
+            yield from (f"{name} - 1 > {limit} beside `{text}`" for name, size in sizes.items() if size - 1 > limit)
 
 
 @functools.cache

@@ -77,8 +77,8 @@ class _Reading:
         for count, divisor in _divisions(tree):
             if divisor in constants and self._value(_parsed(f"{count} > {divisor} and {count} % {divisor} != 0")) is True:
                 self._note(f"{count} % {divisor} != 0")
-        for name in frozenset().union(*self._compared.values()) & values.keys() if _has_16_bits(tree) else ():
-            if values[name] > _MOST_IN_16_BITS:
+        for name in sorted(values.keys() - self._flags) if _has_16_bits(tree) else ():
+            if type(values[name]) is int and values[name] > _MOST_IN_16_BITS:
                 self._note(f"{name} > {_MOST_IN_16_BITS} beside whole numbers of 16 bits")
         for compared in self._compared.values():
             for larger, smaller in itertools.permutations(compared & values.keys(), 2):

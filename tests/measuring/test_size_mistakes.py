@@ -120,6 +120,9 @@ def _limited(form: str, x: torch.Tensor, N: int) -> torch.Tensor:
         case "clamp":
             places = torch.arange(N, device=x.device)
             return x[:, places.clamp(max=2047)]
+        case "cast":
+            places = torch.arange(N, device=x.device)
+            return x + (places - places.to(torch.int16).long())
     return x
 
 
@@ -131,7 +134,7 @@ def sums_with_limit(form: str, inputs: Inputs, _config: None) -> Outputs:
     return {"y": y}
 
 
-@pytest.mark.parametrize("form", ["", "min", "max", "ternary", "comparison", "slice", "division", "clamp"])
+@pytest.mark.parametrize("form", ["", "min", "max", "ternary", "comparison", "slice", "division", "clamp", "cast"])
 def test_limit_of_host_code_without_an_if_is_checked_in_a_derived_case(form: str) -> None:
     op = replace(summing("", elements=16), variants=(Variant("optimized", partial(sums_with_limit, form)),))
     assert findings(op, CASES) == []
