@@ -144,7 +144,7 @@ class _Guard:
         self._regions: list[Region] = []
         self._grid: tuple[int, ...] = (1, 1, 1)
         self._kernel = ""
-        self._races = Races()
+        self._races = Races(0)
         self._stores: dict[str, _Stores] = {}
         self._program_number = self._num_programs = 0
         self._loads_index = False
@@ -170,7 +170,7 @@ class _Guard:
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         self._num_programs = math.prod(self._grid)
-        self._races.begin_launch(self._num_programs)
+        self._races = Races(self._num_programs)
         self._stores, self._loads_index = {}, False
 
     def begin_program(self, set_grid_idx: Any, *at: int) -> None:

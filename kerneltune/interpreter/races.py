@@ -7,7 +7,7 @@ they have no order and are either a plain store with any access, or an atomic wi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,26 +62,18 @@ class _Shadow:
         return units if count == 1 else (units[:, None] + np.arange(count)).ravel()
 
 
-@dataclass(slots=True)
 class Races:
-    """Record the accesses of a launch; call `begin_launch`, then `begin_program` for each program."""
+    """Record the accesses of a launch; call `begin_program` for each program."""
 
-    _shadows: dict[int, _Shadow] = field(default_factory=dict)
-    _released: dict[int, Any] = field(default_factory=dict)
-    _numbers: dict[tuple[int, str], int] = field(default_factory=dict)
-    _lines: list[str] = field(default_factory=lambda: [""])
-    _segments: Any = None
-    _programs: Any = None
-    _known: Any = None
-    _segment: int = 0
-    _program: int = 0
-    _num_programs: int = 0
-
-    def begin_launch(self, num_programs: int) -> None:
-        """Forget the accesses of the launch before."""
-        self._shadows, self._released, self._numbers, self._lines = {}, {}, {}, [""]
+    def __init__(self, num_programs: int) -> None:
+        self._shadows: dict[int, _Shadow] = {}
+        self._released: dict[int, Any] = {}
+        self._numbers: dict[tuple[int, str], int] = {}
+        self._lines = [""]
         self._segments, self._programs = np.zeros(64, np.int32), np.full(64, num_programs, np.int32)
-        self._segment, self._num_programs = 0, num_programs
+        self._segment = self._program = 0
+        self._known: Any = None
+        self._num_programs = num_programs
 
     def begin_program(self, program: int) -> None:
         """Begin a program, which knows of no other program's accesses."""
@@ -120,10 +112,12 @@ class Races:
                 return Conflict(int(units[first]) * shadow.unit, name, int(self._programs[event]), self._lines[event])
         return None
 
-    def _shadow(self, storage: int, size: int, item_size: int) -> _Shadow:
+    def _units(self, storage: int, size: int, at: Any, item_size: int) -> tuple[_Shadow, Any]:
+        """Return the last accesses to a storage, and its units that an access covers."""
         if storage not in self._shadows:
             self._shadows[storage] = _Shadow(size, item_size)
-        return self._shadows[storage]
+        shadow = self._shadows[storage]
+        return shadow, shadow.units(at, item_size)
 
     def load(self, storage: int, size: int, at: Any, item_size: int, line: str, is_shared: bool = False) -> Conflict | None:
         """Note a load of the elements at some bytes of a storage; return its conflict with an earlier access.
@@ -131,8 +125,7 @@ class Races:
         Args:
             is_shared: the load may see what atomics have left until now: it conflicts with plain stores alone.
         """
-        shadow = self._shadow(storage, size, item_size)
-        units = shadow.units(at, item_size)
+        shadow, units = self._units(storage, size, at, item_size)
         conflict = self._conflict(shadow, units, ("store",) if is_shared else ("store", "atomic"))
         if conflict is None and not is_shared:
             shadow.pending.append((self._event(line), units))
@@ -149,8 +142,7 @@ class Races:
         Args:
             is_changed: function without arguments -> whether the store changes the value of each element.
         """
-        shadow = self._shadow(storage, size, item_size)
-        units = shadow.units(at, item_size)
+        shadow, units = self._units(storage, size, at, item_size)
         self._flush(shadow)
         kinds = ("store", "atomic", "load", "load of another")
         conflict = self._conflict(shadow, units, kinds, lambda: np.repeat(is_changed(), units.size // max(1, at.size)))
@@ -162,8 +154,7 @@ class Races:
         self, storage: int, size: int, at: Any, item_size: int, line: str, acquires: bool, releases: bool
     ) -> Conflict | None:
         """Note an atomic, which orders programs as its semantics say; return its conflict with an earlier access."""
-        shadow = self._shadow(storage, size, item_size)
-        units = shadow.units(at, item_size)
+        shadow, units = self._units(storage, size, at, item_size)
         self._flush(shadow)
         places = [storage + int(byte) for byte in at] if at.size <= _MOST_SYNCHRONIZING else []
         if acquires:
