@@ -15,7 +15,8 @@ from kerneltune.journals import CHECKS, with_finished_rows
 from kerneltune.measuring.check import CaseError, meta_inputs
 from kerneltune.measuring.compare import checked_record
 from kerneltune.measuring.compiler import compile_job, refusals
-from kerneltune.measuring.jobs import Job, address_job, case_job, coverage_lines, derived_cases, mutation_job, pairs_job, run_jobs
+from kerneltune.measuring.derived import derived_cases
+from kerneltune.measuring.jobs import Job, address_job, case_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record

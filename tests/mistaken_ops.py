@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.check_values import vary_rows
 from kerneltune.measuring import pairs
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.check import Checker
-from kerneltune.measuring.jobs import derived_cases
+from kerneltune.measuring.derived import derived_cases
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 

@@ -15,12 +15,12 @@ from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
+from kerneltune.measuring.derived import derived_cases
 from kerneltune.measuring.jobs import (
     Job,
     address_job,
     case_job,
     coverage_lines,
-    derived_cases,
     mutation_job,
     pairs_job,
     run_jobs,

@@ -14,7 +14,8 @@ from test_pairs import op_with
 
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import unlaunched
-from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
+from kerneltune.measuring.derived import derived_cases
+from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.measuring.pairs import check_cost, check_pairs
 from kerneltune.spec import Inputs, Outputs, Variant
 from kerneltune.task import Run, Task
