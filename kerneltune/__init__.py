@@ -1,6 +1,6 @@
 """Tune and benchmark GPU kernels. Importing this package imports nothing else.
 
-PYTEST_DONT_REWRITE: captured and served processes import this package before pytest starts, of which pytest would warn.
+PYTEST_DONT_REWRITE: captured and served processes import this package before pytest starts, and pytest would warn of the import.
 """
 
 from typing import Any

@@ -13,7 +13,7 @@ _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
 """First line of Triton's CompilationError; the kernel's code, a caret and the reason follow."""
 _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
-"""Files of Triton's interpreter, and of this package where it corrects the interpreter."""
+"""Path of a file of Triton's interpreter, or of this package's corrections of the interpreter."""
 _MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")

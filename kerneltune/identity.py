@@ -280,7 +280,7 @@ class _Writer:
             if name in _SKIPPED or name in without or value is None or value == []:
                 continue
             if isinstance(value, ast.AST):
-                self._parts += [name] if isinstance(node, ast.Slice | ast.arguments) else []  # of which any part may be missing
+                self._parts += [name] if isinstance(node, ast.Slice | ast.arguments) else []  # any part of these may be missing
                 self.node(value, scope, bound_name)
             elif isinstance(value, list):
                 self._parts.append(f"{name} (")

@@ -180,7 +180,7 @@ def _check_variant(op: Op, variant: Variant) -> None:
 
 
 def _wrong_config(config: type[Any]) -> str | None:
-    """Return what is wrong with a config class, and what is expected; None if nothing is."""
+    """Return the mistake of a config class, with the expected value; None for a right class."""
     if not dataclasses.is_dataclass(config):
         return f"{config!r}: expected a dataclass"
     kinds = knobs_of_class(config)[0]

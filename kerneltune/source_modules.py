@@ -140,7 +140,7 @@ def source_module(name: str) -> SourceModule | None:
 
 def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
     """Raise ValueError where a function of a module was loaded from another source than its file has now."""
-    now: dict[str, list[object]] = {}  # a file may define several functions of one name
+    now: dict[str, list[object]] = {}  # a file may define several functions with the same name
     for code in _codes(compile(source, file, "exec", dont_inherit=True)):
         now.setdefault(code.co_qualname, []).append(_instructions(code))
     classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]

@@ -43,11 +43,11 @@ class WorkerStoppedError(Exception):
 class State(Enum):
     """Name the states of a worker's process."""
 
-    MISSING = auto()  # there is none; the next request starts one
+    MISSING = auto()  # no process runs; the next request starts a process
     STARTING = auto()
     IDLE = auto()
     ANSWERING = auto()
-    STOPPED = auto()  # there is none, and the next request fails
+    STOPPED = auto()  # no process runs, and the next request fails
 
 
 class Worker:

@@ -237,7 +237,7 @@ def import_(
 
 @app.command()
 def check(configs: o.ReadConfigs = None) -> None:
-    """Read every file strictly; exit code 2 and the reason at the first broken entry, or where there is no entry.
+    """Read every file strictly; exit code 2 and the reason at the first broken entry, or if no file has an entry.
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """

@@ -97,7 +97,7 @@ def peer_packages() -> Iterator[Finding]:
 
 
 def journey_lines() -> Iterator[Finding]:
-    """Yield a finding for each GPU: how many journeys of `make gpu` passed with this code, and the names of the others."""
+    """Yield a finding for each GPU: the number of journeys of `make gpu` that passed, and the names of the rest."""
     files = proof.proof_files()
     if not files:
         yield "journeys", "no proof", "nothing says that this code has run on a GPU: make gpu, in a checkout"

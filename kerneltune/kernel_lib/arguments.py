@@ -59,7 +59,7 @@ def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None
     """Check the row stride of a matrix: kernels load tiles of `rows` and count words of `numbers` elements of a tile in 31 bits.
 
     Raises:
-        ValueError: the row stride is too large for such a count.
+        ValueError: the row stride is too large to count in 31 bits.
     """
     limit = (1 << 31) // rows * numbers
     if x.shape[0] > 1 and x.stride(0) >= limit:

@@ -100,7 +100,7 @@ def source(records: Sequence[Record], fields: Sequence[str] = _RUN) -> str:
 
 _WHOLE_HASH = re.compile(r"\b([0-9a-f]{7})[0-9a-f]{33}\b")
 HUES = 8
-"""Colours of a chart, and symbols; the page's style and `pictures` hold one of each per number."""
+"""Colours of a chart, and symbols; the page's style has a colour and a symbol for each number."""
 _GREY, _OURS = 0, 2
 _REST = tuple(hue for hue in range(HUES) if hue not in (_GREY, _OURS))
 _USUAL = (

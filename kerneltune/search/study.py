@@ -52,7 +52,7 @@ class ListSampler(BaseSampler):
         self.times: dict[int, float | None] = {}
         self._study: optuna.Study | None = None
         self._num_finished = 0  # trials of the study from the first on that are all finished, with their times in `times`
-        self._suggested: dict[int, int] = {}  # trial of the study -> index: a running trial gets its knobs one by one
+        self._suggested: dict[int, int] = {}  # trial of the study -> index: a running trial gets a knob at a time
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all knobs."""
