@@ -8,6 +8,7 @@ fact.
 import ast
 import functools
 import linecache
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ _CLAMPS = ("clamp", "clamp_", "clamp_max", "clamp_min", "clip", "to")
 """Methods that limit the whole numbers of a tensor, whose values a launch without memory does not know."""
 _MOST_IN_TYPES = {"torch.int16": 2**15 - 1, "torch.uint16": 2**16 - 1}
 """Element types whose largest whole number limits the numbers that are cast to them."""
+_ASKS_FOR_MEMORY = re.compile(r"is_meta\b|(['\"])meta\1")
 _LEAST_OF_SIZES = 16
 """Least limit of a `clamp` that is compared with sizes: smaller limits are of bits and flags."""
 _UNREPEATED = (ast.NamedExpr, ast.Lambda, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom)
@@ -89,9 +91,9 @@ def untraced() -> Iterator[None]:
 
 @functools.cache
 def _condition(file: str, line: int) -> str:
-    """Return the `if` at a line, empty for other statements."""
+    """Return the `if` at a line, empty for other statements and for a question whether a tensor has memory."""
     text = linecache.getline(file, line).strip().removesuffix(":")
-    return text if text.startswith(("if ", "elif ")) else ""
+    return text if text.startswith(("if ", "elif ")) and not _ASKS_FOR_MEMORY.search(text) else ""
 
 
 def _outcomes(limit: _Limit, frame: FrameType) -> list[str]:
@@ -102,7 +104,9 @@ def _outcomes(limit: _Limit, frame: FrameType) -> list[str]:
 
 
 def _condition_outcomes(text: str, _local: Mapping[str, Any], is_true: object) -> Iterator[str]:
-    if isinstance(is_true, bool):
+    if isinstance(is_true, bool) and not _ASKS_FOR_MEMORY.search(
+        text
+    ):  # only facts of bench cases come from tensors without memory
         yield f"`{text}` is {is_true}"
 
 

@@ -143,6 +143,23 @@ def test_limit_of_host_code_without_an_if_is_checked_in_a_derived_case(form: str
     assert ("y: wrong" in findings(op, derived)) == bool(form)
 
 
+def _sums_by_device(inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
+    has_memory = x.device.type != "meta"
+    if x.device.type == "meta":
+        has_memory = False
+    y = x.new_empty(x.shape[0])
+    sums_of_rows[(x.shape[0],)](x, y, x.shape[1], BLOCK=64, IS_LONG=False, MISTAKE="" if has_memory else "none")
+    return {"y": y}
+
+
+def test_branch_on_tensors_without_memory_is_no_fact_of_a_bench_case() -> None:
+    op = replace(summing(""), variants=(Variant("optimized", _sums_by_device),))
+    _, _, facts = derived_cases(op, CASES, [case_of("long", 4096, 5000)])
+    assert facts
+    assert [str(fact) for fact in facts if "meta" in fact.name] == []
+
+
 _workspaces: dict[str, torch.Tensor] = {}
 
 
