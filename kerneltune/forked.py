@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
-from kerneltune.processes import end, start
+from kerneltune.processes import WorkerStoppedError, end, start
 
 T = TypeVar("T")
 Tell = Callable[[object], None]
@@ -69,6 +69,7 @@ class Fork(Generic[T]):
 
         Raises:
             ForkCrashedError: the fork ended before its function returned.
+            WorkerStoppedError: SIGTERM ended the fork.
         """
         try:
             while not self.is_done():
@@ -76,6 +77,8 @@ class Fork(Generic[T]):
             self._process.join()
         finally:
             code = self.end() or 0
+        if self._answer is None and code == -signal.SIGTERM:
+            raise WorkerStoppedError("a process of the command was ended from outside: SIGTERM")
         if self._answer is None:
             raise ForkCrashedError(f"crashed: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
         value, error, cause = self._answer
@@ -104,6 +107,7 @@ def _work_and_exit(pipe: Connection, work: Callable[[Tell], Any]) -> None:
 
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         torch.set_num_threads(1)  # the other threads are not in the fork

@@ -48,6 +48,10 @@ if sys.platform == "linux":
 """
 
 
+class WorkerStoppedError(Exception):
+    """Report that this process, or a signal from outside, ended a worker or a fork: its request is not to blame."""
+
+
 def start(
     work: Callable[..., Any],
     *arguments: Any,

@@ -18,6 +18,7 @@ from kerneltune.measuring.compare import ceiling_task, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
 from kerneltune.plan import CHECK_POLICY, Plan
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.reporting import tables
@@ -26,7 +27,6 @@ from kerneltune.sweep_file import SweepCase, cases_by_op
 from kerneltune.task import Outcome, Run, Task
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import pairs
-from kerneltune.worker import WorkerStoppedError
 
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any, Self
 
 from kerneltune.errors import first_line
-from kerneltune.processes import end, start
+from kerneltune.processes import WorkerStoppedError, end, start
 
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes after SIGTERM: 255 if the server of processes got the signal, too."""
@@ -34,10 +34,6 @@ class WorkerCrashedError(Exception):
 
 class WorkerHungError(WorkerCrashedError):
     """Report that a request took too long."""
-
-
-class WorkerStoppedError(Exception):
-    """Report that this process, or a signal from outside, ended the worker: the request is not to blame."""
 
 
 class State(Enum):

@@ -19,6 +19,7 @@ from fake_operator import H200, OP, VARIANT, Bench, Knobs, Pool
 from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.plan import Options
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
 from kerneltune.spec import Case, Config
@@ -26,7 +27,6 @@ from kerneltune.task import Evaluation, Task
 from kerneltune.tune import session
 from kerneltune.tune.fleet import Fleet
 from kerneltune.tune.session import TuningSession
-from kerneltune.worker import WorkerStoppedError
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
 DEADLY, STOPPED = "KERNELTUNE_TEST_DEADLY", "KERNELTUNE_TEST_STOPPED"

@@ -14,7 +14,8 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
-from kerneltune.forked import ForkCrashedError, run_forked, shared_bytes
+from kerneltune.forked import Fork, ForkCrashedError, Tell, run_forked, shared_bytes
+from kerneltune.processes import WorkerStoppedError
 
 
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (32, 64)], key=["N"])
@@ -67,6 +68,18 @@ def test_fork_that_crashes_is_an_error() -> None:
 def test_fork_that_exits_is_an_error() -> None:
     with pytest.raises(ForkCrashedError, match=r"^test_forked.py:\d+: ended the process: SystemExit: 0$"):
         run_forked(lambda: sys.exit(0))
+
+
+def test_fork_that_sigterm_ends_is_not_to_blame() -> None:
+    def end(tell: Tell) -> None:
+        tell(os.getpid())
+        signal.pause()
+
+    fork = Fork(end)
+    assert not fork.is_done()
+    os.kill(fork.last_note, signal.SIGTERM)
+    with pytest.raises(WorkerStoppedError, match=r"^a process of the command was ended from outside: SIGTERM$"):
+        fork.result()
 
 
 def test_launch_that_crashes_in_a_fork_leaves_later_launches_right(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kerneltune.journals import finished_rows, journalled
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.compare import CEILING
 from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config
@@ -27,7 +28,7 @@ from kerneltune.stale import plans_of
 from kerneltune.sweep_run import measure_batches, measure_live, run_sweep
 from kerneltune.task import Outcome, Run, Task, config_values
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
-from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
+from kerneltune.worker import WorkerCrashedError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 

@@ -35,8 +35,8 @@ from kerneltune.cli import (
 )
 from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.files import RESULTS
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.sweep_file import NO_FAMILY, families
-from kerneltune.worker import WorkerStoppedError
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 

@@ -19,11 +19,12 @@ from kerneltune.measuring.compare import CEILING, Compared, compared_records, co
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.memory import affordable, out_of_memory_reason
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.records import Record
 from kerneltune.spec import MOST, Config
 from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Outcome, Run, Task
-from kerneltune.worker import State, Worker, WorkerCrashedError, WorkerStoppedError
+from kerneltune.worker import State, Worker, WorkerCrashedError
 
 TRIED_WHOLE = 20
 """Largest number of configs of a space that are all measured, even if they spill: so small a space is a published list."""

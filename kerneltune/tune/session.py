@@ -15,14 +15,14 @@ from kerneltune.files import UnwritableError
 from kerneltune.measuring.compare import obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.plan import Options
-from kerneltune.processes import start_server
+from kerneltune.processes import WorkerStoppedError, start_server
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.task import Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
 from kerneltune.wording import pairs
-from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
+from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore

@@ -11,8 +11,8 @@ from command_line import NO_TIMES, both, operators, record, refused, run
 
 from kerneltune.cli import console, progress
 from kerneltune.cli.options import load_ops
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.sweep_run import SweepResult
-from kerneltune.worker import WorkerStoppedError
 
 
 def test_sweep_passes_all_options_on_and_prints_the_table(engine: dict[str, Any], tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from asserting import every
 from subprocesses import TESTS, environment, interrupted_stops
 
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
-from kerneltune.worker import Worker, WorkerStoppedError
+from kerneltune.processes import WorkerStoppedError
+from kerneltune.worker import Worker
 
 THREADS, REGISTER_FILE = 32, 65536
 

@@ -20,12 +20,12 @@ from subprocesses import TESTS, environment, interrupted_stops, running, wait_fo
 
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
 from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
 from kerneltune.tune.run import run_tune
-from kerneltune.worker import WorkerStoppedError
 
 
 class Spoken(Progress):

@@ -22,6 +22,7 @@ from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
@@ -29,7 +30,7 @@ from kerneltune.spec import Case, Op
 from kerneltune.task import Run, Task, knob_pairs
 from kerneltune.tune.run import renew, run_tune
 from kerneltune.tune.tuner import Tuner
-from kerneltune.worker import WorkerCrashedError, WorkerStoppedError
+from kerneltune.worker import WorkerCrashedError
 
 SWEEP = """
 family: tiny
