@@ -26,6 +26,7 @@ _CLAMPS = ("clamp", "clamp_", "clamp_max", "clamp_min", "clip", "to")
 _MOST_IN_TYPES = {"torch.int16": 2**15 - 1, "torch.uint16": 2**16 - 1}
 """Element types whose largest whole number limits the numbers that are cast to them."""
 _ASKS_FOR_MEMORY = re.compile(r"is_meta\b|(['\"])meta\1")
+"""Conditions that are no facts: tensors of bench cases have no memory, those of check cases have."""
 _LEAST_OF_SIZES = 16
 """Least limit of a `clamp` that is compared with sizes: smaller limits are of bits and flags."""
 _UNREPEATED = (ast.NamedExpr, ast.Lambda, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom)
@@ -104,9 +105,7 @@ def _outcomes(limit: _Limit, frame: FrameType) -> list[str]:
 
 
 def _condition_outcomes(text: str, _local: Mapping[str, Any], is_true: object) -> Iterator[str]:
-    if isinstance(is_true, bool) and not _ASKS_FOR_MEMORY.search(
-        text
-    ):  # only facts of bench cases come from tensors without memory
+    if isinstance(is_true, bool) and not _ASKS_FOR_MEMORY.search(text):
         yield f"`{text}` is {is_true}"
 
 
