@@ -33,3 +33,8 @@ def test_names_of_tests_have_subject_and_result(folder: str) -> None:
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     tests = [name for name in names if name.startswith("test_")]
     assert every(problems([name]) == [] for name in tests), problems(tests)
+
+
+def test_names_of_test_files_in_all_folders_differ() -> None:
+    names = [path.name for path in FILES]
+    assert [name for name in set(names) if names.count(name) > 1] == []  # pytest imports one module of each name
