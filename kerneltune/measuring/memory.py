@@ -1,4 +1,4 @@
-"""Free memory, and work that may need more: work that runs out of memory is skipped, and the process goes on."""
+"""Free memory, and work that may need more: work that runs out of a GPU's memory is skipped, and the process goes on."""
 
 import gc
 from collections.abc import Callable
