@@ -1,8 +1,8 @@
 """Plan the work of a command: the operators, the selected part of a sweep, and the options of the run."""
 
 import fnmatch
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -133,6 +133,11 @@ class Plan:
         takes, with_peers = self.selection.takes_variant, self.options.peers
         selected = [variant for variant in self.ops[op].variants if takes(variant.name, variant.is_peer and not with_peers)]
         return [variant for variant in selected if not variant.missing()]
+
+    def without(self, variants: Collection[tuple[str, str]]) -> "Plan":
+        """Return the plan without some variants, named by operator and variant."""
+        kept = {name: tuple(it for it in op.variants if (name, it.name) not in variants) for name, op in self.ops.items()}
+        return replace(self, ops={name: replace(op, variants=kept[name]) for name, op in self.ops.items()})
 
     def policy(self, op: str) -> str:
         """Return the timing policy of an operator: the policy of the options, else the operator's own."""

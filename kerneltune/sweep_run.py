@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kerneltune import device, records
@@ -24,7 +24,7 @@ from kerneltune.records import Record
 from kerneltune.reporting import tables
 from kerneltune.spec import Case, Config, TaskKey
 from kerneltune.sweep_file import SweepCase, cases_by_op
-from kerneltune.task import Outcome, Run, Task
+from kerneltune.task import Outcome, Run, Task, config_values
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import pairs
 
@@ -110,6 +110,7 @@ class _SweepRun:
     Attributes:
         until: time of the monotonic clock in s; after it, no further case is measured.
         repeat: how often each variant of a case is measured.
+        wrong: operator and variant -> the failed check of the variant's default config. Such a variant is not tuned, nor timed.
     """
 
     plan: Plan
@@ -117,6 +118,7 @@ class _SweepRun:
     worker: GpuWorker
     until: float = math.inf
     repeat: int = 1
+    wrong: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def check_alone(self) -> SweepResult:
         """Check the check cases, with `quick` ten of them, and time nothing. A peer is checked if the selection names variants.
@@ -156,7 +158,7 @@ class _SweepRun:
     def check_tune_and_measure(self, first_table: FirstTable | None) -> SweepResult:
         """Check the check cases, tune configs that the cache lacks, and measure the bench cases.
 
-        A peer is checked when it is measured.
+        A variant whose default config fails has failed rows in place of times. A peer is checked when it is measured.
         """
         plan, entries = self.plan, self.plan.cases()
         self.measure_first(entries, first_table)
@@ -167,11 +169,13 @@ class _SweepRun:
             row = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
             config = f" with {pairs(record.config)}" if record.config else ""
             self.progress.note(f"failed its check: {row}{config}: {record.reason}")
+            if record.config == config_values(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
+                self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 
             self.worker.end()
-            run_tune(plan, self.progress)
+            run_tune(plan.without(self.wrong), self.progress)
         measured, files = self.measure_and_write(entries)
         self.end_checks()
         return SweepResult([*failed, *measured], files)
@@ -281,8 +285,13 @@ class _SweepRun:
         return run if isinstance(run, Run) else None
 
     def _run(self, task: Task) -> Run | Record:
-        """Pair a task with the config of a call, None in a case that is not supported; return a failed row if none is valid."""
+        """Pair a task with the config of a call, None in a case that is not supported.
+
+        Return a failed row if no config is valid, or if the variant failed its check.
+        """
         try:
+            if reason := self.wrong.get((task.op.name, task.variant.name)):
+                raise ValueError(reason)
             unsupported = task.variant.unsupported(task.case)
             return Run(task, None if unsupported else task.config_of_call(self.plan.options.configs))
         except ValueError as error:

@@ -19,7 +19,7 @@ from kerneltune import device, ops, records, sweep_run
 from kerneltune.journals import finished_rows, journalled
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.compare import CEILING
-from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -499,3 +499,36 @@ def test_measured_case_asks_an_unsupported_variant_for_no_config(
     measure_live(load_plan({**OPS, OP.name: op}, Selection(str(path), (OP.name,)), options), Progress(), "test")
     assert set(configs) == {"baseline", "optimized"}
     assert configs["optimized"] is None
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_variant_whose_default_config_fails_its_check_is_neither_tuned_nor_timed(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows fail, so that a gate on the records fails; a variant of which another config alone fails is timed."""
+    tuned, timed = set[str](), set[str]()
+
+    def checked(runs: Any, _check: object) -> list[Outcome]:
+        failing = {"pr593": lambda _is_default: True, "optimized": lambda is_default: not is_default}
+        wrong = [failing.get(task.variant.name, lambda _: False)(config == task.default) for task, config in runs]
+        return [Outcome("failed", "dx: 1 of 2 wrong") if is_wrong else Outcome("checked") for is_wrong in wrong]
+
+    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        timed.update(task.variant.name for task, _ in runs)
+        return [measured_row(task) for task, _ in runs]
+
+    def tune(plan: Plan, _progress: object) -> None:
+        tuned.update(task.variant.name for entry in plan.cases() for task in plan.tasks(entry.op, entry.case))
+
+    monkeypatch.setattr(sweep_run, "check_only", checked)
+    monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", tune)
+    (tmp_path / "norm.yaml").write_text(RMSNORM)
+    own = ("baseline", "pr593", "optimized")
+    plan = load_plan(OPS, Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=own), options)
+    run_sweep(plan, Progress())
+    assert (tuned, timed) == ({"baseline", "optimized"}, {"baseline", "optimized"})
+    written = records.load(options.records_folder / "norm.jsonl")
+    failed = {(row.variant, row.reason) for row in written if row.status == "failed"}
+    assert failed == {("pr593", "failed its check in case small: dx: 1 of 2 wrong")}
+    assert {row.variant for row in written} == {*own}
