@@ -210,3 +210,26 @@ def test_choosers_of_calls_have_the_operator_and_variant_of_the_registry() -> No
         assert set(op.free_axes) <= set(op.axes), op.name
         assert op.bands.keys() <= set(op.free_axes), op.name
         assert {axis: tuple(sorted(ends)) for axis, ends in op.bands.items()} == dict(op.bands), op.name
+
+
+FP8_CASE = Case(
+    "small", (("M", 7), ("N", 72)), "bfloat16", "fp8_t", (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
+)
+CASTS = Case("small", (("T", 3), ("M", 7), ("N", 72)), "bfloat16", "none", (("shapes", "same"), ("fp8_format", "e4m3")))
+
+
+@pytest.mark.parametrize(
+    ("op_name", "case", "amax"), [("rmsnorm_fwd", FP8_CASE, "amax"), ("multi_cast_transpose", CASTS, "amaxes")]
+)
+def test_check_of_a_variant_that_clears_an_earlier_amax_fails(op_name: str, case: Case, amax: str) -> None:
+    op: Op = OPS[op_name]
+    good = op.variant("optimized")
+
+    def clearing(inputs, config):  # type: ignore[no-untyped-def]
+        inputs[amax].zero_()
+        return good.run(inputs, config)
+
+    checker = Checker(op, case, WHERE)
+    assert checker.errors(good, good.default_config(case), runs=2) == []
+    (error,) = checker.errors(type(good)("clearing", clearing), good.default_config(case), runs=2)
+    assert error.startswith(f"run 2: {amax}"), error

@@ -105,7 +105,10 @@ def shapes(case: Case) -> list[tuple[int, int]]:
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """Draw x0, x1, … (M_t, N_t), scales (T,) and amaxes (T,); under `special` with NaN, infinities, or NaN alone."""
+    """Draw x0, x1, … (M_t, N_t), scales (T,) and amaxes (T,); under `special` with NaN, infinities, or NaN alone.
+
+    With every second seed amaxes are above all finite values, so that a variant that clears them is found.
+    """
     sizes = shapes(case)
     flat = draw("normal_", (sum(m * n for m, n in sizes),), getattr(torch, case.dtype), device, seed)
     scales = draw("uniform_", (len(sizes),), torch.float32, device, seed, 20.0, 200.0)
@@ -115,7 +118,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         xs = {name: x.clone() for name, x in xs.items()}
     if case.option("shapes") == "special" and device != "meta":
         _plant(list(xs.values()))
-    amaxes = torch.zeros(len(sizes), dtype=torch.float32, device=device)
+    amaxes = torch.full((len(sizes),), 1e4 if seed % 2 else 0.0, dtype=torch.float32, device=device)
     return xs | {"scales": scales, "amaxes": amaxes, "fp8_format": case.option("fp8_format")}
 
 
@@ -143,7 +146,7 @@ def reference(inputs: Inputs) -> Outputs:
         amaxes.append(
             x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).max() if x.numel() else x.new_zeros((), dtype=torch.float32)
         )
-    return out | {"amaxes": torch.stack(amaxes), "scale_inv": 1.0 / inputs["scales"]}
+    return out | {"amaxes": torch.maximum(torch.stack(amaxes), inputs["amaxes"]), "scale_inv": 1.0 / inputs["scales"]}
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:

@@ -73,11 +73,11 @@ def sum_options(zero_centered: bool, weight: torch.Tensor | None, x: torch.Tenso
 
 
 def scalars(case: Case, device: str, seed: int) -> Inputs:
-    """Draw scale (1,) and amax (1,) where a forward quantizes."""
+    """Draw scale (1,) and amax (1,) where a forward quantizes; with every second seed amax is above all of y."""
     if case.quant == "none":
         return {}
     scale = uniform((1,), 1.0, 2.0, torch.float32, device, seed + 2)
-    return {"scale": scale, "amax": torch.zeros(1, dtype=torch.float32, device=device)}
+    return {"scale": scale, "amax": torch.full((1,), 1e4 if seed % 2 else 0.0, dtype=torch.float32, device=device)}
 
 
 def rsigma_of(x: torch.Tensor) -> torch.Tensor:
