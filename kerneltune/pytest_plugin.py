@@ -210,10 +210,11 @@ def rebuilt(args: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]
 def _rebuilt(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
     if type(value) is dict:
         return {key: _rebuilt(f"{name}[{key!r}]", item, change) for key, item in value.items()}
-    if type(value) not in (list, tuple) and not hasattr(value, "_fields"):
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    if type(value) not in (list, tuple) and not is_named_tuple:
         return change(name, value)
     items = [_rebuilt(f"{name}[{number}]", item, change) for number, item in enumerate(value)]
-    return type(value)(items) if type(value) in (list, tuple) else type(value)(*items)  # a named tuple takes its fields
+    return type(value)(*items) if is_named_tuple else type(value)(items)
 
 
 def named_values(args: Sequence[Any]) -> dict[str, Any]:

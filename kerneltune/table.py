@@ -200,8 +200,8 @@ def _laid_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
 
 def _wrapped_cell(cell: str, room: int) -> list[str]:
     """Return a cell on lines of at most `room` columns; text with letters that are two wide is broken at any letter."""
-    is_wide = cell_len(cell) > len(cell)
-    return (chop_cells(cell, room) if is_wide else textwrap.wrap(cell, room or 1, break_on_hyphens=False)) or [""]
+    is_wide, room = cell_len(cell) > len(cell), room or 1
+    return (chop_cells(cell, room) if is_wide else textwrap.wrap(cell, room, break_on_hyphens=False)) or [""]
 
 
 def _aligned(column: Column, text: str, room: int) -> str:

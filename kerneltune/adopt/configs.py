@@ -77,7 +77,7 @@ class StoredConfig:
     @property
     def label(self) -> str:
         """Return the config in few words: `BK=64 num_warps=4`."""
-        named = {name: value for name, value in self.options.items() if value not in (None, DEFAULTS.get(name, 0), 1)}
+        named = {name: value for name, value in self.options.items() if value not in (None, DEFAULTS.get(name, 0))}
         return pairs(self.kwargs | named) or "defaults"
 
     def changed(self, values: Mapping[str, Any]) -> set[str]:

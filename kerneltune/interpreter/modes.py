@@ -103,7 +103,7 @@ def _forgetting(folder: str) -> Iterator[None]:
         yield
     finally:
         for variables, items in before if len(sys.modules) == num_modules else ():
-            if len(variables) > len(items):
+            if variables.keys() != items.keys():
                 variables.clear()
             variables.update(items)
 

@@ -23,8 +23,9 @@ _SAMPLE, _FEWEST_TRUNCATED, _TRUNCATED, _SMALL_MANTISSA = 1 << 16, 16, 0.9, 0.62
 """First elements that are looked at for truncation; fewest elements just below a value of 16 bits, with a mantissa from 0.5 to
 the limit; the share of these elements that is truncated. Sums in another order leave 0.14 % off, partial sums in bf16 40 %."""
 _SIDED_SHARE, _SIDED_ELEMENTS, _SIDED_ROWS = 0.003, 4, 6
-"""For a verdict on the sides of rows: least share of elements that are a step off, least number of these elements in a row, and
-least number of rows with so many. Four independent errors lie on a single side in an eighth of rows (docs/notes/checks.md)."""
+"""Limits of a verdict on the sides of rows: least share of elements that are a step off, least number of these elements in a
+row, and least number of rows with so many. Four independent errors lie on a single side in an eighth of rows
+(docs/notes/checks.md)."""
 _SCALE_ROUNDING = 1e-5
 _POISON = (0x7FC00000, 0x7FF00000, 0x7FE00000)
 """Bits of poisoned memory after a cast to fp32: from 16 bits or more, from e4m3, from e5m2. Processors compute NaN with other

@@ -131,7 +131,8 @@ def _coverage(
     pairs = "all pairs" if len(done) == num_possible else f"{len(done):,} of {num_possible:,} pairs"
     line = f"{counted(num_configs, 'config')} on {counted(num_cases, 'case')}, {pairs}"
     if num_failures:
-        return f"{line}, stopped after {counted(num_failures, 'failed pair')}"
+        stopped = "stopped after " if num_failures >= _MOST_FAILURES and len(done) < num_possible else ""
+        return f"{line}, {stopped}{counted(num_failures, 'failure')}"
     if num_without:
         return f"{line}; inputs or reference of {counted(num_without, 'case')} fail"
     if not classes(list(configs)):

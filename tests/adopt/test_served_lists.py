@@ -82,7 +82,7 @@ def test_program_that_takes_its_first_config_is_served_no_other(tmp_path: Path, 
 def test_launch_for_which_the_pruning_fails_is_served_the_last_config_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under triton.autotune, which prunes for the first launch of a key alone."""
+    """Launch twice more with a key whose first launch was pruned, as triton.autotune prunes for that launch alone."""
     module = loaded(tmp_path, monkeypatch)
     captured_and_tuned(tmp_path, module, 1)
     served(tmp_path, miss="error")

@@ -92,3 +92,8 @@ def test_config_beside_a_list_with_several_pre_hooks_is_left_out(hooks: Callable
     configs = listed(*hooks())
     live = live_configs(configs, [OTHER, *map(StoredConfig.of, configs)])
     assert list(live.values()) == configs
+
+
+def test_labels_of_configs_with_one_warp_and_with_the_usual_four_differ() -> None:
+    usual, one_warp, one_stage = (StoredConfig({"BK": 64}, **options) for options in ({}, {"num_warps": 1}, {"num_stages": 1}))
+    assert [config.label for config in (usual, one_warp, one_stage)] == ["BK=64", "BK=64 num_warps=1", "BK=64 num_stages=1"]
