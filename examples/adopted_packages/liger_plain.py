@@ -108,9 +108,42 @@ def fused_linear_cross_entropy(vocabulary: int) -> None:
     run(f"fused_linear_cross_entropy {vocabulary}", loss, x, weight, gradient=torch.full_like(loss, 0.5))
 
 
+def distributions(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of a student, which want a gradient, and of a teacher, each (rows / 2, vocabulary)."""
+    student, teacher = (torch.randn(ROWS // 2, vocabulary, device=DEVICE, dtype=BF16).log_softmax(-1) for _ in range(2))
+    return student.requires_grad_(), teacher
+
+
+def kl_div(vocabulary: int) -> None:
+    """Run the Kullback-Leibler divergence of two distributions."""
+    from liger_kernel.ops.kl_div import LigerKLDivLossFunction
+
+    student, teacher = distributions(vocabulary)
+    loss = LigerKLDivLossFunction.apply(student, teacher, "batchmean", True)
+    run(f"kl_div {vocabulary}", loss, student, gradient=torch.full_like(loss, 0.5))
+
+
+def jsd(vocabulary: int) -> None:
+    """Run the Jensen-Shannon divergence of two distributions."""
+    from liger_kernel.ops.jsd import LigerJSDFunction
+
+    student, teacher = distributions(vocabulary)
+    loss = LigerJSDFunction.apply(student, teacher)
+    run(f"jsd {vocabulary}", loss, student, gradient=torch.full_like(loss, 0.5))
+
+
+def tvd(vocabulary: int) -> None:
+    """Run the total variation distance of two distributions."""
+    from liger_kernel.ops.tvd import LigerTVDLossFunction
+
+    student, teacher = (one.detach().exp() for one in distributions(vocabulary))
+    loss = LigerTVDLossFunction.apply(student.requires_grad_(), teacher)
+    run(f"tvd {vocabulary}", loss, student, gradient=torch.full_like(loss, 0.5))
+
+
 PARTS: dict[Callable[[int], None], tuple[int, ...]] = {
     **dict.fromkeys((rmsnorm, layernorm, swiglu, geglu, softmax, rope), WIDTHS),
-    **dict.fromkeys((cross_entropy, fused_linear_cross_entropy), VOCABULARIES),
+    **dict.fromkeys((cross_entropy, fused_linear_cross_entropy, kl_div, jsd, tvd), VOCABULARIES),
 }
 
 

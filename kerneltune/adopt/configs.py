@@ -2,10 +2,11 @@
 
 Options of a launch, such as warps, have no effect on the host. A block size may have an effect: the program may sort, pad or
 allocate by the block size. For a kernel without an autotuner, tuning changes only a block size that the grid reads, as in
-`cdiv(n, meta["BLOCK"])`, and only after launches with twice and half the block size have left the same results: see
-`tuning.probe_blocks`.
+`cdiv(n, meta["BLOCK"])`, or by which a loop of the kernel steps, as in `range(0, n, BLOCK)`, and only after launches with twice
+and half the block size have left the same results: see `tuning.probe_blocks`.
 """
 
+import ast
 import copy
 import dataclasses
 import hashlib
@@ -16,6 +17,8 @@ import json
 import math
 import re
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -215,9 +218,9 @@ def _has_product(function: Any) -> bool:
 def plain_configs(launch: Launch) -> list[Any]:
     """Return the configs that tuning may try for a launch of a kernel without an autotuner, the program's first.
 
-    All of them name the blocks that the grid reads. Configs with other blocks come last, with the program's stages.
+    All of them name the blocks that may change. Configs with other blocks come last, with the program's stages.
     """
-    configs, blocks = launch.autotuner.configs, grid_blocks(launch)
+    configs, blocks = launch.autotuner.configs, free_blocks(launch)
     make, own = type(configs[0]), configs[0]
     options = [(config, {name: getattr(config, name) for name in OPTIONS}) for config in configs]
     tried = [make(dict(blocks), **given) for _, given in options]
@@ -241,33 +244,49 @@ def _is_block(value: Any) -> bool:
     return type(value) is int and _LEAST_BLOCK <= value <= _LARGEST_BLOCK and value & (value - 1) == 0
 
 
-def grid_blocks(launch: Launch) -> dict[str, int]:
-    """Return the constexprs that the grid of a launch reads, powers of two that the program gives by name.
+def free_blocks(launch: Launch) -> dict[str, int]:
+    """Return the block sizes that the host depends on by nothing but the grid: powers of two that the program gives by name.
 
-    The grid must be a function. No heuristic may read them, because its value has become an argument of the launch.
+    The grid reads them, or a loop of the kernel steps by them. No heuristic may read them, because its value has become an
+    argument of the launch.
     """
-    if not callable(launch.kwargs.get("grid")):
-        return {}
     kinds = launch.autotuner.base_fn.__annotations__
     blocks = {name: value for name, value in launch.given.items() if "constexpr" in str(kinds.get(name)) and _is_block(value)}
-    return {name: size for name, size in blocks.items() if _changes_grid_alone(launch, name, size)}
+    return {name: size for name, size in blocks.items() if _is_free(launch, name, size)}
 
 
-def _changes_grid_alone(launch: Launch, name: str, size: int) -> bool:
-    """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
-    config, changed, kernel = type(launch.autotuner.configs[0]), False, launch.autotuner.fn
+def _is_free(launch: Launch, name: str, size: int) -> bool:
+    """Return whether a loop steps by a constexpr, or another value gives another grid; False if a heuristic depends on it."""
+    config, kernel = type(launch.autotuner.configs[0]), launch.autotuner.fn
     held = [value for value in list(launch.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
     around = [layer_heuristic for value in held for layer_heuristic in heuristics_of(value)]
     try:
-        own = launch.grid(config({name: size}))
+        is_free, own = name in _steps(launch.autotuner.base_fn), launch.grid(config({name: size}))
         for other in (size // 2, size * 2):
-            changed |= launch.grid(config({name: other})) != own
+            is_free |= launch.grid(config({name: other})) != own
             named = {**launch.named, name: other}
             if any(heuristic(named) != launch.named.get(of) for _, of, heuristic in around):
                 return False
     except Exception:  # the program's own code
         return False
-    return changed
+    return is_free
+
+
+@cache
+def _steps(function: Any) -> set[str]:
+    """Return the names by which a kernel's loops step, and which it reads in `arange` alone otherwise.
+
+    A name in other arithmetic, as in `program_id(0) * BLOCK`, may divide the work among programs, whose number the host gives.
+    """
+    read, steps, ranges = Counter[str](), Counter[str](), Counter[str]()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Name):
+            read[node.id] += 1
+        elif isinstance(node, ast.Call):
+            called, names = ast.unparse(node.func).split(".")[-1], [ast.unparse(argument) for argument in node.args]
+            steps.update(names[2:3] if called == "range" else ())
+            ranges.update(names[1:2] if called == "arange" else ())
+    return {name for name in steps if steps[name] + ranges[name] == read[name]}
 
 
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:

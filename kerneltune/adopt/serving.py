@@ -18,6 +18,7 @@ from kerneltune.adopt.configs import (
     OPTIONS,
     StoredConfig,
     configs_digest,
+    free_blocks,
     launch_defaults,
     live_configs,
     plain_tuner,
@@ -240,10 +241,10 @@ class ServedPlainKernel:
         """
         config, grid = row.configs[0], launch.kwargs.get("grid")
         changed = config.changed(launch.named)
-        if not changed or not callable(grid) or not changed <= launch.kwargs.keys():
+        if not changed or not changed <= free_blocks(launch).keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
-            return list(launch.grid(config.live()) or ()) == row.evidence.get("grid")
+            return not callable(grid) or list(launch.grid(config.live()) or ()) == row.evidence.get("grid")
         return False
 
 

@@ -71,6 +71,23 @@ def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
 def listed(x_ptr, blocks_ptr, y_ptr, N, BLOCK: tl.constexpr):
     places = tl.load(blocks_ptr + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+@triton.jit
+def stepped(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * N
+    for start in range(0, N, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        tl.store(y_ptr + row + places, 2 * tl.load(x_ptr + row + places, mask=places < N), mask=places < N)
+@triton.jit
+def strided(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    for start in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+@triton.jit
+def shared(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK
+    for start in range(first, first + BLOCK, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
 even = triton.heuristics({"EVEN": lambda args: args["N"] % args["BLOCK"] == 0})(looped)
 """
 SOURCE += COUPLED
@@ -321,6 +338,31 @@ def test_tune_of_a_block_that_only_the_grid_reads_serves_another_grid(
     assert startup.server().counters.by_name() == {
         "served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 2,
     }  # fmt: skip
+
+
+def test_tune_of_a_block_by_which_a_loop_steps_serves_it_to_grids_of_numbers(tmp_path: Path, module: Any, checked: None) -> None:
+    """The program's number of programs does not depend on the block."""
+    folder, x, y = tmp_path / "cap", torch.arange(192.0), torch.empty(192)
+    captured_call(folder, lambda: module.stepped[(2,)](x, y, 96, BLOCK=16))
+    tune_capture(folder, Progress())
+    assert list(read_blocks(folder).values()) == [{"BLOCK": ""}]
+    table = read_table(folder, GPU)
+    assert table is not None
+    assert table.kernels[0].groups[0].rows[0].configs[0].kwargs == {"BLOCK": 64}
+    startup.install(folder, misses=None)
+    module.stepped[(2,)](x, y, 96, BLOCK=16)
+    assert torch.equal(y, 2 * x)
+    module.stepped[(1,)](x, y.zero_(), 96, BLOCK=16)  # each program finishes its own row
+    assert y.tolist() == [2.0 * n for n in range(96)] + [0.0] * 96
+    counts = {"served of_plain_kernels.stepped": 2, "missed of_plain_kernels.stepped": 0}
+    assert startup.server().counters.by_name() == counts
+
+
+@pytest.mark.parametrize("name", ["strided", "shared"])
+def test_capture_keeps_a_block_that_divides_the_work_among_a_number_of_programs(tmp_path: Path, module: Any, name: str) -> None:
+    x, y = torch.arange(96.0), torch.empty(96)
+    launch = captured_call(tmp_path, lambda: getattr(module, name)[(3,)](x, y, 96, BLOCK=32))
+    assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
 
 
 @pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
