@@ -94,13 +94,14 @@ def adopt_two_processes(place: Place) -> None:
 
 @journey(limit_s=240)
 def adopt_plain(place: Place) -> None:
-    """Serve a script of kernels without an autotuner: a block that only the grid reads is tuned, a block of the host is not."""
+    """Serve a script of kernels without an autotuner: blocks of grids and loops are tuned, a block of the host is not."""
     place.bring("plain.py", "observed.py")
     (plain,) = json_lines(place.python("plain.py", "1000", "4096").stdout)
     capture(place, "plain.py", "1000", "4096", options=("--plain",))
-    tune(place, classes=4)
+    tune(place, classes=6)
     verdicts = json.loads((place.folder / "cap" / "blocks.json").read_text())["classes"].values()
-    require(sorted(bool(one["BLOCK"]) for one in verdicts) == [False, False, True, True], f"verdicts of blocks: {list(verdicts)}")
+    kept = [one["BLOCK"] for one in verdicts if one["BLOCK"]]
+    require((len(kept), len(verdicts)) == (2, 6), f"verdicts of blocks: {list(verdicts)}")
     (served,) = serve(place, "plain.py", "1000", "4096")
     require(served["digest"] == plain["digest"], "served results differ")
 

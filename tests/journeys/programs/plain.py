@@ -1,4 +1,7 @@
-"""A script of two kernels without an autotuner: the grid of both reads a block, by which the host allocates for the second."""
+"""A script of three kernels without an autotuner.
+
+The grid of the first two reads a block, by which the host allocates for the second; a loop of the third steps by a block.
+"""
 
 import sys
 
@@ -24,6 +27,17 @@ def summed(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + at, mask=at < N, other=0.0)))
 
 
+@triton.jit
+def walked(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Write the sum of each row of x (rows, N) to y."""
+    x_ptr += tl.program_id(0) * N
+    total = 0.0
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x_ptr + at, mask=at < N, other=0.0))
+    tl.store(y_ptr + tl.program_id(0), total)
+
+
 def blocks_of(count):
     """Return a grid that has a program for each block."""
     return lambda meta: (triton.cdiv(count, meta["BLOCK"]),)
@@ -40,5 +54,8 @@ for size in map(int, sys.argv[1:]):
     sums = torch.empty(triton.cdiv(x.numel(), 1024), device=DEVICE)
     summed[grid](rest, sums, x.numel(), BLOCK=1024)
     assert sums.sum() == rest.sum()
-    results += [y, sums]
+    rows = torch.empty(100, device=DEVICE)
+    walked[(100,)](rest, rows, size, BLOCK=256)
+    assert torch.equal(rows, rest.view(100, size).sum(dim=1))
+    results += [y, sums, rows]
 report(*results)
