@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver, width
+from kerneltune.cli.console import STDOUT, deliver, width
 from kerneltune.cli.files import SUFFIX, record_files, selected, tables_of_devices
 from kerneltune.cli.progress import Reporter
 from kerneltune.plan import Selection, load_plan
@@ -86,7 +86,7 @@ def _is_file(name: str | None) -> bool:
 
 def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Path | None, output: Path | None) -> Sides:
     """Measure A and B now, if the output can be written; return their records."""
-    if output is not None:
+    if output not in (None, STDOUT):
         o.require_writable(output.parent)
     if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")

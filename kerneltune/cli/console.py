@@ -97,9 +97,12 @@ def _reason_of(record: Record) -> str:
     return record.reason.removesuffix(f", for {record.op} {record.key.case.label}")
 
 
+STDOUT = Path("-")
+
+
 def deliver(text: str, output: Path | None) -> None:
-    """Print `text`, or write it to a file."""
-    if output is None:
+    """Print `text`, or write it to a file; the file `-` is standard output."""
+    if output in (None, STDOUT):
         show(text)
     else:
         write(output, text)

@@ -11,7 +11,7 @@ import typer
 from kerneltune.cache import path_of
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
-from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
+from kerneltune.cli.console import STDOUT, end_if_failed, error_line, note, show, width, write
 from kerneltune.cli.files import SUFFIX, load_baseline, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.device import require_gpu, slug
@@ -186,7 +186,7 @@ def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annot
     """Write and print the answer in every requested form; exit with its code, with 2 for a pass that cannot be written."""
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
-    is_printed = str(markdown) == "-"
+    is_printed = markdown == STDOUT
     writers: list[Callable[[], None]] = []
     for path, render in ((junit, gate_junit), (None if is_printed else markdown, gate_markdown)):
         if path is not None:

@@ -10,7 +10,7 @@ from typing import Annotated
 from kerneltune import cache
 from kerneltune.cache import CacheEntry
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver, note, write
+from kerneltune.cli.console import STDOUT, deliver, note
 from kerneltune.cli.files import record_files, selected, tables_of_devices
 from kerneltune.device import slug
 from kerneltune.plan import Selection
@@ -32,7 +32,7 @@ def command(
     output: Annotated[Path | None, o.option("--output -o", "FILE", "Write the page here; report.html if not given.")] = None,
     a: Annotated[str | None, o.option("--a", "NAME", "The variant or peer that is A at first.")] = None,
     b: Annotated[str | None, o.option("--b", "NAME", "The variant or peer that is B at first.")] = None,
-    svg: Annotated[Path | None, o.option("--svg", "FILE", "Write a picture of every family's speed-up instead.")] = None,
+    svg: Annotated[Path | None, o.option("--svg", "FILE", "Write a picture of all speed-ups instead; - prints it.")] = None,
     markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write A/B tables as Markdown; - prints them.")] = None,
     configs: o.ReadConfigs = None,
     results: o.Results = None,
@@ -43,15 +43,13 @@ def command(
     """
     sources = _sources(files or record_files(results), wanted, (a, b), configs)
     if svg is not None:
-        write(svg, _picture(sources))
+        deliver(_picture(sources), svg)
     if markdown is not None:
-        is_printed = str(markdown) == "-"
-        text = _markdown(sources, svg, Path() if is_printed else markdown.parent)
-        deliver(text, None if is_printed else markdown)
+        deliver(_markdown(sources, None if svg == STDOUT else svg, markdown.parent), markdown)
     if output is None and (svg or markdown):
         return
     path, text = output or _PAGE, page(sources)
-    write(path, text)
+    deliver(text, path)
     if len(text.encode()) > _LARGE:
         note(f"{path} has {len(text.encode()) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 

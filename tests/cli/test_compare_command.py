@@ -232,6 +232,13 @@ def test_compare_with_run_and_an_unwritable_output_fails_before_it_measures(
     assert refused(*arguments) == f"error: cannot write {tmp_path / 'file' / 'of'}: Not a directory"
 
 
+def test_compare_with_run_to_standard_output_needs_no_writable_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerneltune.sweep_run.measure_live", lambda *_, **__: both())
+    monkeypatch.setattr("kerneltune.cli.options.require_writable", lambda folder: pytest.fail(f"tried {folder}"))
+    part = ("--op", "rmsnorm_fwd", "--output", "-")
+    assert run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", *part).stdout == TABLE
+
+
 def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(shift: float, noise: list[float], **changes: Any) -> Record:
         return record(100.0, samples_us=[[100.0 * (shift + x) for x in noise]], n=len(noise), **changes)

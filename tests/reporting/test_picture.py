@@ -44,6 +44,14 @@ def test_picture_draws_each_family_with_the_pair_of_its_table(tmp_path: Path) ->
     assert "moe training: tensorwise: speed relative to the fastest peer of every case" in texts
 
 
+def test_report_prints_the_picture_for_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = str(next(path for path in RECORDED if path.stem == "rmsnorm").absolute())
+    done = CliRunner().invoke(app, ["report", file, "--svg", "-"])
+    assert (done.exit_code, done.stdout[:5], done.stdout[-7:]) == (0, "<svg ", "</svg>\n"), done.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_picture_without_a_speed_up_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^no case has a time of both a and b: nothing to draw$"):
         speedups({"family": []}, {"family": ("a", "b")}, "")
