@@ -22,6 +22,7 @@ _TRITON = {
     "warps": "num_warps", "stages": "num_stages",
     "num_warps": "num_warps", "num_stages": "num_stages", "num_ctas": "num_ctas", "maxnreg": "maxnreg",
 }  # fmt: skip
+_WRITTEN = "written by kerneltune."
 _LARGEST = 4 << 20
 """Bytes of the largest imported file: Python's own parser needs about a hundred times as much memory."""
 _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
@@ -137,6 +138,15 @@ WRITERS: Mapping[str, Callable[[Op, str, Sequence[CacheEntry], Names], dict[str,
 }
 
 
+def require_replaceable(path: Path, text: str) -> None:
+    """Raise ValueError if a module would replace a Python file that is no export of the same format."""
+    of_format = text.rpartition("\ndef ")[2].partition("(")[0]
+    if path.suffix == ".py" and path.exists():
+        old = read_text(path, _LARGEST)
+        if not (old.partition("\n")[0][:-1].endswith(_WRITTEN) and f"\ndef {of_format}(" in old):
+            raise ValueError(f"{path}: no earlier export with {of_format}(): expected another folder, or a free name")
+
+
 def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     """Return the entries of a file that `WRITERS` wrote; run nothing of the file.
 
@@ -206,7 +216,7 @@ def _from_json(path: Path, op: str) -> _Found:
 def _head(op: Op, device: str) -> list[str]:
     """Return the first lines of a Python source; the description is a literal, whatever the name of the folder."""
     return [
-        repr(f"Configs of {op.name} on {device}, written by kerneltune."),
+        repr(f"Configs of {op.name} on {device}, {_WRITTEN}"),
         "",
         f"OP = {op.name!r}",
         f"DEVICE = {device!r}",

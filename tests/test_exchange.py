@@ -59,6 +59,17 @@ def test_python_export_returns_the_nearest_config_without_kerneltune(tmp_path: P
     assert done.stdout.splitlines() == [str(wanted.config), "None"]
 
 
+def test_export_replaces_no_module_of_another_format_or_origin(tmp_path: Path) -> None:
+    module = tmp_path / "rmsnorm_bwd.py"
+    export = ("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200", "--format")
+    assert [run(*export, "triton").exit_code for _ in range(2)] == [0, 0]
+    for text in (module.read_text(), "def best():\n    return None\n"):
+        module.write_text(text)
+        refused = run(*export, "python")
+        expected = f"error: {module}: no earlier export with best(): expected another folder, or a free name\n"
+        assert (refused.exit_code, refused.stderr, module.read_text()) == (2, expected, text)
+
+
 def test_python_export_returns_the_cold_config_for_another_policy(tmp_path: Path) -> None:
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
     best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]

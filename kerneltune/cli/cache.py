@@ -170,6 +170,7 @@ def export_(
     names = _author_names(operator, variant)
     texts = exchange.WRITERS[format_](operator, path.parent.name, entries, names)
     for name, text in texts.items():
+        exchange.require_replaceable(folder / name, text)
         replace_text(folder / name, text)
     first_file = folder / next(iter(texts))
     note(f"wrote {len(texts)} files to {folder}" if len(texts) > 1 else f"wrote {first_file}")
