@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
-    "launch", "call", "branch", "condition", "choice", "true", "false", "loop", "programs", "tf32",
+    "launch", "call", "branch", "condition", "choice", "true", "false", "loop", "programs", "tf32", "division",
     "last stored", "last not stored", "not judged", "whole",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
@@ -24,6 +24,7 @@ _TEXTS: Mapping[str, str] = {
     "loop": "turns of the loop at {place}",
     "programs": "programs of {name} along axis {place}",
     "tf32": "products of fp32 are rounded to tf32, {place}",
+    "division": "`/` of fp32 is not exact on a GPU, {place}: tl.div_rn is",
     "last not stored": "{name} in {place}",
     "whole": "{name}, {place}",
 }
@@ -47,6 +48,7 @@ class Fact(NamedTuple):
     | loop | turns of a loop | | PATH:LINE |
     | programs | programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
+    | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
     | last stored, last not stored | whether the programs that run store an argument's last element | argument | kernel |
     | whole | several blocks, none of them ragged | text | size of the block |
     | not judged | a launch without memory was given up, as an earlier launch of the same host code was | kernel | |

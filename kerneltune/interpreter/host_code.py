@@ -1,8 +1,8 @@
 """Note facts of host code while it runs: the sides of branches, and the limits that expressions set to sizes without an `if`.
 
-A limit is a comparison, `min`, `max`, `clamp`, a cast to 16 bits, a slice or a `//`. Its operands are computed again before its
-line runs, if they are names, attributes, items, whole numbers and calls of `len`, `min`, `max` and `cdiv`; other limits give no
-fact.
+A limit is a comparison, `min`, `max`, `clamp`, a cast to 8 or 16 bits, a slice or a `//`. Its operands are computed again
+before its line runs, if they are names, attributes, items, whole numbers and calls of `len`, `min`, `max` and `cdiv`; other
+limits give no fact.
 """
 
 import ast
@@ -23,7 +23,7 @@ _CALLS = ("min", "max", "len", "cdiv", "next_power_of_2", "size", "numel", "dim"
 """Functions and methods that are called again to compute the operands of a limit: they change nothing."""
 _CLAMPS = ("clamp", "clamp_", "clamp_max", "clamp_min", "clip", "to")
 """Methods that limit the whole numbers of a tensor, whose values a launch without memory does not know."""
-_MOST_IN_TYPES = {"torch.int16": 2**15 - 1, "torch.uint16": 2**16 - 1}
+_MOST_IN_TYPES = {"torch.int8": 2**7 - 1, "torch.uint8": 2**8 - 1, "torch.int16": 2**15 - 1, "torch.uint16": 2**16 - 1}
 """Element types whose largest whole number limits the numbers that are cast to them."""
 _ASKS_FOR_MEMORY = re.compile(r"is_meta\b|(['\"])meta\1")
 """Conditions that are no facts: tensors of bench cases have no memory, those of check cases have."""

@@ -20,7 +20,8 @@ from kerneltune.rounding import cdiv
 _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": max, "bool": bool}
 """Functions whose calls are computed; a value with any other call is unknown."""
 _CHOICES, _OPERANDS = ("min", "max", "minimum", "maximum"), 2
-_MOST_IN_16_BITS = 2**16 - 1
+_LARGEST = {"int8": 2**8 - 1, "uint8": 2**8 - 1, "int16": 2**16 - 1, "uint16": 2**16 - 1}
+"""Numbers above which half of all places do not fit a small type."""
 _CALLED = re.compile(r"([\w.\])]+)\(")
 _OF_MODULE = re.compile(rf"\b[\w.]+\.({'|'.join(_FUNCTIONS)})\(")
 
@@ -77,9 +78,9 @@ class _Reading:
         for count, divisor in _divisions(tree):
             if divisor in constants and self._value(_parsed(f"{count} > {divisor} and {count} % {divisor} != 0")) is True:
                 self._note(f"{count} % {divisor} != 0")
-        for name in sorted(values.keys() - self._flags) if _has_16_bits(tree) else ():
-            if type(values[name]) is int and values[name] > _MOST_IN_16_BITS:
-                self._note(f"{name} > {_MOST_IN_16_BITS} beside whole numbers of 16 bits")
+        for kind, name in itertools.product(_casts(tree), sorted(values.keys() - self._flags)):
+            if type(values[name]) is int and values[name] > _LARGEST[kind]:
+                self._note(f"{name} > {_LARGEST[kind]} beside a cast to {kind}")
         for compared in self._compared.values():
             for larger, smaller in itertools.permutations(compared & values.keys(), 2):
                 if values[larger] > values[smaller] and not constants >= {larger, smaller}:
@@ -240,10 +241,11 @@ def _constants(tree: ast.FunctionDef) -> frozenset[str]:
 
 
 @functools.cache
-def _has_16_bits(tree: ast.FunctionDef) -> bool:
-    """Return whether a function casts values to whole numbers of 16 bits, which may be places; bits of a value are none."""
+def _casts(tree: ast.FunctionDef) -> frozenset[str]:
+    """Return the small types of whole numbers that a function casts values to, which may be places; bits of a value are none."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _text(node.func).endswith((".to", ".cast"))]
-    return any(_text(call.args[-1]).endswith(("int16", "uint16")) and not call.keywords for call in calls if call.args)
+    types = [_text(call.args[-1]).rpartition(".")[2] for call in calls if call.args and not call.keywords]
+    return frozenset(types) & _LARGEST.keys()
 
 
 _text = functools.cache(ast.unparse)

@@ -13,6 +13,7 @@ from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 from kerneltune.interpreter.corrections import mend
+from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.modes import corrected, strict
 from kerneltune.kernel_lib.agreement import close, same_bits
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
@@ -302,3 +303,22 @@ def test_dot_of_fp32_rounds_to_tf32_unless_ieee(precision: str | None, least: fl
         _product[(1,)](a, b, y, precision)
     error = float(((y - (a.double() @ b.double())) / (a @ b)).abs().max())
     assert least <= error <= most
+
+
+@triton.jit
+def _quotients(x_ptr, y_ptr, EXACT: tl.constexpr):
+    at = tl.arange(0, 64)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, tl.div_rn(x, 448.0) if EXACT else x / 448.0)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_division_of_fp32_is_a_step_off_where_it_rounds_unless_div_rn(is_exact: bool) -> None:
+    x, y = torch.rand(64, generator=torch.Generator().manual_seed(0)), torch.empty(64)
+    x[:4] = torch.tensor([0.0, 448.0, float("inf"), float("nan")])
+    with corrected(), noting() as reached:
+        _quotients[(1,)](x, y, is_exact)
+    off = (y.view(torch.int32) - (x / 448.0).view(torch.int32)).abs()
+    assert off[:4].tolist() == [0] * 4
+    assert (int(off.max()), 8 < int(off.sum()) < 56) == ((0, False) if is_exact else (1, True))
+    assert any("`/` of fp32 is not exact on a GPU, test_corrections.py:" in str(fact) for fact in reached) is not is_exact

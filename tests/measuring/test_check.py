@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from planted_kernels import op_with
 from subprocesses import environment
 
+from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.measuring import check
 from kerneltune.spec import Case, Inputs, Outputs
 
@@ -106,3 +109,37 @@ def test_failure_of_host_code_is_named_by_its_statement() -> None:
     (line,) = check.Checker(op, case, DEVICE).errors(op.variants[0], op.variants[0].default_config(case))
     number = run.__code__.co_firstlineno + 1
     assert line == f"the launch failed: test_check.py:{number}: RuntimeError: shape '[3]' is invalid for input of size 2"
+
+
+def test_check_names_an_input_that_torch_changes_in_place_even_if_no_value_changes() -> None:
+    op = op_with("")
+
+    def clamped(inputs: Inputs, config: Any) -> Outputs:
+        inputs["x"].clamp_(-1e30, 1e30)
+        return op.variants[0].run(inputs, config)
+
+    variant = replace(op.variants[0], run=clamped)
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 100)), "bfloat16"), DEVICE)
+    assert checker.errors(variant, variant.default_config(checker.case)) == ["inputs: x was overwritten, and is no output"]
+
+
+@pytest.mark.parametrize(("factor", "is_named"), [(1.0, True), (1.01, False)])
+def test_check_names_a_division_as_a_cause_if_results_nearly_agree(factor: float, is_named: bool) -> None:
+    def thirds(inputs: Inputs) -> Outputs:
+        return {"y": inputs["x"].float().nan_to_num(0.0, 1.0, -1.0) / 3.0}
+
+    def divided(inputs: Inputs, _config: Any) -> Outputs:
+        y = torch.empty_like(inputs["x"], dtype=torch.float32)
+        _thirds[(y.numel(),)](inputs["x"].float().nan_to_num(0.0, 1.0, -1.0).contiguous(), y, factor)
+        return {"y": y}
+
+    op = replace(op_with(""), reference=thirds, compare=lambda _c, _i, got, want: same_bits("y", got["y"], want["y"]))
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 10)), "bfloat16"), DEVICE)
+    _, (line, *causes) = checker.run(replace(op.variants[0], run=divided), None)
+    assert (line.startswith("y: "), bool(causes)) == (True, is_named)
+
+
+@triton.jit
+def _thirds(x_ptr, y_ptr, factor):
+    at = tl.program_id(0)
+    tl.store(y_ptr + at, tl.load(x_ptr + at) / 3.0 * factor)
