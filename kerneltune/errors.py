@@ -14,6 +14,8 @@ _TRITON_PLACE = re.compile(r"at \d+:\d+:")
 """First line of Triton's CompilationError; the kernel's code, a caret and the reason follow."""
 _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
 """Path of a file of Triton's interpreter, or of this package's corrections of the interpreter."""
+_STRANGE = re.compile(rf"<|.*/(?:site|dist)-packages/|.*/lib/python3[^/]*/|{re.escape(str(Path(__file__).parent))}/")
+"""Path of generated code, and of a file of an installed package, of Python or of this package."""
 _MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
@@ -68,32 +70,43 @@ def without_places(text: str) -> str:
 
 
 def place_of(function: object, error: BaseException | None = None) -> str:
-    """Return `FILE:LINE: ` of a function, or of its file's statement that led to an error; empty if unknown."""
+    """Return `FILE:LINE: ` of a function, or of the innermost own statement that led to an error; empty if unknown."""
     import inspect  # slow to import, and --help is to be quick
-    import traceback
 
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     if code is None:
         return ""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    line = next((frame.lineno for frame in reversed(frames) if frame.filename == code.co_filename), code.co_firstlineno)
-    return f"{Path(code.co_filename).name}:{line}: "
+    own = _innermost(f"{Path(code.co_filename).parent}/", error) if error is not None else ""
+    return own or f"{Path(code.co_filename).name}:{code.co_firstlineno}: "
 
 
 def statement_in(folder: str, error: BaseException) -> str:
-    """Return `FILE:LINE: ` of the last statement in the files of a folder that led to an error.
+    """Return `FILE:LINE: ` of the last statement in the files of a folder, or of no installed package, that led to an error.
 
-    The text is empty if no statement there did, if the folder is empty, or if `first_line` names a statement of a kernel.
+    The text is empty if no such statement did, or if `first_line` names a statement of a kernel.
 
-    folder: path with a slash at its end.
+    folder: path with a slash at its end, or empty.
     """
+    return _innermost(folder, error) if len(wrapped_by_interpreter(error)) == 1 else ""
+
+
+def _innermost(folder: str, error: BaseException) -> str:
     import traceback
 
-    frames = traceback.extract_tb(error.__traceback__) if folder and len(wrapped_by_interpreter(error)) == 1 else []
-    own = (frame for frame in reversed(frames) if frame.filename.startswith(folder))
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = (it for it in frames if (folder and it.filename.startswith(folder)) or not _STRANGE.match(it.filename))
     return next((f"{Path(frame.filename).name}:{frame.lineno}: " for frame in own), "")
+
+
+def line_of_inputs(error: BaseException) -> str:
+    """Return the line of an error of inputs on device `meta`; if torch refuses the device, the line says what inputs must do."""
+    line = first_line(error)
+    if not isinstance(error, RuntimeError) or "meta" not in line.lower():
+        return line
+    branch = 'return torch.empty(shape, dtype=dtype, device=device) for each tensor `if device == "meta"`'
+    return f"values are made for device meta, which holds none: expected a branch: {branch}"
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:

@@ -1,15 +1,18 @@
 """The line of an error."""
 
 import re
+import runpy
 import time
+from collections.abc import Callable
 from functools import lru_cache, partial
+from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from kerneltune.errors import first_line, meant, place_of, unknown, without_places
+from kerneltune.errors import first_line, line_of_inputs, meant, place_of, statement_in, unknown, without_places
 
 
 @triton.jit
@@ -88,3 +91,26 @@ def test_place_of_a_function_is_its_line_or_the_line_of_its_statement_that_raise
         fails("a")
     assert place_of(fails, caught.value) == f"test_errors.py:{first + 1}: "
     assert place_of(len) == place_of(object()) == ""
+
+
+def test_place_of_an_error_is_the_innermost_statement_of_no_package(tmp_path: Path) -> None:
+    (tmp_path / "helpers_of_inputs.py").write_text("import torch\n\n\ndef make(size):\n    return torch.zeros(size, 1.5)\n")
+    helpers = runpy.run_path(str(tmp_path / "helpers_of_inputs.py"))
+
+    def inputs() -> None:
+        helpers["make"](4)
+
+    with pytest.raises(TypeError) as caught:
+        inputs()
+    assert place_of(inputs, caught.value) == statement_in("", caught.value) == "helpers_of_inputs.py:5: "
+
+
+@pytest.mark.parametrize("make", [lambda: torch.Generator(device="meta"), lambda: torch.ones(1, device="meta").item()])
+def test_line_of_inputs_without_a_branch_for_meta_says_what_they_must_do(make: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        make()
+    assert line_of_inputs(caught.value) == (
+        "values are made for device meta, which holds none: expected a branch: "
+        'return torch.empty(shape, dtype=dtype, device=device) for each tensor `if device == "meta"`'
+    )
+    assert line_of_inputs(RuntimeError("other")) == "RuntimeError: other"

@@ -21,7 +21,7 @@ from kerneltune.adopt.arguments import element_type, torch_dtype
 from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 from kerneltune.adopt.folder import read_json, write_json
 from kerneltune.adopt.operators import TUNED, knob_class
-from kerneltune.errors import first_line, meant
+from kerneltune.errors import first_line, meant, statement_in
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 from kerneltune.task import knobs_of
 from kerneltune.wording import pairs
@@ -170,7 +170,7 @@ def named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callab
     try:
         owner: Any = importlib.import_module(file.stem if file else where)
     except (Exception, SystemExit) as error:  # the program's own code
-        raise ValueError(f"{field}: {where}: importing fails: {first_line(error)}") from error
+        raise ValueError(f"{field}: {where}: importing fails: {statement_in('', error)}{first_line(error)}") from error
     present = getattr(owner, "__file__", None)  # None for a module of Python itself
     if file and not (present and file.samefile(present)):
         raise ValueError(f"{field}: {where}: another module has its name: {present or owner}")
@@ -477,5 +477,5 @@ def _probed(getter: Getter, call: Callable[..., Any], dtype: str, case: CallCase
     except Exception as error:  # the program's own code
         if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ")):
             raise
-        return msgspec.structs.replace(case, problem=f"fails with its own config: {first_line(error)}")
+        return msgspec.structs.replace(case, problem=f"fails with its own config: {statement_in('', error)}{first_line(error)}")
     return msgspec.structs.replace(case, own=whole_numbers(getter.first_result), bytes=max(count, 1))

@@ -26,7 +26,7 @@ from kerneltune.adopt.configs import StoredConfig, configs_digest, live_configs,
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, Launch, bytecode_digest
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
-from kerneltune.errors import first_line
+from kerneltune.errors import first_line, statement_in
 from kerneltune.forked import run_forked, shared_bytes
 from kerneltune.measuring.check import CaseError
 
@@ -91,7 +91,7 @@ def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[s
     except ModuleNotFoundError as error:
         raise ReplayError(f"{origin}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
-        raise ReplayError(f"{origin}: importing fails here: {first_line(error)}") from error
+        raise ReplayError(f"{origin}: importing fails here: {statement_in('', error)}{first_line(error)}") from error
 
 
 @contextmanager

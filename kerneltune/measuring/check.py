@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from kerneltune.compat import version
-from kerneltune.errors import first_line, place_of, statement_in
+from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
@@ -375,7 +375,7 @@ def meta_inputs(op: Op, case: Case) -> Inputs:
         return op.inputs(case, device="meta")
     except Exception as error:  # of a plug-in's code
         where = f"on device meta, which compiling and large cases need, for {op.name} {case.label}"
-        raise CaseError(f"{place_of(op.inputs, error)}inputs: {first_line(error)}, {where}") from error
+        raise CaseError(f"{place_of(op.inputs, error)}inputs: {line_of_inputs(error)}, {where}") from error
 
 
 def broken_context() -> str:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kerneltune.compat import failing_line
-from kerneltune.errors import first_line
+from kerneltune.errors import first_line, line_of_inputs, statement_in
 from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
 from kerneltune.processes import run_program
 from kerneltune.spec import Config, Inputs
@@ -225,11 +225,15 @@ class Compiler:
         """Return the kernels that a job launches."""
         launched, failed = self._utils.launched, None
         launched.clear()
-        started = time.perf_counter()
+        started, line_of = time.perf_counter(), line_of_inputs
         try:
-            job.run(job.make_inputs(device="meta"), job.config)
+            inputs = job.make_inputs(device="meta")
+            line_of = first_line
+            job.run(inputs, job.config)
         except Exception as exception:  # any other error of a compiler is a property of the config, and is recorded
-            failed, error = exception, f"{failing_line(exception)}{first_line(exception)}"
+            is_of_triton = type(exception).__module__.startswith("triton.")
+            place = failing_line(exception) or ("" if is_of_triton else statement_in("", exception))
+            failed, error = exception, f"{place}{line_of(exception)}"
         else:
             error = next((_wrong_code(kernel) for kernel in launched if kernel.stray_stores), "")
         is_of_machine = isinstance(failed, OSError | MemoryError)

@@ -10,7 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Literal
 
 from kerneltune import cache, device
-from kerneltune.errors import first_line
+from kerneltune.errors import first_line, statement_in
 from kerneltune.files import UnwritableError
 from kerneltune.measuring.compare import obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
@@ -133,7 +133,7 @@ class TuningSession:
         except NothingPassedError as error:
             return TuningResult("failed", reason=str(error))
         except Exception as error:  # an operator's own code may fail in any way: other tasks go on
-            text = str(error) if isinstance(error, WorkerCrashedError) else first_line(error)
+            text = str(error) if isinstance(error, WorkerCrashedError) else f"{statement_in('', error)}{first_line(error)}"
             return TuningResult("failed", reason=f"not tuned: {task.key.label}: {text}")
         finally:
             self.queue.forget(task)

@@ -168,13 +168,13 @@ BAD = {
     "call: FILE: never asks the getter": GOOD + "def case(rows): return lambda: torch.ones(rows)\n",
     "call: FILE: asks the getter at its first call only: the answer is kept elsewhere": GOOD
     + "@functools.cache\ndef kept(): return get_config()\ndef case(rows): return lambda: torch.ones(kept()['BLOCK'])\n",
-    "call: FILE: fails with its own config: ZeroDivisionError: integer ": GOOD + "def case(rows): return lambda: 1 // 0\n",
+    "call: FILE: fails with its own config: FILE:LINE: ZeroDivisionError: ": GOOD + "def case(rows): return lambda: 1 // 0\n",
     "call: argument columns: missing: give --size columns=VALUE": GOOD + "def case(rows, columns): return None\n",
     "call: size rows: the function takes none: expected one of columns": GOOD + "def case(columns=1, dtype=0): return None\n",
     "call: size rows: the function takes none: expected one of tokens, experts, hidden, inner, top_k": GOOD
     + "def case(hidden_states, w1, w2, topk_weights, topk_ids, **more): return None\n",
     "call: returned int: expected a function without arguments, such as a partial": GOOD + "def case(rows): return 3\n",
-    "getter: FILE: importing fails: NameError: name 'missing' is not defined": "missing\n",
+    "getter: FILE: importing fails: FILE:LINE: NameError: name 'missing' is not defined": "missing\n",
     "call: 'FILE': FILE has no function case": GOOD,
 }
 
@@ -190,6 +190,7 @@ def test_getter_command_with_a_bad_function_fails_with_one_line(message: str, tm
     (line,) = result.stderr.splitlines()
     for name, short in names.items():
         line = line.replace(name, short)
+    line = re.sub(rf"{Path(file).name}:\d+: ", "FILE:LINE: ", line)
     assert line.startswith(f"error: {message}")
     assert not out.exists()
 

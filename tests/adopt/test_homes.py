@@ -199,7 +199,10 @@ def test_live_kernel_search_runs_no_code_of_other_globals(tmp_path: Path, write:
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [("added[(1,)](torch.zeros(8), 8, 1.0)\n", ""), ("1 / (len(sys.argv) - 1)\n", r"importing fails here: ZeroDivisionError: ")],
+    [
+        ("added[(1,)](torch.zeros(8), 8, 1.0)\n", ""),
+        ("1 / (len(sys.argv) - 1)\n", r"importing fails here: of_failure\.py:\d+: ZeroDivisionError: "),
+    ],
 )
 def test_live_kernel_of_a_module_with_work_at_its_top_is_loaded_or_raises(
     tmp_path: Path, write: Any, more: str, message: str

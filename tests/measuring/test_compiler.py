@@ -151,7 +151,7 @@ def test_pool_fails_only_the_job_that_raises_hangs_or_dies(answers: dict[str, An
     assert no_function.startswith("inputs or run: expected functions of a module: ")
     assert [*errors, last] == [
         "",
-        "RuntimeError: no such layout: odd",
+        f"pool_jobs.py:{pool_jobs.boom.__code__.co_firstlineno + 2}: RuntimeError: no such layout: odd",
         "",
         "compiling took longer than 1 s",
         "compiling took longer than 1 s",
