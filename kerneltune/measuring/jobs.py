@@ -13,7 +13,7 @@ from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unnoted, unreached
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.check import check_only
-from kerneltune.measuring.memory import memory_obstacle
+from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs
 from kerneltune.records import grouped
@@ -42,6 +42,7 @@ class Job:
         runs: the runs of a case that the job checks, with an outcome for each; empty for other checks.
         is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
         checks: cost of the job, in checks of a case.
+        needed: bytes of memory of the largest case.
         reached: how far the job's launches went, after `run_jobs`.
     """
 
@@ -52,13 +53,16 @@ class Job:
     runs: Sequence[Run] = ()
     is_largest: bool = False
     checks: int = 1
+    needed: int = 0
     reached: Reached = field(default_factory=dict)
 
 
 def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
-    return Job(runs[0].task.case_label, runs[0].task, lambda _begin: check_only(runs), parts, runs, checks=len(runs))
+    task, checks = runs[0].task, len(runs)
+    needed = needed_bytes(task.op, task.case)
+    return Job(task.case_label, task, lambda _begin: check_only(runs), parts, runs, checks=checks, needed=needed)
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
@@ -70,7 +74,8 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
         return check_pairs(op, variant, fitting, partial(check_cost, op), begin)
 
     checks = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
-    return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks)
+    needed = max((needed_bytes(op, case) for case in cases), default=0)
+    return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks, needed=needed)
 
 
 def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case] = ()) -> Job:
@@ -109,12 +114,16 @@ def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
 
 
 def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
-    """Run a job on each core at a time, and yield each finished job with its outcomes."""
-    waiting, running = deque(jobs), dict[_Fork, Job]()
-    num_processes = len(os.sched_getaffinity(0))
+    """Run a job on each core at a time, and yield each finished job with its outcomes.
+
+    A job that needs more than a core's share of the free memory comes last, and runs alone.
+    """
+    num_processes, running = len(os.sched_getaffinity(0)), dict[_Fork, Job]()
+    share = host_free_bytes() // num_processes
+    waiting = deque(sorted(jobs, key=lambda job: job.needed > share))
     try:
         while waiting or running:
-            while waiting and len(running) < num_processes:
+            while waiting and len(running) < (num_processes if waiting[0].needed <= share else 1):
                 job = waiting.popleft()
                 running[Fork(partial(_work, job))] = job
             told = wait([fork.pipe for fork in running])

@@ -1,7 +1,8 @@
 """Free memory, and work that may need more: work that runs out of a GPU's memory is skipped, and the process goes on."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,8 +17,14 @@ T = TypeVar("T")
 
 _MEMINFO = Path("/proc/meminfo")
 
-_SAID = ("out of memory", "STATUS_ALLOC_FAILED")
-"""Texts in out-of-memory errors of torch, of drivers and of libraries. Drivers and libraries raise no error type of their own."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS_HERE = Path("/proc/self/cgroup")
+_LIMITS = {"": ("memory.max", "memory.current", "inactive_file"),
+           "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}  # fmt: skip
+"""Folder of a version of cgroups -> the files of limit and use, and the field of memory.stat that can be given back."""
+
+_SAID = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
+"""Texts in out-of-memory errors of torch, of drivers and of libraries, which raise no error type of their own."""
 
 
 def affordable(work: Callable[[], T]) -> T | Outcome:
@@ -39,7 +46,7 @@ def out_of_memory_reason(error: BaseException) -> str:
     """
     said: BaseException | None = error
     while said is not None:
-        if any(text in str(said) for text in _SAID):
+        if isinstance(said, MemoryError) or any(text in str(said) for text in _SAID):
             return first_line(said)
         said = said.__cause__ or said.__context__
     return ""
@@ -47,15 +54,34 @@ def out_of_memory_reason(error: BaseException) -> str:
 
 def memory_obstacle(op: Op, case: Case) -> str | None:
     """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
-    needed = op.memory_factor * op.traffic(case).total
+    needed = needed_bytes(op, case)
     free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
+def needed_bytes(op: Op, case: Case) -> int:
+    """Return the bytes of memory that a check of a case needs."""
+    return op.memory_factor * op.traffic(case).total
+
+
 def host_free_bytes() -> int:
-    """Return bytes that Linux can give to processes without swapping."""
+    """Return bytes that Linux can give to processes without swapping, within the limits of this process's cgroups."""
     fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
+    return min([int(fields["MemAvailable"].removesuffix("kB")) * 1024, *_free_in_cgroups()])
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    """Yield the bytes left in each cgroup of this process and above it that has a limit."""
+    with suppress(OSError):
+        for line in _CGROUPS_HERE.read_text().splitlines():
+            _number, version, path = line.split(":", 2)
+            limit, used, given_back = _LIMITS.get(version, ("", "", ""))
+            below = Path(version, path.lstrip("/"))
+            for folder in (_CGROUPS / it for it in (below, *below.parents) if limit):
+                with suppress(OSError, ValueError):  # no such folder in a container, or the limit `max`
+                    most, now = (int((folder / name).read_text()) for name in (limit, used))
+                    stat = dict(it.split() for it in (folder / "memory.stat").read_text().splitlines())
+                    yield max(0, most - now + int(stat.get(given_back, 0)))
 
 
 def gpu_free_bytes() -> int:

@@ -15,6 +15,7 @@ from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
+from kerneltune.measuring import jobs
 from kerneltune.measuring.derived import derived_cases
 from kerneltune.measuring.jobs import (
     Job,
@@ -39,6 +40,29 @@ def task_of(mistake: str) -> Task:
 def outcomes(*jobs: Job) -> list[list[Outcome]]:
     outcomes_of = dict(run_jobs(jobs))
     return [outcomes_of[job] for job in jobs]
+
+
+def test_job_that_needs_more_than_its_share_of_the_memory_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(jobs, "host_free_bytes", lambda: 300)
+    (job,) = [case_job([Run(task_of(""), Rows(1, 1))])]
+    log = tmp_path / "log"
+
+    def timed(name: str) -> list[Outcome]:
+        began = time.monotonic()
+        time.sleep(0.3)
+        with log.open("a") as file:
+            file.write(f"{name} {began} {time.monotonic()}\n")
+        return []
+
+    needs = {"large": 101, "larger": 300, "a": 100, "b": 0}
+    works = [replace(job, label=name, work=lambda _, name=name: timed(name), needed=needs[name], runs=()) for name in needs]
+    assert {job.label for job, _ in run_jobs(works)} == set(needs)
+    lines = [line.split() for line in log.read_text().splitlines()]
+    spans = {name: (float(began), float(ended)) for name, began, ended in lines}
+    assert spans["b"][0] < spans["a"][1]
+    assert max(spans["a"][1], spans["b"][1]) < spans["large"][0]
+    assert spans["large"][1] < spans["larger"][0]
 
 
 @pytest.mark.parametrize("cores", [{0}, {0, 1, 2}], ids=["one core", "three cores"])

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from fake_tuner import CompiledAtOnce, NoBench
 
 from kerneltune import device, sweep_run
 from kerneltune.measuring import compare, memory
+from kerneltune.measuring.check import check_only
 from kerneltune.measuring.memory import affordable, out_of_memory_reason
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
@@ -254,7 +255,43 @@ def run_checked(_inputs: Any, config: Knobs) -> dict[str, int]:
 def test_host_free_bytes_is_the_memory_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:       24684084 kB\nMemAvailable:        3 kB\nHugePages_Total:       0\n")
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
     assert memory.host_free_bytes() == 3072
+
+
+@pytest.mark.parametrize(
+    ("here", "folder", "files"),
+    [
+        ("0::/a/b\n", "a", {"memory.max": 2000, "memory.current": 1500, "memory.stat": "anon 9\ninactive_file 7"}),
+        ("0::/\n", "", {"memory.max": 2000, "memory.current": 1500, "memory.stat": "inactive_file 7"}),
+        (
+            "3:cpu:/\n2:memory:/docker/x\n0::/\n", "memory",
+            {"memory.limit_in_bytes": 2000, "memory.usage_in_bytes": 1500, "memory.stat": "total_inactive_file 7"},
+        ),
+    ],
+)  # fmt: skip
+def test_host_free_bytes_stays_within_the_limit_of_a_cgroup(
+    here: str, folder: str, files: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable:        3 kB\n")
+    (tmp_path / "here").write_text(here)
+    (tmp_path / "groups" / folder).mkdir(parents=True)
+    for name, content in files.items():
+        (tmp_path / "groups" / folder / name).write_text(f"{content}\n")
+    for name, path in (("_MEMINFO", "meminfo"), ("_CGROUPS_HERE", "here"), ("_CGROUPS", "groups")):
+        monkeypatch.setattr(memory, name, tmp_path / path)
+    assert memory.host_free_bytes() == 507
+    (tmp_path / "groups" / folder / next(iter(files))).write_text("max\n")
+    assert memory.host_free_bytes() == 3072
+
+
+@pytest.mark.parametrize("large", [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: np.empty(1 << 60, np.uint8)])
+@pytest.mark.parametrize("field", ["inputs", "reference"])
+def test_check_of_a_case_whose_values_exceed_the_memory_of_the_host_is_skipped(field: str, large: Any) -> None:
+    op = checked_op(lambda _case, **_: large()) if field == "inputs" else replace(checked_op(), reference=lambda _: large())
+    (outcome,) = check_only([Run(Task(op, CASE, op.variants[0]), Knobs(0))])
+    assert outcome.status == "skipped"
+    assert "llocate" in outcome.reason
 
 
 def checked_op(inputs: Any = lambda _case, **_: {}) -> Op:
