@@ -22,11 +22,11 @@ from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.reporting import tables
+from kerneltune.reporting.naming import failure_lines
 from kerneltune.spec import Case, Config, TaskKey
 from kerneltune.sweep_file import SweepCase, cases_by_op
 from kerneltune.task import Outcome, Run, Task, config_values
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
-from kerneltune.wording import pairs
 
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
@@ -165,10 +165,9 @@ class _SweepRun:
         checked = self.check(plan.cases("check"))
         self._doubt_references(checked)
         failed = [record for record in checked if record.status == "failed"]
+        for line in failure_lines(failed):
+            self.progress.note(f"failed its check: {line}")
         for record in failed:
-            row = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
-            config = f" with {pairs(record.config)}" if record.config else ""
-            self.progress.note(f"failed its check: {row}{config}: {record.reason}")
             if record.config == config_values(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
                 self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
         if plan.options.mode == "tune":

@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from kerneltune.files import replace_bytes
-from kerneltune.records import Record, grouped
+from kerneltune.records import Record
+from kerneltune.reporting.naming import failure_lines
 from kerneltune.table import Table
-from kerneltune.wording import counted, first_of, pairs, printable, wrapped
+from kerneltune.wording import printable, wrapped
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
 
@@ -71,30 +72,14 @@ def error_line(text: str) -> None:
     messages.print(printable(" ".join(text.split())), markup=False, soft_wrap=True)
 
 
-_SHOWN_CONFIGS = 3
-
-
 def end_if_failed(records: Iterable[Record]) -> None:
-    """Print a line for each reason of failed records, with the first case; end with exit code 1 if a record failed."""
-    failed = [record for record in records if record.status == "failed"]
-    of_cases = grouped(failed, lambda record: (_case_of(record), _reason_of(record))).values()
-    for alike in grouped(of_cases, lambda rows: (rows[0].op, _reason_of(rows[0]), frozenset(r.variant for r in rows))).values():
-        first = alike[0][0]
-        configs = dict.fromkeys(row.variant + (f" ({row.config_label})" if row.config else "") for row in alike[0])
-        more = f" and {counted(len(alike) - 1, 'more case')}" if len(alike) > 1 else ""
-        line = f"failed: {first_of(configs, _SHOWN_CONFIGS)}: {_case_of(first)}{more}: {_reason_of(first)}"
-        messages.print(printable("\n".join(wrapped(" ".join(line.split()), width()))), markup=False, soft_wrap=True)
-    if failed:
+    """Print a line for each mistake of failed records; end with exit code 1 if a record failed."""
+    lines = failure_lines(record for record in records if record.status == "failed")
+    for line in lines:
+        text = " ".join(f"failed: {line}".split())
+        messages.print(printable("\n".join(wrapped(text, width()))), markup=False, soft_wrap=True)
+    if lines:
         raise typer.Exit(1)
-
-
-def _case_of(record: Record) -> str:
-    is_launch = "launch" in record.options  # of a capture: its name holds kernel and digest
-    return f"{record.case} {pairs(record.axes) if is_launch else record.label}".rstrip()
-
-
-def _reason_of(record: Record) -> str:
-    return record.reason.removesuffix(f", for {record.op} {record.key.case.label}")
 
 
 STDOUT = Path("-")

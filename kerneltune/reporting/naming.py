@@ -11,10 +11,42 @@ from itertools import takewhile
 
 from kerneltune.records import Record, grouped
 from kerneltune.spec import Option, TaskKey
-from kerneltune.wording import pairs
+from kerneltune.wording import counted, first_of, pairs
 
 _RUN = ("device", "driver", "torch", "triton", "commit")
 """Fields of a record that state its run."""
+_PLACE = re.compile(r"[\w.-]+\.py:\d+(?=: )")
+_NUMBER = re.compile(r"(?<![\w.:])[-+]?\d[\w.,+-]*")
+_SHOWN_CONFIGS = 3
+
+
+def failure_lines(failed: Iterable[Record]) -> list[str]:
+    """Return a line for each mistake of failed records, with its first case.
+
+    Reasons with the same FILE:LINE, or with the same words around other numbers, are one mistake.
+    """
+    lines = []
+    for of_mistake in grouped(failed, lambda record: (record.op, _mistake(record))).values():
+        first = of_mistake[0]
+        configs = dict.fromkeys(row.variant + (f" ({row.config_label})" if row.config else "") for row in of_mistake)
+        cases = dict.fromkeys(_case_of(row) for row in of_mistake)
+        more = f" and {counted(len(cases) - 1, 'more case')}" if len(cases) > 1 else ""
+        lines.append(f"{first_of(configs, _SHOWN_CONFIGS)}: {_case_of(first)}{more}: {_reason_of(first)}")
+    return lines
+
+
+def _mistake(record: Record) -> str:
+    place = _PLACE.search(record.reason)
+    return place[0] if place else _NUMBER.sub("#", _reason_of(record))
+
+
+def _case_of(record: Record) -> str:
+    is_launch = "launch" in record.options  # of a capture: its name holds kernel and digest
+    return f"{record.case} {pairs(record.axes) if is_launch else record.label}".rstrip()
+
+
+def _reason_of(record: Record) -> str:
+    return record.reason.removesuffix(f", for {record.op} {record.key.case.label}")
 
 
 @dataclass(frozen=True, slots=True)

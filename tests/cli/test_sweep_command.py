@@ -82,6 +82,27 @@ def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(engine: d
     ]
 
 
+def test_sweep_failures_of_one_mistake_are_told_once(engine: dict[str, Any], tmp_path: Path) -> None:
+    """The place of a Python error is the mistake, whatever stands around; without a place, reasons may differ in numbers."""
+    reasons = ["the launch failed: k.py:5: KeyError", "does not compile for sm_90: k.py:5: CompilationError", "k.py:6: KeyError"]
+    reasons += [f"y: {number} of {4 * number} wrong, at most {number / 2}" for number in (3, 40, 500)]
+    rows = [
+        record(
+            variant="optimized", axes={"M": 2**at, "N": 64}, config={"block": 2**at}, status="failed", reason=reason, **NO_TIMES
+        )
+        for at, reason in enumerate(reasons)
+    ]
+    engine["answer"] = rows
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    lines = " ".join(result.stderr.split()).split("failed: optimized ")[1:]
+    case = "te-8192x4096 rmsnorm_fwd M={} N=64 bfloat16 fp8 cold"
+    assert [line.strip() for line in lines] == [
+        f"(block=1), optimized (block=2): {case.format(1)} and 1 more case: {reasons[0]}",
+        f"(block=4): {case.format(4)}: {reasons[2]}",
+        f"(block=8), optimized (block=16), optimized (block=32): {case.format(8)} and 2 more cases: {reasons[3]}",
+    ]
+
+
 def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(engine: dict[str, Any], tmp_path: Path) -> None:
     reasons = ["needs 9 bytes, 8 are free", "no fp8"]
     engine["answer"] = [record(variant=reason[:2], **{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
