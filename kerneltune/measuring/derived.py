@@ -56,7 +56,8 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
         derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)[0]
-    shortened, facts = _shortened_in_fork(op, by_cost, [*check, *derived], bench, most)
+    wider = [_without_ones(case, by_cost) for case in by_cost]
+    shortened, facts = _shortened_in_fork(op, list(dict.fromkeys([*wider, *by_cost])), [*check, *derived], bench, most)
     return [*derived, *shortened], without, facts
 
 
@@ -110,7 +111,8 @@ class _SmallerCases:
     """Give a bench case smaller sizes, those of check cases among them.
 
     Attributes:
-        by_cost: the check cases, those of medium cost first.
+        by_cost: the check cases, those of medium cost first; before them the same with longer sizes in place of 1, as a single
+            row or column hides mistakes.
         cases: all check cases and bench cases.
         costliest: the cost of the costliest check case.
     """
@@ -127,7 +129,9 @@ class _SmallerCases:
             of_whole: whether whole blocks are sought: from the least sizes, which make the fewest turns of loops.
             is_new: whether a case has a fact that is sought.
         """
-        others = [*self.by_cost[:1], *self.by_cost[1:][-1:]]
+        cheapest = sorted(self.by_cost, key=partial(check_cost, self.op))[:1]
+        longer = [it for it in self.by_cost if 1 not in dict(it.axes).values()]
+        others = list(dict.fromkeys([*self.by_cost[:1], *sorted(longer, key=partial(check_cost, self.op))[:1], *cheapest]))
         steps = {axis: math.gcd(*(case[axis] for case in self.cases)) for axis in self.op.axes}
         least = _with_least_sizes(case, others, steps, is_new)
         near, far = list[Case](), list[Case]()
@@ -141,6 +145,12 @@ class _SmallerCases:
 
     def _is_far(self, case: Case) -> bool:
         return any(size > _FAR * max((it[axis] for it in self.by_cost), default=0) for axis, size in case.axes)
+
+
+def _without_ones(case: Case, others: Sequence[Case]) -> Case:
+    """Return a case with the least longer size of other cases in place of each size of 1."""
+    longer = {axis: min((it[axis] for it in others if it[axis] > 1), default=1) for axis, _size in case.axes}
+    return replace(case, axes=tuple((axis, size if size > 1 else longer[axis]) for axis, size in case.axes))
 
 
 def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:

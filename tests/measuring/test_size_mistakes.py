@@ -387,6 +387,14 @@ def test_million_rows_of_a_bench_case_give_a_derived_case_of_few_rows() -> None:
     assert tall == [(("M", 513), ("N", 34)), (("M", 1024), ("N", 1))]  # the second has whole blocks of rows
 
 
+def test_derived_case_takes_no_size_of_1_from_a_check_case_where_another_is_affordable() -> None:
+    """One row or one column hides mistakes: the softmax of one column is 1, the mean of one row is the row."""
+    op = replace(summing("", elements=4), variants=(Variant("optimized", normalized_rows),))
+    checks = [case_of("one", 1, 1), case_of("thin", 40, 3), case_of("wide", 4, 2048), case_of("wider", 5, 2048)]
+    derived, _, _ = derived_cases(op, checks, [case_of("large", 1 << 20, 2048)])
+    assert [case["N"] for case in derived if 260 < case["M"] < 1024] == [3]
+
+
 @triton.jit
 def _limited_sums(x_ptr, count_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     count = tl.load(count_ptr + tl.program_id(0))
