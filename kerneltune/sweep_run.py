@@ -170,6 +170,9 @@ class _SweepRun:
         for record in failed:
             if record.config == config_values(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
                 self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
+        if self.wrong:  # the times of the first table go now, as an interrupt may end the run
+            rows = [self._run(task) for entry in plan.headline() for task in plan.tasks(entry.op, entry.case)]
+            self.write([row for row in rows if isinstance(row, Record)])
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 

@@ -297,6 +297,30 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
     assert happened == ["whole"]
 
 
+@pytest.mark.usefixtures("an_h200")
+def test_sweep_interrupted_after_a_failed_check_keeps_no_time_of_the_first_table(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_plan: Plan, _progress: object) -> None:
+        raise KeyboardInterrupt
+
+    def checked(runs: Any, _check: object) -> list[Outcome]:
+        return [Outcome("failed", "dx: wrong") if task.variant.name == "pr593" else Outcome("checked") for task, _ in runs]
+
+    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
+        return [measured_row(task) for task, _ in runs]
+
+    monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
+    monkeypatch.setattr(sweep_run, "check_only", checked)
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", interrupted)
+    (tmp_path / "norm.yaml").write_text(RMSNORM)
+    plan = load_plan(OPS, Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",)), options)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(plan, Progress(), lambda _: None)
+    rows = {row.variant: row.status for row in records.load(options.records_folder / "norm.jsonl")}
+    assert [name for name, status in rows.items() if status == "failed"] == ["pr593"]
+
+
 # what an interrupted run left
 
 
