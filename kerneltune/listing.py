@@ -108,7 +108,7 @@ def check_contract(op: Op) -> None:
     Raises:
         ValueError: the operator contradicts itself; the message is one line with operator, variant, field and value.
     """
-    for mistake in (*_mistaken_forms(op), *_mistaken_names(op)):
+    for mistake in (*_mistaken_forms(op), *_missing_functions(op), *_mistaken_names(op)):
         raise ValueError(f"{op.name}: {mistake}")
     for variant in op.variants:
         if variant.config is not None:
@@ -129,6 +129,16 @@ def _mistaken_forms(op: Op) -> Iterator[str]:
     for name, values in op.options.items():
         if not isinstance(values, tuple | list) or not values:
             yield f"options: {name}: {values!r}: expected a tuple of values, the usual one first"
+
+
+def _missing_functions(op: Op) -> Iterator[str]:
+    """Yield `field: value: expected a function` for each function that cannot be called, such as None in place of no `valid`."""
+    owners: list[tuple[Op | Variant, str, tuple[str, ...]]] = [(op, "", ("inputs", "reference", "compare", "traffic"))]
+    owners += [(it, f"variants: {it.name}: ", ("run", "space", "valid", "unsupported", "promising")) for it in op.variants]
+    for owner, prefix, names in owners:
+        yield from (
+            f"{prefix}{name}: {value!r}: expected a function" for name in names if not callable(value := getattr(owner, name))
+        )
 
 
 def _mistaken_names(op: Op) -> Iterator[str]:

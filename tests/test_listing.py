@@ -121,6 +121,8 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         ({"free_axes": ("K",)}, "copy: free_axes: 'K': expected one of M, N"),
+        ({"valid": None}, "copy: variants: optimized: valid: None: expected a function"),
+        ({"inputs": "x"}, "copy: inputs: 'x': expected a function"),
         ({"free_options": ("pad",)}, "copy: free_options: 'pad': expected one of layout"),
         ({"bands": {"N": (64,)}}, "copy: bands: 'N': expected one of M"),
         ({"bands": {"M": (64, 16)}}, "copy: bands: M: (64, 16): expected rising sizes"),
