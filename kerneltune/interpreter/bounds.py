@@ -148,7 +148,7 @@ class _Guard:
         self._stores: dict[str, _Stores] = {}
         self._program_number = self._num_programs = 0
         self._loads_index = False
-        self._is_judged = True
+        self._unjudged = ""
         self._loading = _Loading()
         self._loaded: int | None = 0
         self.deadline = 0.0
@@ -233,17 +233,17 @@ class _Guard:
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
         try:
-            self._is_judged = self._is_judged and self._judge_corners(executor, bound)
-            if not self._is_judged:
-                note(Fact("not judged", self._kernel))
+            self._unjudged = self._unjudged or self._judge_corners(executor, bound)
+            if self._unjudged:
+                note(Fact("not judged", f"addresses of {self._kernel}: {self._unjudged}", self._kernel))
         finally:
             WITHOUT_MEMORY.reset(token)
             scope.restore()
 
-    def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> bool:
+    def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> str:
         """Run the programs at the corners with each of _LOADED; raise the first error where each has one.
 
-        Return whether the launch was judged. If it was not, there is no error: in more time there may be none.
+        Return why the launch was not judged, empty if it was. If it was not, there is no error: in more time there may be none.
         """
         faults: list[Exception] = []
         if not self._largest.keys().isdisjoint(self._names):
@@ -253,12 +253,12 @@ class _Guard:
                 self._run_corners(executor, bound)
                 if not (self._loads_index and self._loads_decide_stores(executor, bound)):
                     self._note_stores(self._num_programs - 1)
-                return True
+                return ""
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
                     raise KernelFaultError(f"{self._kernel}: a block of this size does not compile: {error}") from error
-                if any(isinstance(cause, NotJudgedError) for cause in causes(error)):
-                    return False
+                if reason := next((str(cause) for cause in causes(error) if isinstance(cause, NotJudgedError)), ""):
+                    return reason
                 if fault_of(error) is None and not faults:
                     raise
                 faults.append(error)
@@ -393,7 +393,7 @@ class _Guard:
         """
         if not addresses.size or int(addresses.flat[0]) >> REGION_BITS < FIRST_REGION:
             if any(region.is_meta for region in self._regions):
-                raise NotJudgedError("addresses that a kernel loads are unknown without memory")
+                raise NotJudgedError("it loads addresses, which are unknown without memory")
             return addresses
         number = (int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION
         region = self._regions[number] if number < len(self._regions) else None

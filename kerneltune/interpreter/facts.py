@@ -26,6 +26,7 @@ _TEXTS: Mapping[str, str] = {
     "tf32": "products of fp32 are rounded to tf32, {place}",
     "division": "`/` of fp32 is not exact on a GPU, {place}: tl.div_rn is",
     "last not stored": "{name} in {place}",
+    "not judged": "{name}",
     "whole": "{name}, {place}",
 }
 """Texts of the kinds that users and tests see."""
@@ -51,7 +52,7 @@ class Fact(NamedTuple):
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
     | last stored, last not stored | whether the programs that run store an argument's last element | argument | kernel |
     | whole | several blocks, none of them ragged | text | size of the block |
-    | not judged | a launch without memory was given up, as an earlier launch of the same host code was | kernel | |
+    | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 
     kind: Kind
@@ -153,6 +154,6 @@ def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
 
     A kernel with a launch that was not judged, as for lack of time, has no such argument.
     """
-    unjudged = {fact.name for fact in largest if fact.kind == "not judged"}
+    unjudged = {fact.place for fact in largest if fact.kind == "not judged"}
     short = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks and fact.place not in unjudged]
     return [fact for fact in short if fact._replace(kind="last stored") in checks.keys() - largest.keys()]

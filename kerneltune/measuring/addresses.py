@@ -5,6 +5,8 @@ from contextlib import suppress
 
 import torch
 
+from kerneltune.errors import first_line, statement_in
+from kerneltune.interpreter.facts import Fact, note
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
 from kerneltune.measuring.check import CaseError, host_folder, meta_inputs
@@ -32,6 +34,8 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
         if (fault := fault_of(error)) is not None:
             return [str(fault)]
+        where = f"addresses of {variant.name} in {case.name}: host code reads values"
+        note(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))
     return []
 
 

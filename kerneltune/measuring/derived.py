@@ -81,9 +81,12 @@ def _shortened(
     """
     derived, facts = list[Case](), set[Fact]()
     variants = _launched_variants(op, check)
+    for variant in op.variants:
+        if variant not in variants and not variant.is_peer:
+            facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code reads values"))
     smaller = _SmallerCases(op, by_cost, [*check, *bench], most / _MOST_COST)
     for configs in (_default_alone, around_default) if check else (_default_alone,):
-        launcher = _Launcher(op, variants, configs)
+        launcher = _Launcher(op, variants, configs, facts)
         of_check = [launches for _case, launches in launcher.launches([*check, *derived])]
         known = {fact for launches in of_check for fact in launches.facts}
         most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((launches.num_programs for launches in of_check), default=0))
@@ -212,11 +215,13 @@ class _Launcher:
     Attributes:
         variants: own variants whose launches are known without values.
         configs: function that yields the configs of a variant on a case.
+        facts: set that gets a fact if the time is over.
     """
 
     op: Op
     variants: Sequence[Variant]
     configs: Callable[[Variant, Case], Iterable[Config]]
+    facts: set[Fact]
 
     def launches(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Launches]]:
         """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
@@ -226,6 +231,7 @@ class _Launcher:
         begun_s = time.thread_time()
         for case in cases:
             if time.thread_time() - begun_s > _LAUNCHES_S:
+                self.facts.add(Fact("not judged", f"further sizes of bench cases alone: {_LAUNCHES_S:g} s are over"))
                 return
             supporting = [variant for variant in self.variants if not variant.unsupported(case)]
             of_variants = [launched(self.op, variant, case, self.configs(variant, case)) for variant in supporting]

@@ -163,6 +163,8 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
         if names := unreached(checks, largest):
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
+        if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
+            lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [
             f"{op}: the largest case stores no last element of {fact}, as all checks do: a grid cut short?"
             for fact in cut_short(merged(job.reached for job in of_op if job.runs), largest)

@@ -454,3 +454,27 @@ def test_place_in_16_bits_is_found_in_a_derived_case_that_needs_more(is_narrow: 
     op = replace(summing(""), reference=places, variants=(Variant("optimized", partial(last_places, is_narrow)),))
     derived, _, _ = derived_cases(op, CASES, [case_of("large", 4096, 1 << 20)])
     assert findings(op, derived) == ["y: wrong"] * is_narrow
+
+
+def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addresses_and_sizes() -> None:
+    op = summing("")
+
+    def scaled(given: Inputs, config: Any) -> Outputs:
+        assert float(given["x"].sum()) < 1e30
+        return op.variants[0].run(given, config)
+
+    op = replace(op, variants=(replace(op.variants[0], run=scaled),))
+    _, _, facts = derived_cases(op, CASES, BENCH)
+    addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts)
+    dict(run_jobs([addresses]))
+    (line,) = coverage_lines([addresses])
+    start = f"summed: not judged: addresses of optimized in {BENCH[0].name}: host code reads values: test_size_mistakes.py:"
+    assert line.startswith(start), line
+    assert line.endswith("; sizes of bench cases alone of optimized: host code reads values"), line
+
+
+def test_coverage_says_that_the_time_for_sizes_of_bench_cases_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived_cases.__module__ + "._LAUNCHES_S", -1.0)
+    op = summing("")
+    _, _, facts = derived_cases(op, CASES, BENCH)
+    assert Fact("not judged", "further sizes of bench cases alone: -1 s are over") in facts
