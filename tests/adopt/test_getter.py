@@ -282,10 +282,11 @@ def test_check_finds_an_override_under_which_the_host_forgets_its_padding(tmp_pa
         write_facts(tmp_path, msgspec_with(facts, cases=[CallCase({"rows": 48})]))
         write_facts(tmp_path, probe(read_facts(tmp_path)))
         *failed, coverage = check_getter(tmp_path)
-        reason = "the launch failed: RuntimeError: blocks of 64 are too large" if block == 64 else "output 0: NaN"
+        raised = rf"the launch failed: {Path(file).name}:\d+: RuntimeError: blocks of 64 are too large"
+        reason = raised if block == 64 else "output 0: NaN"
         assert coverage.status == "checked"
         assert bool(failed) == (not pads or block == 64)
-        assert all(one.reason.startswith(reason) and block == one.config.BLOCK for one in failed)
+        assert all(re.match(reason, one.reason) and block == one.config.BLOCK for one in failed)
 
 
 def msgspec_with(facts: GetterFacts, **fields: Any) -> GetterFacts:
