@@ -16,7 +16,16 @@ from kerneltune.measuring.check import CaseError, meta_inputs
 from kerneltune.measuring.compare import checked_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.measuring.derived import derived_cases
-from kerneltune.measuring.jobs import Job, address_job, case_job, coverage_lines, mutation_job, pairs_job, run_jobs
+from kerneltune.measuring.jobs import (
+    Job,
+    address_job,
+    case_job,
+    compare_job,
+    coverage_lines,
+    mutation_job,
+    pairs_job,
+    run_jobs,
+)
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -119,8 +128,7 @@ class _Checks:
         largest: dict[tuple[str, str, str], Run] = {}
         for run in sorted(runs, key=lambda run: run.task.op.traffic(run.task.case).total):
             task = run.task
-            is_shipped = task.op.module.startswith("kerneltune.") and not task.op.origin
-            if not is_shipped and not task.variant.unsupported(task.case):
+            if not (_is_shipped(task.op) and not task.op.origin) and not task.variant.unsupported(task.case):
                 largest[task.op.name, task.variant.name, task.case.quant] = run
         if not (runs := list(largest.values())):
             return []
@@ -158,10 +166,16 @@ def _derived_checks(plan: Plan, _tell: Tell) -> tuple[list[SweepCase], list[str]
 
 
 def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
-    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases."""
+    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases.
+
+    `compare` of other projects' operators is checked on the outputs of the first variant.
+    """
     jobs, checks = [], cases_by_op(entries)
     for op, cases in checks.items():
-        jobs += [pairs_job(task, cases) for task in plan.checks(op, cases[0])]
+        tasks = plan.checks(op, cases[0])
+        jobs += [pairs_job(task, cases) for task in tasks]
+        if not _is_shipped(plan.ops[op]):
+            jobs += [compare_job(task, cases) for task in tasks if not task.variant.part][:1]
     for op, cases in cases_by_op(plan.cases()).items():
         for case in _largest(plan.ops[op], cases):
             supporting = [task for task in plan.checks(op, case) if not task.variant.unsupported(case)]
@@ -174,6 +188,11 @@ def _largest(op: Op, cases: Sequence[Case]) -> list[Case]:
     by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
     longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis, _size in by_bytes[-1].axes]
     return list(dict.fromkeys([by_bytes[-1], *(case for case in longest if op.traffic(case).total > _MOST_OFFSET)]))
+
+
+def _is_shipped(op: Op) -> bool:
+    """Return whether an operator is this project's or a captured kernel."""
+    return op.module.startswith("kerneltune.")
 
 
 def _failure_key(record: Record) -> object:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
 
+from kerneltune.errors import place_of
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unnoted, unreached
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.check import check_only
 from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
-from kerneltune.measuring.mutations import mutate
+from kerneltune.measuring.mutations import ignored_outputs, mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs
 from kerneltune.records import grouped
 from kerneltune.spec import Case
@@ -111,6 +112,17 @@ def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
         return mutate(task.op, task.variant, cases)
 
     return Job(f"{task.op.name}, mutations", task, work)
+
+
+def compare_job(task: Task, cases: Sequence[Case]) -> Job:
+    """Return the job that fails if `compare` accepts any values of an output; see `mutate`."""
+
+    def work(_begin: Begin) -> list[Outcome]:
+        ignored = ignored_outputs(task.op, task.variant, cases)
+        reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
+        return [Outcome("failed", reason, task.default)] if ignored else []
+
+    return Job(f"{task.op.name}, compare", task, work)
 
 
 def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:

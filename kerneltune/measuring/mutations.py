@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -86,6 +87,18 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
     Raises:
         CaseError: a case has no inputs or no reference, the variant is wrong as it is, or it has no outputs.
     """
+    return [_outcome(f"{op.name} {name}", is_refused) for name, is_refused in _refusals(op, variant, cases).items()]
+
+
+def ignored_outputs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[str]:
+    """Return the outputs of which `compare` refused no mutation; none if a CaseError is raised, whose cause the checks tell."""
+    with suppress(CaseError):
+        return [name for name, is_refused in _refusals(op, variant, cases).items() if not any(is_refused.values())]
+    return []
+
+
+def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict[str, bool]]:
+    """Return by output and mutation whether `compare` refused the mutation on some case."""
     seen: dict[str, dict[str, bool]] = {}
     supported = [case for case in cases if variant.unsupported(case) is None and op.traffic(case).total]
     for case in sorted(supported, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
@@ -100,7 +113,7 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
             of_output[mutation] = of_output.get(mutation, False) or refused
     if not seen:
         raise CaseError(f"{op.name} {variant.name}: no check case gives outputs that can be perturbed")
-    return [_outcome(f"{op.name} {name}", is_refused) for name, is_refused in seen.items()]
+    return seen
 
 
 def _outcome(label: str, is_refused: Mapping[str, bool]) -> Outcome:

@@ -21,6 +21,7 @@ from kerneltune.measuring.jobs import (
     Job,
     address_job,
     case_job,
+    compare_job,
     coverage_lines,
     mutation_job,
     pairs_job,
@@ -233,3 +234,11 @@ def test_launches_of_check_cases_end_with_their_time(tmp_path: Path, monkeypatch
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     derived_cases(replace(op, inputs=inputs), [case_of(f"odd-{N}", 7, N) for N in range(33, 53)], [])
     assert log.read_text().splitlines() == ["odd-33 on meta"] * 3
+
+
+@pytest.mark.parametrize("accepts_all", [True, False])
+def test_compare_job_fails_a_comparison_that_accepts_any_values_of_an_output(accepts_all: bool) -> None:
+    task = task_of("")
+    task = replace(task, op=replace(task.op, compare=lambda *_: [])) if accepts_all else task
+    (found,) = outcomes(compare_job(task, CASES))
+    assert [outcome.reason.partition(": ")[2] for outcome in found] == ["compare: accepts any values of y"] * accepts_all
