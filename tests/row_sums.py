@@ -26,7 +26,7 @@ def sums_of_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_LONG: tl.constexpr, MI
     at = tl.arange(0, BLOCK)
     total = tl.load(x_ptr + row + at, at < N, other=0.0)
     if MISTAKE != "block below every row":
-        for begin in range(BLOCK, N, BLOCK):
+        for begin in range(BLOCK, 2048 if MISTAKE == "loop cut short" else N, BLOCK):
             total += tl.load(x_ptr + row + begin + at, begin + at < N, other=0.0)
     tiles = tl.cdiv(N, BLOCK)
     if tiles > 2 and MISTAKE == "branch on a count of tiles":

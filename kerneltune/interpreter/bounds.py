@@ -33,6 +33,7 @@ from kerneltune.interpreter.faults import (
 )
 from kerneltune.interpreter.host_code import untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
+from kerneltune.interpreter.last_elements import LastElements
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
 
@@ -66,30 +67,6 @@ class _Loading:
     has_other: bool = False
     is_volatile: bool = False
     is_shared: bool = False
-
-
-@dataclass(slots=True)
-class _Stores:
-    """Describe the stores of a launch's programs to an argument, by offsets in bytes.
-
-    Attributes:
-        writer: number of the last program that stores.
-        is_last: whether the writer stores to the last element.
-        begin, count: nearest offset and number of the writer's stores.
-        end_of_first, count_of_first: furthest offset and number of the first program's stores; -1 and 0 if it is alone.
-    """
-
-    writer: int = -1
-    is_last: bool = False
-    begin: float = math.inf
-    count: int = 0
-    end_of_first: int = -1
-    count_of_first: int = 0
-
-    @property
-    def are_in_turns(self) -> bool:
-        """Return whether programs take rows in turns, so that the first has a row behind rows of the last, or a row more."""
-        return self.end_of_first > self.begin or self.count_of_first > self.count
 
 
 class NotJudgedError(Exception):
@@ -145,8 +122,8 @@ class _Guard:
         self._grid: tuple[int, ...] = (1, 1, 1)
         self._kernel = ""
         self._races = Races(0)
-        self._stores: dict[str, _Stores] = {}
-        self._program_number = self._num_programs = 0
+        self._last_elements = LastElements(0)
+        self._program_number = 0
         self._loads_index = False
         self._unjudged = ""
         self._loading = _Loading()
@@ -169,9 +146,9 @@ class _Guard:
             note(Fact("programs", self._kernel, str(axis)), size)
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
-        self._num_programs = math.prod(self._grid)
-        self._races = Races(self._num_programs)
-        self._stores, self._loads_index = {}, False
+        num_programs = math.prod(self._grid)
+        self._races, self._last_elements = Races(num_programs), LastElements(num_programs)
+        self._loads_index = False
 
     def begin_program(self, set_grid_idx: Any, *at: int) -> None:
         """Note the program that begins, and the time."""
@@ -228,7 +205,8 @@ class _Guard:
             note(fact)
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             result = call(*args, **kwargs)
-            self._note_stores(None)
+            for fact in self._last_elements.facts(self._kernel):
+                note(fact)
             return result
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
@@ -251,8 +229,10 @@ class _Guard:
         for self._loaded in _LOADED:
             try:
                 self._run_corners(executor, bound)
-                if not (self._loads_index and self._loads_decide_stores(executor, bound)):
-                    self._note_stores(self._num_programs - 1)
+                of_corners = self._last_elements
+                others = self._with_other_numbers(executor, bound) if self._loads_index else of_corners
+                for fact in of_corners.facts(self._kernel, others):
+                    note(fact)
                 return ""
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
@@ -287,26 +267,15 @@ class _Guard:
                 builder.set_grid_idx(*program)
                 executor.fn(**values)
 
-    def _note_stores(self, last_program: int | None) -> None:
-        """Note whether the last element of each argument is stored.
-
-        Args:
-            last_program: number of the grid's last program if only corners of the grid ran, which tell it if this program stores;
-                None if all programs ran, of which the last may store nothing.
-        """
-        for name, stores in self._stores.items():
-            if stores.is_last or last_program is None or (stores.writer == last_program and not stores.are_in_turns):
-                note(Fact("last stored" if stores.is_last else "last not stored", name, self._kernel))
-
-    def _loads_decide_stores(self, executor: Any, bound: dict[str, Any]) -> bool:
-        """Return whether loaded whole numbers decide which elements the corners store to, by a run with other numbers."""
-        stores, self._loaded = self._stores, 1
+    def _with_other_numbers(self, executor: Any, bound: dict[str, Any]) -> LastElements:
+        """Return the accesses of the corners where loads give other whole numbers; none if this run cannot end."""
+        self._loaded = 1
         try:
             with unnoted():
                 self._run_corners(executor, bound)
         except Exception:  # the other numbers lie outside of an argument, or the time is over
-            return True
-        return self._stores != stores
+            return LastElements(0)
+        return self._last_elements
 
     def converted(self, value: Any) -> Any:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""
@@ -407,8 +376,8 @@ class _Guard:
             last = region.size - item_size
             first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
             raise KernelFaultError(f"{what} outside of {region.element(int(first))}{self._here()}")
-        if what == "store" and accessed.size:
-            self._note_store(region, accessed, furthest, item_size)
+        if what != "atomic" and accessed.size:
+            self._last_elements.note(what, self._program_number, region, accessed, furthest, item_size)
         if region.is_meta:
             if time.thread_time() > self.deadline:
                 raise NotJudgedError(f"{LAUNCH_SECONDS:g} s are over")
@@ -419,18 +388,6 @@ class _Guard:
             if conflict is not None:
                 raise self._race(what, region, conflict)
         return addresses + np.uint64(region.offset % (1 << 64))
-
-    def _note_store(self, region: Region, accessed: Any, furthest: int, item_size: int) -> None:
-        stores, program = self._stores.setdefault(region.name, _Stores()), self._program_number
-        if program > stores.writer:
-            stores.writer, stores.is_last, stores.begin, stores.count = program, False, math.inf, 0
-        if program == stores.writer:
-            stores.is_last |= furthest == region.size - item_size
-            stores.begin = min(int(accessed.min()), stores.begin)
-            stores.count += 1
-        if program == 0 < self._num_programs - 1:
-            stores.end_of_first = max(furthest, stores.end_of_first)
-            stores.count_of_first += 1
 
     def _each(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
         """Check an access to several regions, region by region."""

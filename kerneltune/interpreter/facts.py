@@ -13,7 +13,7 @@ from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "loop", "programs", "tf32", "division",
-    "last stored", "last not stored", "not judged", "whole",
+    "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "whole",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {name}",
@@ -25,7 +25,8 @@ _TEXTS: Mapping[str, str] = {
     "programs": "programs of {name} along axis {place}",
     "tf32": "products of fp32 are rounded to tf32, {place}",
     "division": "`/` of fp32 is not exact on a GPU, {place}: tl.div_rn is",
-    "last not stored": "{name} in {place}",
+    "last not loaded": "loads no last element of {name} in {place}",
+    "last not stored": "stores no last element of {name} in {place}",
     "not judged": "{name}",
     "whole": "{name}, {place}",
 }
@@ -50,7 +51,8 @@ class Fact(NamedTuple):
     | programs | programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
-    | last stored, last not stored | whether the programs that run store an argument's last element | argument | kernel |
+    | last loaded, last not loaded | whether the programs that run load an argument's last element | argument | kernel |
+    | last stored, last not stored | whether the programs that run store it | argument | kernel |
     | whole | several blocks, none of them ragged | text | size of the block |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
@@ -150,10 +152,16 @@ def unreached(checks: Reached, largest: Reached) -> list[str]:
 
 
 def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
-    """Return arguments whose last element all launches of checks store, and no launch of the largest cases.
+    """Return arguments whose last element all launches of checks store, or load, and no launch of the largest cases.
 
-    A kernel with a launch that was not judged, as for lack of time, has no such argument.
+    A kernel with a launch that was not judged, as for lack of time, has no such argument. Where
+    stores are cut short, loads are too.
     """
     unjudged = {fact.place for fact in largest if fact.kind == "not judged"}
-    short = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks and fact.place not in unjudged]
-    return [fact for fact in short if fact._replace(kind="last stored") in checks.keys() - largest.keys()]
+    met, short = checks.keys() - largest.keys(), list[Fact]()
+    kinds: list[tuple[Kind, Kind]] = [("last not stored", "last stored"), ("last not loaded", "last loaded")]
+    for left_out, accessed in kinds:
+        missed = [fact for fact in largest if fact.kind == left_out and fact not in checks]
+        known = unjudged | {fact.place for fact in short}
+        short += [fact for fact in missed if fact.place not in known and Fact(accessed, fact.name, fact.place) in met]
+    return short

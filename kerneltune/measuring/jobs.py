@@ -178,7 +178,7 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
         if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [
-            f"{op}: the largest case stores no last element of {fact}, as all checks do: a grid cut short?"
+            f"{op}: the largest case {fact}, as all checks do: a grid{' or loop' * ('loaded' in fact.kind)} cut short?"
             for fact in cut_short(merged(job.reached for job in of_op if job.runs), largest)
         ]
     return lines

@@ -23,17 +23,25 @@ from kerneltune.task import Run, Task
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
 
 
-@pytest.mark.parametrize("mistake", ["grid cut short", ""])
-def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        ("grid cut short", "stores no last element of y_ptr in sums_of_rows, as all checks do: a grid"),
+        ("loop cut short", "loads no last element of x_ptr in sums_of_rows, as all checks do: a grid or loop"),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize("bench", BENCH)
+def test_address_check_names_a_grid_or_loop_cut_short_in_the_largest_case(bench: Case, mistake: str, text: str) -> None:
     op = summing(mistake)
     jobs = [
-        address_job(Task(op, BENCH[1], op.variants[0])),
+        address_job(Task(op, bench, op.variants[0])),
         *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
     ]
     assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
     lines = [line for line in coverage_lines(jobs) if "last element" in line]
-    line = "summed: the largest case stores no last element of y_ptr in sums_of_rows, as all checks do: a grid cut short?"
-    assert lines == [line] * bool(mistake)
+    is_short = mistake and bench is BENCH["grid" in mistake]
+    assert lines == [f"summed: the largest case {text} cut short?"] * bool(is_short)
 
 
 @triton.jit

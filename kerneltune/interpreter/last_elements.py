@@ -1,0 +1,78 @@
+"""Tell whether the last program of a launch loads and stores the last elements of arguments."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kerneltune.interpreter.facts import Fact, Kind
+from kerneltune.interpreter.regions import Region
+
+_KINDS: Mapping[str, tuple[Kind, Kind]] = {
+    "load": ("last not loaded", "last loaded"),
+    "store": ("last not stored", "last stored"),
+}
+"""Facts of an argument whose last element is left out, and is accessed."""
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """Describe the loads or the stores of a launch's programs to an argument, by offsets in bytes.
+
+    Attributes:
+        program: number of the last program with an access.
+        is_last: whether this program accesses the last element.
+        begin, count: nearest offset and number of its accesses; the offset is 0 for an argument with memory.
+        end_of_first, count_of_first: furthest offset and number of the first program's accesses; -1 and 0 if it is alone.
+    """
+
+    program: int = -1
+    is_last: bool = False
+    begin: float = math.inf
+    count: int = 0
+    end_of_first: int = -1
+    count_of_first: int = 0
+
+    @property
+    def are_in_turns(self) -> bool:
+        """Return whether programs take rows in turns, so that the first has a row behind rows of the last, or a row more."""
+        return self.end_of_first > self.begin or self.count_of_first > self.count
+
+
+class LastElements:
+    """Hold the accesses of a launch's programs.
+
+    Attributes:
+        of: `load` and `store` -> argument -> accesses.
+    """
+
+    def __init__(self, num_programs: int) -> None:
+        self._num_programs = num_programs
+        self.of: dict[str, dict[str, _Accesses]] = {what: {} for what in _KINDS}
+
+    def note(self, what: str, program: int, region: Region, accessed: Any, furthest: int, item_size: int) -> None:
+        """Note a program's access to an argument, at least to one element; `furthest` is the largest offset."""
+        of = self.of[what].setdefault(region.name, _Accesses())
+        if program > of.program:
+            of.program, of.is_last, of.begin, of.count = program, False, math.inf, 0
+        if program == of.program:
+            of.is_last |= furthest == region.size - item_size
+            of.begin = min(int(accessed.min()) if region.is_meta else 0, of.begin)
+            of.count += 1
+        if program == 0 < self._num_programs - 1:
+            of.end_of_first = max(furthest, of.end_of_first)
+            of.count_of_first += 1
+
+    def facts(self, kernel: str, others: "LastElements | None" = None) -> Iterator[Fact]:
+        """Yield a fact for each argument whose last element is loaded or stored, or not.
+
+        Args:
+            kernel: the name of the kernel.
+            others: given if only corners of the grid ran, the accesses where loads give other numbers: if all loads or stores are
+                no longer the same, they have no facts. A last element that is left out is told if the grid's last program has
+                accesses. If all programs ran, the last may have none.
+        """
+        for what, kinds in _KINDS.items():
+            for name, of in self.of[what].items() if others is None or others.of[what] == self.of[what] else ():
+                if of.is_last or others is None or (of.program == self._num_programs - 1 and not of.are_in_turns):
+                    yield Fact(kinds[of.is_last], name, kernel)
