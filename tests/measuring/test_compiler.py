@@ -52,7 +52,7 @@ def test_pool_compiles_kernels_for_sm_90_in_the_order_of_jobs(answers: dict[str,
 
 def test_pool_tries_a_job_of_a_killed_worker_once_more_and_then_fails_it(answers: dict[str, Any]) -> None:
     errors = [one["error"] for one in answers["killed"]]
-    disk = "OSError: [Errno 28] No space left on device"
+    disk = "pool_jobs.py:61: OSError: [Errno 28] No space left on device"
     assert errors == ["", "", "the compiler died: exit code 9, twice", disk, "", "", "", ""]
     assert [one["crashed"] for one in answers["killed"]] == [False, False, True, True, False, False, False, False]
 
