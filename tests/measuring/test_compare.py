@@ -207,7 +207,7 @@ def test_check_whose_inputs_cannot_be_restored_fails() -> None:
     checker.inputs_before["amax"] = torch.zeros(1)
     variant = op.variants[0]
     assert checker.errors(variant, variant.default_config(CASE)) == [
-        "the launch failed: test_compare.py:201: RuntimeError: CUDA error: an illegal memory access was encountered"
+        "the launch failed: test_compare.py:202: RuntimeError: CUDA error: an illegal memory access was encountered"
     ]
 
 
