@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 LAUNCH_FAILURE = "the launch failed"
 _NEAR = 2.0**-16
+"""Relative difference of outputs that inexact divisions of fp32, 2^-22 each, explain."""
 _FEW = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
 _KEPT_BYTES = 1 << 24
@@ -270,8 +271,8 @@ class Checker:
             place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
-            causes = {"tf32"} | ({"division"} if self._nearly_agree(outputs) else set())
-            return outputs, [*lines, *sorted(str(fact) for fact in reached if fact.kind in causes)]
+            causes = [fact for fact in reached if fact.kind in ("tf32", "division")]
+            return outputs, [*lines, *sorted(str(it) for it in causes if it.kind == "tf32" or self._nearly_agree(outputs))]
         return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
 
     def run_with_gaps(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:

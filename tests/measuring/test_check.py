@@ -139,6 +139,14 @@ def test_check_names_a_division_as_a_cause_if_results_nearly_agree(factor: float
     assert (line.startswith("y: "), bool(causes)) == (True, is_named)
 
 
+def test_failed_check_without_a_division_makes_no_copies_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU copies in double precision could need more memory than is free, and the failure would count as skipped."""
+    monkeypatch.delattr(check.Checker, "_nearly_agree")
+    op = op_with("wrong_cast")
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 100)), "bfloat16"), DEVICE)
+    assert checker.check(op.variants[0], op.variants[0].default_config(checker.case)).status == "failed"
+
+
 @triton.jit
 def _thirds(x_ptr, y_ptr, factor):
     at = tl.program_id(0)
