@@ -16,6 +16,7 @@ _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
 """Path of a file of Triton's interpreter, or of this package's corrections of the interpreter."""
 _STRANGE = re.compile(rf"<|.*/(?:site|dist)-packages/|.*/lib/python3[^/]*/|{re.escape(str(Path(__file__).parent))}/")
 """Path of generated code, and of a file of an installed package, of Python or of this package."""
+_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 _MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
@@ -103,7 +104,7 @@ def _innermost(folder: str, error: BaseException) -> str:
 def line_of_inputs(error: BaseException) -> str:
     """Return the line of an error of inputs on device `meta`; if torch refuses the device, the line says what inputs must do."""
     line = first_line(error)
-    if not isinstance(error, RuntimeError) or "meta" not in line.lower():
+    if not isinstance(error, RuntimeError) or not _META.search(line):
         return line
     branch = 'return torch.empty(shape, dtype=dtype, device=device) for each tensor `if device == "meta"`'
     return f"values are made for device meta, which holds none: expected a branch: {branch}"

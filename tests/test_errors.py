@@ -113,4 +113,4 @@ def test_line_of_inputs_without_a_branch_for_meta_says_what_they_must_do(make: C
         "values are made for device meta, which holds none: expected a branch: "
         'return torch.empty(shape, dtype=dtype, device=device) for each tensor `if device == "meta"`'
     )
-    assert line_of_inputs(RuntimeError("other")) == "RuntimeError: other"
+    assert line_of_inputs(RuntimeError("bad metadata")) == "RuntimeError: bad metadata"

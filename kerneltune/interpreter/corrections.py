@@ -265,8 +265,9 @@ def _inexact(divide: Callable[..., Any]) -> Callable[..., Any]:
         if result.dtype.scalar.name != "fp32":
             return result
         quotients = np.asarray(result.data)
-        further = np.nextafter(quotients, np.copysign(np.float32(np.inf), quotients))
-        is_rounded = quotients.astype(np.float64) * right.data != left.data
+        with np.errstate(all="ignore"):  # 0 times infinity, and the number after the largest
+            further = np.nextafter(quotients, np.copysign(np.float32(np.inf), quotients))
+            is_rounded = quotients.astype(np.float64) * right.data != left.data
         is_moved = is_rounded & (quotients.view(np.uint32) % 2 == 1) & np.isfinite(further)
         if is_moved.any():
             note_here("division")

@@ -154,8 +154,8 @@ def unreached(checks: Reached, largest: Reached) -> list[str]:
 def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
     """Return arguments whose last element all launches of checks store, or load, and no launch of the largest cases.
 
-    A kernel with a launch that was not judged, as for lack of time, has no such argument. Where
-    stores are cut short, loads are too.
+    A kernel with a launch that was not judged, as for lack of time, has no such argument. Where stores are cut short, loads are
+    cut short as well, and are left out.
     """
     unjudged = {fact.place for fact in largest if fact.kind == "not judged"}
     met, short = checks.keys() - largest.keys(), list[Fact]()

@@ -34,7 +34,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
         if (fault := fault_of(error)) is not None:
             return [str(fault)]
-        where = f"addresses of {variant.name} in {case.name}: host code reads values"
+        where = f"addresses of {variant.name} in {case.name}: host code fails without memory"
         note(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))
     return []
 

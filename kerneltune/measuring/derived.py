@@ -83,7 +83,7 @@ def _shortened(
     variants = _launched_variants(op, check)
     for variant in op.variants:
         if variant not in variants and not variant.is_peer:
-            facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code reads values"))
+            facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
     smaller = _SmallerCases(op, by_cost, [*check, *bench], most / _MOST_COST)
     for configs in (_default_alone, around_default) if check else (_default_alone,):
         launcher = _Launcher(op, variants, configs, facts)
