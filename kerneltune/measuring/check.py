@@ -21,7 +21,7 @@ from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
-from kerneltune.measuring.layouts import noting_layouts, with_gaps
+from kerneltune.measuring.layouts import names_by_storage, noting_layouts, with_gaps
 from kerneltune.measuring.memory import affordable, memory_obstacle, out_of_memory_reason
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -60,10 +60,6 @@ case. Questions: is the output written over an input, what is its element type, 
 
 class CaseError(ValueError):
     """Report that an operator has no inputs or no reference for a case."""
-
-
-class ImportFailedError(Exception):
-    """Report that a peer's import failed; the message is the line of the error."""
 
 
 class Checker:
@@ -127,8 +123,7 @@ class Checker:
 
         A change by torch counts even if it left all values as they were, such as a `clamp_` to wide limits.
         """
-        given = outputs.values() if isinstance(outputs, Mapping) else ()
-        places = {tensor.untyped_storage().data_ptr() for tensor in given if isinstance(tensor, torch.Tensor)}
+        places = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
         judged = [
             (name, value)
             for name, value in self._kept()
@@ -153,9 +148,7 @@ class Checker:
 
         So a copy by `contiguous()` or `to(dtype)` is found, which copies only some tensors. Modes may differ.
         """
-        given = {
-            value.untyped_storage().data_ptr(): name for name, value in self.inputs.items() if isinstance(value, torch.Tensor)
-        }
+        given = names_by_storage(self.inputs)
         for name, tensor in outputs.items():
             if not isinstance(tensor, torch.Tensor) or not tensor.numel():
                 continue
@@ -208,43 +201,32 @@ class Checker:
 
     def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
         """Return the outcome of a variant under a config; see `errors`. A peer with a failed import is skipped."""
-        try:
-            errors = affordable(partial(self.errors, variant, config, runs))
-        except ImportFailedError as error:
-            return Outcome("skipped", f"{IMPORT_FAILED}{error}")
+        errors = affordable(partial(self.errors, variant, config, runs))
         if isinstance(errors, Outcome):
             return errors
-        return Outcome("failed", "; ".join(errors)) if errors else Outcome("checked")
+        is_skipped = bool(errors) and errors[0].startswith(IMPORT_FAILED)
+        return Outcome("skipped" if is_skipped else "failed" if errors else "checked", "; ".join(errors))
 
     def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
-        """Return the errors of a variant under a config: disagreements, or the reason why the launch failed.
+        """Return the errors of a variant under a config: disagreements, or the reason why the launch or a peer's import failed.
 
         Args:
-            runs: number of runs, each with other values. The second run finds state that the first run leaves behind, such as a
-                sum that is not reset, a result that is kept for a size, and an output whose memory the second run takes.
+            runs: 1; or 2 for a second run with other values, which finds state that the first run leaves behind, such as a sum
+                that is not reset, a result that is kept for a size, and an output whose memory the second run takes.
         """
-        held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for run in range(runs):
-            try:
-                checker = self._again(run) if run else self
-            except CaseError as error:
-                return [f"run {run + 1}: {error}"]
-            outputs, lines = (checker.run_with_gaps if run and self._has_gaps else checker.run)(variant, config)
-            if lines:
-                return [f"run {run + 1}: {line}" for line in lines] if run else lines
-            changed = [name for name, (tensor, before) in held.items() if not _same(tensor, before)]
-            if changed:
-                return [f"outputs: {', '.join(changed)} of the first run changed in the second: outputs need memory of their own"]
-            inputs = {t.untyped_storage().data_ptr() for t in checker.inputs.values() if isinstance(t, torch.Tensor)}
-            for name, tensor in outputs.items() if run + 1 < runs else ():
-                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
-                    held[name] = tensor, tensor.clone()
-        return []
-
-    def _again(self, run: int) -> "Checker":
-        """Return the checker of a later run, with other values."""
-        seed, keeps_all = self._seed + run, self._keeps_all
-        return Checker(self.op, self.case, self._device, seed, self._first_seen, keeps_all=keeps_all)
+        outputs, lines = self.run(variant, config)
+        if lines or runs == 1:
+            return lines
+        inputs, tensors = names_by_storage(self.inputs), {n: t for n, t in outputs.items() if isinstance(t, torch.Tensor)}
+        held = {name: (it, it.clone()) for name, it in tensors.items() if it.untyped_storage().data_ptr() not in inputs}
+        try:
+            second = Checker(self.op, self.case, self._device, self._seed + 1, self._first_seen, keeps_all=self._keeps_all)
+        except CaseError as error:
+            return [f"run 2: {error}"]
+        if lines := (second.run_with_gaps if self._has_gaps else second.run)(variant, config)[1]:
+            return [f"run 2: {line}" for line in lines]
+        changed = ", ".join(name for name, (tensor, before) in held.items() if not _same(tensor, before))
+        return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"] if changed else []
 
     def outputs(self, variant: Variant, config: Config) -> Outputs:
         """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
@@ -259,7 +241,7 @@ class Checker:
         return outputs
 
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
-        """Return the outputs of a run, empty if it failed, and its errors; raise ImportFailedError for a peer's import."""
+        """Return the outputs of a run, empty if it failed, and its errors."""
         try:
             with noting() as reached:
                 outputs = self.outputs(variant, config)
@@ -267,7 +249,7 @@ class Checker:
             if out_of_memory_reason(error):
                 raise
             if variant.is_peer and _is_of_import(error):
-                raise ImportFailedError(first_line(error)) from error
+                return {}, [f"{IMPORT_FAILED}{first_line(error)}"]
             place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):

@@ -36,10 +36,15 @@ def with_gaps(inputs: Inputs, within: Mapping[str, int] | None = None, between_e
     return copies
 
 
+def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
+    """Return the address of each tensor's storage -> the name of the tensor, the last of several that share the storage."""
+    return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
 @contextmanager
 def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
     """List the inputs whose strides, or whether they are contiguous, code in a folder asks for, in order."""
-    owners = {t.untyped_storage().data_ptr(): name for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    owners = names_by_storage(inputs)
     read = list[str]()
 
     def noted(method: Callable[..., Any]) -> Callable[..., Any]:
