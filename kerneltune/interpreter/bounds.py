@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, unnoted
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, noting
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
@@ -143,7 +143,8 @@ class _Guard:
         set_grid_dim(*sizes)
         self._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
         for axis, (size, most) in enumerate(zip(self._grid, _MOST_PROGRAMS, strict=True)):
-            note(Fact("programs", self._kernel, str(axis)), size)
+            if size > 1:
+                note(Fact("two programs", self._kernel, str(axis)))
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         num_programs = math.prod(self._grid)
@@ -201,12 +202,10 @@ class _Guard:
         check_keywords(executor, kwargs)
         self._kernel = executor.fn.__name__
         bound = bound_arguments(executor, args, kwargs)
-        for fact in facts_of(executor, bound):
-            note(fact)
+        note(*facts_of(executor, bound))
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             result = call(*args, **kwargs)
-            for fact in self._last_elements.facts(self._kernel):
-                note(fact)
+            note(*self._last_elements.facts(self._kernel))
             return result
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
@@ -231,8 +230,7 @@ class _Guard:
                 self._run_corners(executor, bound)
                 of_corners = self._last_elements
                 others = self._with_other_numbers(executor, bound) if self._loads_index else of_corners
-                for fact in of_corners.facts(self._kernel, others):
-                    note(fact)
+                note(*of_corners.facts(self._kernel, others))
                 return ""
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
@@ -271,7 +269,7 @@ class _Guard:
         """Return the accesses of the corners where loads give other whole numbers; none if this run cannot end."""
         self._loaded = 1
         try:
-            with unnoted():
+            with noting(for_others=False):
                 self._run_corners(executor, bound)
         except Exception:  # the other numbers lie outside of an argument, or the time is over
             return LastElements(0)

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
-    "launch", "call", "branch", "condition", "choice", "true", "false", "loop", "programs", "tf32", "division",
-    "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "whole",
+    "launch", "call", "branch", "condition", "choice", "true", "false", "no turn", "one turn", "two turns", "two programs",
+    "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "whole",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {name}",
@@ -21,8 +21,8 @@ _TEXTS: Mapping[str, str] = {
     "branch": "{name} in {place}",
     "condition": "{name} at {place}",
     "choice": "{name} at {place}",
-    "loop": "turns of the loop at {place}",
-    "programs": "programs of {name} along axis {place}",
+    "two turns": "two turns of the loop at {place}",
+    "two programs": "two programs of {name} along axis {place}",
     "tf32": "products of fp32 are rounded to tf32, {place}",
     "division": "`/` of fp32 is not exact on a GPU, {place}: tl.div_rn is",
     "last not loaded": "loads no last element of {name} in {place}",
@@ -31,8 +31,7 @@ _TEXTS: Mapping[str, str] = {
     "whole": "{name}, {place}",
 }
 """Texts of the kinds that users and tests see."""
-_COUNTED = ("loop", "programs")
-"""Kinds of which a check needs two: two turns, two programs."""
+_TURNS: Sequence[Kind] = ("no turn", "one turn", "two turns")
 _OF_CODE = ("launch", "call", "branch")
 
 
@@ -47,8 +46,8 @@ class Fact(NamedTuple):
     | condition | an `if` whose side arguments do not tell | text | PATH:LINE |
     | choice | a minimum or maximum of two values that arguments do not tell | text | PATH:LINE |
     | true, false | the side that a condition takes; the second, the first operand of a choice | | PATH:LINE |
-    | loop | turns of a loop | | PATH:LINE |
-    | programs | programs along an axis of the grid | kernel | axis |
+    | no turn, one turn, two turns | turns of a loop; two or more | | PATH:LINE |
+    | two programs | two or more programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
     | last loaded, last not loaded | whether the programs that run load an argument's last element | argument | kernel |
@@ -65,10 +64,13 @@ class Fact(NamedTuple):
         return _TEXTS[self.kind].format(name=self.name, place=os.path.basename(self.place))
 
 
-Reached = dict[Fact, int]
-"""Fact -> the most turns or programs of all launches; 1 for kinds without a count."""
+class Launches(set[Fact]):
+    """Hold the facts of some launches, and if no program runs, the number of their programs."""
 
-_REACHED: ContextVar[Reached | None] = ContextVar("reached", default=None)
+    num_programs = 0
+
+
+_NOTED: ContextVar[Launches | None] = ContextVar("noted", default=None)
 WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
 """Set while a launch runs on tensors without memory: only its addresses count."""
 _LONG_LOOP = 128
@@ -76,73 +78,50 @@ _LONG_LOOP = 128
 
 
 @contextmanager
-def noting() -> Iterator[Reached]:
-    """Collect the facts of the launches within; an enclosing `noting` gets them as well."""
-    reached: Reached = {}
-    token = _REACHED.set(reached)
+def noting(for_others: bool = True) -> Iterator[Launches]:
+    """Collect the facts of the launches within; unless `for_others` is false, an enclosing `noting` gets them as well."""
+    launches = Launches()
+    token = _NOTED.set(launches)
     try:
-        yield reached
+        yield launches
     finally:
-        _REACHED.reset(token)
-        for fact, count in reached.items():
-            note(fact, count)
+        _NOTED.reset(token)
+        if for_others:
+            note(*launches)
 
 
-@contextmanager
-def unnoted() -> Iterator[None]:
-    """Note no fact of the launches within."""
-    token = _REACHED.set(None)
-    try:
-        yield
-    finally:
-        _REACHED.reset(token)
+def note(*facts: Fact) -> None:
+    """Note facts of a launch."""
+    if (launches := _NOTED.get()) is not None:
+        launches.update(facts)
 
 
-def note(fact: Fact, count: int = 1) -> None:
-    """Note that a launch has a fact, or so many turns or programs."""
-    if (reached := _REACHED.get()) is not None:
-        reached[fact] = max(count, reached.get(fact, 0))
-
-
-def note_here(kind: Kind, count: int = 1) -> None:
+def note_here(kind: Kind) -> None:
     """Note a fact whose place is the kernel's statement that runs."""
     file, line = statement()
-    note(Fact(kind, "", f"{file}:{line}"), count)
+    note(Fact(kind, "", f"{file}:{line}"))
 
 
 def turns_of(turns: range) -> Sequence[int]:
     """Note the turns of the loop that begins, and return them; in a launch without memory, of a long loop the first and last."""
-    note_here("loop", len(turns))
+    note_here(_TURNS[min(len(turns), 2)])
     is_whole = len(turns) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
     return turns if is_whole else [*turns[: _LONG_LOOP // 2], *turns[-_LONG_LOOP // 2 :]]
 
 
-def merged(parts: Iterable[Reached]) -> Reached:
-    """Return the most turns or programs of each fact."""
-    most: Reached = {}
-    for part in parts:
-        most |= {fact: max(count, most.get(fact, 0)) for fact, count in part.items()}
-    return most
-
-
-def unreached(checks: Reached, largest: Reached) -> list[str]:
+def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     """Return loops that no check turns twice, axes that have two programs in no check, and facts of bench cases alone.
 
     A loop with a single turn and an axis with a single program in the largest cases are left out. Because launches without
     memory load zeros, a loop without a turn there has an unknown number of turns.
     """
-
-    def is_few(fact: Fact) -> bool:
-        wanted, in_largest = 1 + (fact.kind in _COUNTED), largest.get(fact, 0)
-        is_wanted = in_largest >= wanted or (fact.kind == "loop" and not in_largest)
-        return is_wanted and checks.get(fact, 0) < wanted
-
-    few = [fact for fact in {**checks, **largest} if fact.kind in (*_COUNTED, *_OF_CODE) and is_few(fact)]
+    loops = (fact._replace(kind="two turns") for fact in checks | largest if fact.kind in _TURNS)
+    wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one turn") not in largest}
+    few = (wanted | {fact for fact in largest if fact.kind in ("two programs", *_OF_CODE)}) - checks
     unknown = {fact.name for fact in few if fact.kind in ("launch", "call")}
     hidden = "call" if any(fact.kind == "launch" for fact in few) else ""
-    few = [fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.place in unknown)]
-    counted = sorted(f"two {fact}" for fact in few if fact.kind in _COUNTED)
-    lines = [*counted, *sorted(str(fact) for fact in few if fact.kind in _OF_CODE)]
+    few = {fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.place in unknown)}
+    lines = [str(fact) for fact in sorted(few, key=lambda fact: (fact.kind in _OF_CODE, str(fact)))]
     for fact in sorted(fact for fact in largest if fact.kind in ("condition", "choice")):
         sides = [side for side in ("true", "false") if Fact(side, "", fact.place) in checks]
         if len(sides) == 1:
@@ -151,14 +130,14 @@ def unreached(checks: Reached, largest: Reached) -> list[str]:
     return lines
 
 
-def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
+def cut_short(checks: Set[Fact], largest: Set[Fact]) -> list[Fact]:
     """Return arguments whose last element all launches of checks store, or load, and no launch of the largest cases.
 
     A kernel with a launch that was not judged, as for lack of time, has no such argument. Where stores are cut short, loads are
     cut short as well, and are left out.
     """
     unjudged = {fact.place for fact in largest if fact.kind == "not judged"}
-    met, short = checks.keys() - largest.keys(), list[Fact]()
+    met, short = checks - largest, list[Fact]()
     kinds: list[tuple[Kind, Kind]] = [("last not stored", "last stored"), ("last not loaded", "last loaded")]
     for left_out, accessed in kinds:
         missed = [fact for fact in largest if fact.kind == left_out and fact not in checks]

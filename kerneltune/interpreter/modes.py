@@ -15,24 +15,15 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kerneltune.interpreter.bounds import strict_parts
 from kerneltune.interpreter.corrections import mend
-from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.facts import Launches, note, noting
 from kerneltune.interpreter.host_code import noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
-
-
-@dataclass(slots=True)
-class Launches:
-    """Hold the facts of some launches, and the number of their programs."""
-
-    facts: set[Fact] = field(default_factory=set)
-    num_programs: int = 0
 
 
 @contextmanager
@@ -78,16 +69,15 @@ def unlaunched(folder: str = "") -> Iterator[Launches]:
     """
     from triton.runtime.interpreter import GridExecutor
 
-    launches = Launches()
-
     def collect(executor: Any, *args: Any, **kwargs: Any) -> None:
         with untraced():
             bound = bound_arguments(executor, args, kwargs)
             grid = executor.grid(bound) if callable(executor.grid) else executor.grid
             launches.num_programs += math.prod(map(int, grid))
-            launches.facts |= facts_of(executor, bound)
+            note(*facts_of(executor, bound))
 
-    with _replaced({(GridExecutor, "__call__"): collect}), _forgetting(folder), noting_host(folder, launches.facts.add):
+    replaced = _replaced({(GridExecutor, "__call__"): collect})
+    with noting() as launches, replaced, _forgetting(folder), noting_host(folder):
         yield launches
 
 

@@ -243,7 +243,7 @@ class Checker:
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Return the outputs of a run, empty if it failed, and its errors."""
         try:
-            with noting() as reached:
+            with noting() as launches:
                 outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             if out_of_memory_reason(error):
@@ -253,7 +253,7 @@ class Checker:
             place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
-            causes = [fact for fact in reached if fact.kind in ("tf32", "division")]
+            causes = [fact for fact in launches if fact.kind in ("tf32", "division")]
             return outputs, [*lines, *sorted(str(it) for it in causes if it.kind == "tf32" or self._nearly_agree(outputs))]
         return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.interpreter.facts import Fact
-from kerneltune.interpreter.modes import Launches, unlaunched
+from kerneltune.interpreter.facts import Fact, Launches
+from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker
 from kerneltune.measuring.pairs import around_default, check_cost, launched, settings
 from kerneltune.spec import Case, Config, Op, Variant
@@ -88,23 +88,23 @@ def _shortened(
     for configs in (_default_alone, around_default) if check else (_default_alone,):
         launcher = _Launcher(op, variants, configs, facts)
         of_check = [launches for _case, launches in launcher.launches([*check, *derived])]
-        known = {fact for launches in of_check for fact in launches.facts}
+        known = set[Fact]().union(*of_check)
         most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((launches.num_programs for launches in of_check), default=0))
         of_facts: dict[frozenset[Fact], Case] = {}
         for case, launches in launcher.launches(sorted(bench, key=partial(check_cost, op))):
-            facts |= launches.facts
-            of_facts[frozenset(launches.facts)] = case
+            facts |= launches
+            of_facts[frozenset(launches)] = case
             for of_whole in (False, True) if len(of_check) >= len(check) else ():
-                wanted = {fact for fact in launches.facts - known if (fact.kind == "whole") is of_whole}
+                wanted = {fact for fact in launches - known if (fact.kind == "whole") is of_whole}
                 cases = smaller.of(case, of_whole, partial(launcher.has_one_of, wanted)) if wanted else ()
                 for candidate, its in launcher.launches(it for it in cases if check_cost(op, it) <= most):
-                    if its.num_programs <= most_programs and its.facts & wanted and not _obstacle(op, candidate, tell):
+                    if its.num_programs <= most_programs and its & wanted and not _obstacle(op, candidate, tell):
                         derived.append(candidate)
-                        known |= its.facts
-                        wanted -= its.facts
+                        known |= its
+                        wanted -= its
                     if not wanted:
                         break
-            known |= launches.facts
+            known |= launches
         bench = [*of_facts.values()]
     return derived, facts
 
@@ -236,14 +236,14 @@ class _Launcher:
             supporting = [variant for variant in self.variants if not variant.unsupported(case)]
             of_variants = [launched(self.op, variant, case, self.configs(variant, case)) for variant in supporting]
             if all(of_variants):
-                of_configs = [launches for of_variant in of_variants for launches in of_variant.values()]
-                most = sum(max(launches.num_programs for launches in of_variant.values()) for of_variant in of_variants)
-                facts = {fact for launches in of_configs for fact in launches.facts}
-                yield case, Launches({fact._replace(place="") if fact.kind == "whole" else fact for fact in facts}, most)
+                facts = set[Fact]().union(*(launches for of_variant in of_variants for launches in of_variant.values()))
+                of_case = Launches(fact._replace(place="") if fact.kind == "whole" else fact for fact in facts)
+                of_case.num_programs = sum(max(its.num_programs for its in of_variant.values()) for of_variant in of_variants)
+                yield case, of_case
 
     def has_one_of(self, facts: Collection[Fact], case: Case) -> bool:
         """Return whether launches of a case have one of some facts."""
-        return any(not its.facts.isdisjoint(facts) for _case, its in self.launches([case]))
+        return any(not its.isdisjoint(facts) for _case, its in self.launches([case]))
 
 
 def _size(case: Case) -> int:

@@ -4,14 +4,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
 
 from kerneltune.errors import place_of
 from kerneltune.forked import Fork, ForkCrashedError
-from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unnoted, unreached
+from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.check import check_only
 from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
@@ -28,7 +27,7 @@ _MOST_NAMES = 8
 _ADDRESSES_S = 3.0
 """Processor seconds after which no further config's addresses are checked. 16 of 24 variants of six families need less for all of
 their configs (timed by a script, 2026-11-27)."""
-_Fork = Fork[tuple[list[Outcome], Reached]]
+_Fork = Fork[tuple[list[Outcome], set[Fact]]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,7 +43,7 @@ class Job:
         is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
         checks: cost of the job, in checks of a case.
         needed: bytes of memory of the largest case.
-        reached: how far the job's launches went, after `run_jobs`.
+        facts: facts of the job's launches, after `run_jobs`.
     """
 
     label: str
@@ -55,7 +54,7 @@ class Job:
     is_largest: bool = False
     checks: int = 1
     needed: int = 0
-    reached: Reached = field(default_factory=dict)
+    facts: set[Fact] = field(default_factory=set)
 
 
 def case_job(runs: Sequence[Run]) -> Job:
@@ -87,15 +86,14 @@ def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case]
     """
 
     def work(begin: Begin) -> list[Outcome]:
-        for fact in facts:
-            note(fact)
+        note(*facts)
         begun_s = time.thread_time()
         for number, config in enumerate(around_default(task.variant, task.case)):
             if number and time.thread_time() - begun_s > _ADDRESSES_S:
                 break
             failed = Outcome("failed", "", config, task.case)
             begin(failed)
-            with unnoted() if number else nullcontext():
+            with noting(for_others=number == 0):
                 lines = address_errors(task.op, task.case, task.variant, config, checks)
             if lines:
                 return [replace(failed, reason=line) for line in lines]
@@ -148,30 +146,34 @@ def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
             fork.end()
 
 
-def _work(job: Job, begin: Begin) -> tuple[list[Outcome], Reached]:
-    with noting() as reached:
-        return job.work(begin), reached
+def _work(job: Job, begin: Begin) -> tuple[list[Outcome], set[Fact]]:
+    with noting() as facts:
+        return job.work(begin), facts
 
 
 def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
     """Return the outcomes of a job; if a check ended the fork, only the outcome of this check or of the job's parts."""
     try:
-        outcomes, reached = fork.result()
+        outcomes, facts = fork.result()
     except ForkCrashedError as error:
         if not job.parts:
             crashed = fork.last_note or Outcome("failed")
             return [replace(crashed, reason=f"{crashed.reason}{error}")]
         outcomes = [outcome for part in job.parts for outcome in _outcomes(Fork(partial(_work, part)), part)]
-        reached = merged(part.reached for part in job.parts)
-    job.reached.update(reached)
+        facts = _facts(job.parts)
+    job.facts.update(facts)
     return outcomes
+
+
+def _facts(jobs: Iterable[Job]) -> set[Fact]:
+    return set[Fact]().union(*(job.facts for job in jobs))
 
 
 def coverage_lines(jobs: Sequence[Job]) -> list[str]:
     """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached."""
     lines = []
     for op, of_op in grouped(jobs, lambda job: job.task.op.name).items():
-        checks, largest = (merged(job.reached for job in of_op if job.is_largest is wanted) for wanted in (False, True))
+        checks, largest = (_facts(job for job in of_op if job.is_largest is wanted) for wanted in (False, True))
         if names := unreached(checks, largest):
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
@@ -179,6 +181,6 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [
             f"{op}: the largest case {fact}, as all checks do: a grid{' or loop' * ('loaded' in fact.kind)} cut short?"
-            for fact in cut_short(merged(job.reached for job in of_op if job.runs), largest)
+            for fact in cut_short(_facts(job for job in of_op if job.runs), largest)
         ]
     return lines

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.interpreter.facts import Fact
-from kerneltune.interpreter.modes import Launches, unlaunched
+from kerneltune.interpreter.facts import Fact, Launches
+from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, FirstSeen, host_folder
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.records import grouped
@@ -233,8 +233,8 @@ def _with_new_facts(launches: Mapping[Case, Mapping[Config, Launches]], of_whole
     def facts_of(config: Config, of_config: Launches) -> set[Fact]:
         sizes = {str(value) for _knob, value in values(config)}
         if of_whole_blocks:
-            return {fact for fact in of_config.facts if fact.kind == "whole" and fact.place in sizes}
-        return {fact for fact in of_config.facts if fact.kind != "whole"}
+            return {fact for fact in of_config if fact.kind == "whole" and fact.place in sizes}
+        return {fact for fact in of_config if fact.kind != "whole"}
 
     known = {fact for of_case in launches.values() for default in [*of_case][:1] for fact in facts_of(default, of_case[default])}
     pairs = list[Pair]()

@@ -3,9 +3,19 @@
 from kerneltune.interpreter.facts import Fact, unreached
 
 
-def test_unreached_lists_loops_and_axes_first_in_any_order_of_facts() -> None:
-    loop, axis = Fact("loop", "", "/kernels/a.py:3"), Fact("programs", "sum", "0")
-    largest = {Fact("branch", "N > BLOCK", "sum"): 1, axis: 4, Fact("branch", "M > N", "sum"): 1, loop: 9}
-    backwards = dict(reversed(largest.items()))
+def test_unreached_lists_loops_and_axes_first() -> None:
+    once, twice = (Fact(kind, "", "/kernels/a.py:3") for kind in ("one turn", "two turns"))
+    largest = {Fact("branch", "N > BLOCK", "sum"), Fact("two programs", "sum", "0"), Fact("branch", "M > N", "sum"), twice}
     lines = ["two programs of sum along axis 0", "two turns of the loop at a.py:3", "M > N in sum", "N > BLOCK in sum"]
-    assert unreached({loop: 1}, largest) == unreached({loop: 1}, backwards) == lines
+    assert unreached({once}, largest) == lines
+
+
+def test_unreached_leaves_out_a_loop_of_one_turn_in_the_largest_cases_but_not_a_loop_without_a_turn_there() -> None:
+    none, once, twice = (Fact(kind, "", "/kernels/a.py:3") for kind in ("no turn", "one turn", "two turns"))
+    assert unreached({once}, {once}) == unreached({none, twice}, {none}) == []
+    assert (
+        unreached({once}, {none})
+        == unreached({once}, {once, twice})
+        == unreached(set(), {none})
+        == ["two turns of the loop at a.py:3"]
+    )

@@ -305,7 +305,7 @@ def test_facts_tell_which_operand_is_the_minimum_and_which_of_two_sizes_is_large
     for columns in (1600, 3000):
         with unlaunched() as launches:
             window_sums(False, {"x": torch.empty(1, columns, device="meta")}, None)
-        facts.append(launches.facts)
+        facts.append(launches)
     assert facts[1] - facts[0] == {Fact("branch", "min(N, 64 * BLOCK) = 64 * BLOCK", "_window_sums")}
     assert set(map(str, facts[0])) >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
 
@@ -352,7 +352,7 @@ def test_size_is_checked_in_a_derived_case_beside_a_variant_whose_launches_depen
 def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
     op = summing("")
     job = address_job(Task(op, BENCH[0], op.variants[0]))
-    job.reached.update({Fact("branch", f"size > {count}", "sums_of_rows"): 1 for count in range(10)})
+    job.facts.update(Fact("branch", f"size > {count}", "sums_of_rows") for count in range(10))
     (line,) = coverage_lines([job])
     assert line.count("size >") == 8
     assert line.endswith("size > 7 in sums_of_rows, and 2 more")
