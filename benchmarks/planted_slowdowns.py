@@ -30,7 +30,7 @@ from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.records import Record, append, parse, timing
 from kerneltune.spec import Config, TaskKey
 from kerneltune.table import Column, Row, Table
-from kerneltune.task import Task
+from kerneltune.task import Outcome, Run, Task
 
 DELAYS = (0.02, 0.05, 0.10)
 DELAYED_PART = 10
@@ -82,9 +82,9 @@ def measure_task(family: str, task: Task, config: Config, delays: Sequence[float
     for delay in delays:
         contenders[str(delay)] = contender(variant, config, inputs, policy, after=partial(spin, delay * time_us))
     samples = time_contenders(contenders)
-    floor, traffic = noise_floor(samples), task.op.traffic(task.case).total
+    floor, traffic, run = noise_floor(samples), task.op.traffic(task.case).total, Run(task, config)
     return {
-        delay: make_record(family, task, config, "passed", "", **timing([samples[str(delay)].tolist()], traffic, None, floor))
+        delay: make_record(family, run, Outcome("passed"), **timing([samples[str(delay)].tolist()], traffic, None, floor))
         for delay in (0.0, *delays)
     }
 

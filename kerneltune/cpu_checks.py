@@ -11,9 +11,9 @@ from functools import partial
 from kerneltune import records
 from kerneltune.forked import Fork, Tell
 from kerneltune.interpreter.facts import Fact
-from kerneltune.journals import CHECKS, with_finished_rows
+from kerneltune.journals import with_finished_rows
 from kerneltune.measuring.check import CaseError, meta_inputs
-from kerneltune.measuring.compare import checked_record
+from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.measuring.derived import derived_cases
 from kerneltune.measuring.jobs import (
@@ -43,27 +43,27 @@ def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -
     The journal of checks keeps the records of each case that is checked. Return all records, and lines about the coverage of the
     checks.
     """
-    checks = _Checks(plan, progress)
+    runner = _JobRunner(plan, progress)
     for entry in entries:  # here, as torch._dynamo, which torch imports to compute on device `meta`, takes every fork 1.5 s
         with suppress(CaseError):  # its own check says why
             meta_inputs(plan.ops[entry.op], entry.case)
     if plan.options.quick:
-        checks.run("check", checks.case_jobs(entries))
-        return [*checks.of_cases(), *checks.compiled()], []
+        runner.run("check", runner.case_jobs(entries))
+        return [*runner.of_cases(), *runner.compiled()], []
     deriving = Fork(partial(_derived_checks, plan))
     try:
-        checks.run("check", checks.case_jobs(entries))
+        runner.run("check", runner.case_jobs(entries))
         derived, unchecked, facts = deriving.result()
     finally:
         deriving.end()
     further = _further_jobs(plan, [*entries, *derived], facts)
-    checks.run("check further configs and sizes", [*checks.case_jobs(derived), *further])
-    failures, coverage = checks.of_further(further)
-    return [*checks.of_cases(), *failures, *checks.compiled()], [*coverage, *unchecked]
+    runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
+    failures, coverage = runner.of_further(further)
+    return [*runner.of_cases(), *failures, *runner.compiled()], [*coverage, *unchecked]
 
 
 @dataclass(frozen=True, slots=True)
-class _Checks:
+class _JobRunner:
     """Run jobs, and hold their records.
 
     Attributes:
@@ -79,13 +79,13 @@ class _Checks:
     def case_jobs(self, entries: Sequence[SweepCase]) -> list[Job]:
         """Return a job for each case, with default configs of own variants; a peer is checked if the selection names variants."""
         with_peers = bool(self.plan.selection.variants)
-        tasks_of = [self.plan.checks(entry.op, entry.case, with_peers=with_peers) for entry in entries]
+        tasks_of = [self.plan.check_tasks(entry.op, entry.case, with_peers=with_peers) for entry in entries]
         runs_of = [[Run(task, task.default) for task in tasks] for tasks in tasks_of]
         return [case_job(runs) for runs in runs_of if runs]
 
     def run(self, stage: str, jobs: Sequence[Job]) -> None:
         """Run jobs whose cases the journal lacks, and keep the records of each case in the journal."""
-        journal, family = self.plan.journal(CHECKS), self.plan.family
+        journal, family = self.plan.run_file("check.journal"), self.plan.family
         of_cases = [job for job in jobs if job.runs]
         of_journal = {
             job: rows
@@ -95,13 +95,13 @@ class _Checks:
         lacking = [job for job in jobs if job not in of_journal]
         self.kept.extend(of_journal)
         self.records.update({job: of_journal.get(job, []) for job in jobs})
-        self.progress.stage(stage, len(jobs), len(of_journal), sum(job.checks for job in lacking))
+        self.progress.stage(stage, len(jobs), len(of_journal), sum(job.cost for job in lacking))
         for job, outcomes in run_jobs(lacking):
             runs = job.runs or [Run(replace(job.task, case=o.case or job.task.case), o.config) for o in outcomes]
-            self.records[job] = [checked_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+            self.records[job] = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
             if job.runs:
                 records.append(journal, self.records[job])
-            self.progress.advance(job.label, job.checks)
+            self.progress.advance(job.label, job.cost)
 
     def of_cases(self) -> list[Record]:
         """Return the records of all cases."""
@@ -135,7 +135,7 @@ class _Checks:
         self.progress.stage("compile", 1)
         refused = refusals([compile_job(*run) for run in runs], self.plan.options.workers)
         self.progress.advance(counted(len(runs), "config"))
-        return [checked_record(self.plan.family, runs[index], Outcome("failed", reason)) for index, reason in refused.items()]
+        return [make_record(self.plan.family, runs[index], Outcome("failed", reason)) for index, reason in refused.items()]
 
 
 def mutate_outputs(plan: Plan) -> list[Outcome]:
@@ -170,16 +170,16 @@ def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, 
 
     `compare` of other projects' operators is checked on the outputs of the first variant.
     """
-    jobs, checks = [], cases_by_op(entries)
-    for op, cases in checks.items():
-        tasks = plan.checks(op, cases[0])
+    jobs, check_cases = [], cases_by_op(entries)
+    for op, cases in check_cases.items():
+        tasks = plan.check_tasks(op, cases[0])
         jobs += [pairs_job(task, cases) for task in tasks]
         if not _is_shipped(plan.ops[op]):
             jobs += [compare_job(task, cases) for task in tasks if not task.variant.part][:1]
     for op, cases in cases_by_op(plan.cases()).items():
         for case in _largest(plan.ops[op], cases):
-            supporting = [task for task in plan.checks(op, case) if not task.variant.unsupported(case)]
-            jobs += [address_job(task, facts.get(op, ()), checks.get(op, ())) for task in supporting]
+            supporting = [task for task in plan.check_tasks(op, case) if not task.variant.unsupported(case)]
+            jobs += [address_job(task, facts.get(op, ()), check_cases.get(op, ())) for task in supporting]
     return jobs
 
 

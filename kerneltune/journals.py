@@ -9,15 +9,9 @@ from kerneltune.records import Record
 from kerneltune.spec import TaskKey
 from kerneltune.task import Run, config_values, present
 
-CHECKS = "check.journal"
-"""Name of the journal of checks."""
 
-Runs = Sequence[Run]
-"""The variants of a case, each with its config."""
-
-
-def with_finished_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, list[Record] | None]]:
-    """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
+def with_finished_rows(work: Sequence[Sequence[Run]], journal: Path | None) -> list[tuple[Sequence[Run], list[Record] | None]]:
+    """Pair the runs of each case, a run a variant, with their rows of an interrupted run; None for a case to be done."""
     of_key = records.grouped(journalled(journal) if journal else (), lambda record: record.key)
     return [(runs, finished_rows(of_key, runs)) for runs in work]
 
@@ -30,7 +24,7 @@ def journalled(journal: Path) -> list[Record]:
     return records.parse((whole + end).splitlines(keepends=True), str(journal), None)
 
 
-def finished_rows(of_key: Mapping[TaskKey, Sequence[Record]], runs: Runs) -> list[Record] | None:
+def finished_rows(of_key: Mapping[TaskKey, Sequence[Record]], runs: Sequence[Run]) -> list[Record] | None:
     """Return the rows of a case from an interrupted run, if it has all rows for this environment and these configs; else None.
 
     Failed rows do not count: a row that failed in an interrupted run is measured again.

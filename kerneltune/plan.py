@@ -14,6 +14,8 @@ from kerneltune.spec import Case, Op, TaskKey, Variant
 from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase
 from kerneltune.task import Task
 
+RunFile = Literal["check", "check.journal", "journal"]
+"""Kind of a file of a run, the part of its name behind the family."""
 CHECK_POLICY = "cold"
 """Policy in the records of checks."""
 _HEADLINES = 10
@@ -147,7 +149,7 @@ class Plan:
         """Return a task for each selected variant of a case; an empty policy stands for `self.policy`."""
         return [Task(self.ops[op], case, variant, policy or self.policy(op)) for variant in self.variants(op)]
 
-    def checks(self, op: str, case: Case, *, with_peers: bool = False) -> list[Task]:
+    def check_tasks(self, op: str, case: Case, *, with_peers: bool = False) -> list[Task]:
         """Return a task for each selected own variant of a case that is checked, and for each peer if wanted."""
         return [task for task in self.tasks(op, case, CHECK_POLICY) if with_peers or not task.variant.is_peer]
 
@@ -155,9 +157,9 @@ class Plan:
         """Return the key that the records of a case share."""
         return TaskKey(entry.op, "", entry.case, self.policy(entry.op))
 
-    def journal(self, name: str) -> Path:
-        """Return the file of a stage's rows on this device, which is removed when the stage ends; the file of `check` stays."""
-        return self.options.results / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
+    def run_file(self, kind: RunFile) -> Path:
+        """Return the file of rows on this device that `check` keeps, or the journal of a stage, which the stage's end removes."""
+        return self.options.results / "runs" / device.current().slug / f"{self.family}.{kind}.jsonl"
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | None = None) -> Plan:

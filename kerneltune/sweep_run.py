@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import replace_text
-from kerneltune.journals import CHECKS, Runs, journalled, with_finished_rows
+from kerneltune.journals import journalled, with_finished_rows
 from kerneltune.measuring.check import check_only
-from kerneltune.measuring.compare import ceiling_task, checked_record
+from kerneltune.measuring.compare import ceiling_task, make_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
 from kerneltune.plan import CHECK_POLICY, Plan
@@ -61,7 +61,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
     """
-    for path in (plan.journal("check"), plan.options.records_folder / f"{plan.family}.jsonl"):
+    for path in (plan.run_file("check"), plan.options.records_folder / f"{plan.family}.jsonl"):
         if path.exists():
             records.load(path)  # a file that cannot be merged with is an error before the work
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
@@ -127,7 +127,7 @@ class _SweepRun:
         """
         plan, is_gpu, with_peers = self.plan, device.current().is_gpu, bool(self.plan.selection.variants)
         entries = plan.headline("check") if plan.options.quick else plan.cases("check")
-        if not any(plan.checks(entry.op, entry.case, with_peers=with_peers) for entry in entries):
+        if not any(plan.check_tasks(entry.op, entry.case, with_peers=with_peers) for entry in entries):
             check, bench = len(plan.cases("check")), len(plan.cases())
             alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
             why = f"no check case among the {bench} selected: {alone}"
@@ -141,11 +141,11 @@ class _SweepRun:
 
             checked, coverage = check_on_cpu(plan, self.progress, entries)
         self._doubt_references(checked)
-        path = plan.journal("check")
+        path = plan.run_file("check")
         of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
         replaces = records.check_of if plan.options.quick else records.row_of  # `quick` checks no further configs
         records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep, replaces)
-        self.end_checks()
+        plan.run_file("check.journal").unlink(missing_ok=True)
         return SweepResult(checked, [path], coverage)
 
     def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
@@ -179,17 +179,15 @@ class _SweepRun:
             self.worker.end()
             run_tune(plan.without(self.wrong), self.progress)
         measured, files = self.measure_and_write(entries)
-        self.end_checks()
+        plan.run_file("check.journal").unlink(missing_ok=True)
         return SweepResult([*failed, *measured], files)
 
     def check(self, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Record]:
-        """Check cases on the GPU; return their records.
+        """Check own variants on the GPU, with the default config and configs of covering pairs; return the records of the cases.
 
-        The journal of checks keeps the records until `end_checks`.
-
-        Each own variant is checked with its default config and with the configs of covering pairs.
+        The journal of checks keeps the records until the run is over.
         """
-        family, journal = self.plan.family, self.plan.journal(CHECKS)
+        family, journal = self.plan.family, self.plan.run_file("check.journal")
         work = with_finished_rows(_runs_to_check(self.plan, entries, with_peers), journal)
         lacking = [runs for runs, rows in work if rows is None]
         if lacking:
@@ -200,15 +198,11 @@ class _SweepRun:
             if rows is None:
                 self.worker.close()  # `check_only` asks how much memory is free
                 outcomes = check_only(runs, self.worker.check)
-                rows = [checked_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+                rows = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
                 records.append(journal, rows)
                 self.progress.advance(runs[0].task.case_label, len(runs))
             checked += rows
         return checked
-
-    def end_checks(self) -> None:
-        """Remove the journal of the checks, as the run is over."""
-        self.plan.journal(CHECKS).unlink(missing_ok=True)
 
     def _doubt_references(self, checked: Sequence[Record]) -> None:
         """Pass a note to the progress for each operator with several variants that all failed in all cases."""
@@ -224,7 +218,7 @@ class _SweepRun:
         """
         headlines = self.plan.headline()
         slow = dict.fromkeys(v.name for entry in headlines for v in self.plan.variants(entry.op) if v.compiles)
-        resumes = any(self.plan.journal(name).exists() for name in ("journal", CHECKS))
+        resumes = any(self.plan.run_file(kind).exists() for kind in ("journal", "check.journal"))
         if first_table is None or resumes or (not slow and len(entries) <= len(headlines)):
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
@@ -235,7 +229,7 @@ class _SweepRun:
 
     def measure_and_write(self, entries: Sequence[SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
         """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
-        journal = self.plan.journal("journal")
+        journal = self.plan.run_file("journal")
         try:
             measured = self.measure(entries, journal, stage)
         except (KeyboardInterrupt, WorkerStoppedError):
@@ -297,9 +291,9 @@ class _SweepRun:
             unsupported = task.variant.unsupported(task.case)
             return Run(task, None if unsupported else task.config_of_call(self.plan.options.configs))
         except ValueError as error:
-            return checked_record(self.plan.family, Run(task, None), Outcome("failed", str(error)))
+            return make_record(self.plan.family, Run(task, None), Outcome("failed", str(error)))
 
-    def _compile(self, work: Sequence[Runs], purpose: str) -> None:
+    def _compile(self, work: Sequence[Sequence[Run]], purpose: str) -> None:
         """Compile the runs that have a config on all cores, before they are checked or measured."""
         target = TARGETS.get(device.current().arch)
         if target is not None:
@@ -312,24 +306,24 @@ class _SweepRun:
         """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
         plan = self.plan
         rows, markdown, csv = (plan.options.records_folder / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
-        records.merge(rows, [*journalled(plan.journal("journal")), *measured])
+        records.merge(rows, [*journalled(plan.run_file("journal")), *measured])
         table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())
         replace_text(csv, table.csv())
         return [rows, markdown, csv]
 
 
-def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> list[CompileResult]:
+def compile_ahead(work: Sequence[Sequence[Run]], target: Target, workers: int | None) -> list[CompileResult]:
     """Compile all runs on all cores, so that launches find the kernels in Triton's disk cache; return the results in order."""
     with CompilePool(target, workers) as pool:
         return list(pool.compile([compile_job(task, config) for runs in work for task, config in runs]))
 
 
-def _runs_to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool) -> list[Runs]:
+def _runs_to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool) -> list[Sequence[Run]]:
     """Return the runs of each check case on a GPU: the default config of each variant, and covering pairs."""
-    work = list[Runs]()
+    work = list[Sequence[Run]]()
     for op, cases in cases_by_op(entries).items():
-        tasks_of = {case: plan.checks(op, case, with_peers=with_peers) for case in cases}
+        tasks_of = {case: plan.check_tasks(op, case, with_peers=with_peers) for case in cases}
         covered = {task.variant.name: _covering_configs(task, cases) for task in tasks_of[cases[0]]}
         for case, tasks in tasks_of.items():
             runs = [Run(task, config) for task in tasks for config in (task.default, *covered[task.variant.name].get(case, ()))]

@@ -19,7 +19,7 @@ from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.search.loop import Search
-from kerneltune.task import Run
+from kerneltune.task import Outcome, Run
 from kerneltune.tune.run import run_tune
 
 SWEEP = """
@@ -51,7 +51,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compared(_bench: Bench, family: str, runs: Sequence[Run], _ceiling: Run | None) -> list[Record]:
     """Measure a case in no time."""
     times = {"time_us": 10.0, "gbps": 100.0, "ci_low_us": 9.9, "ci_high_us": 10.1, "n": 5}
-    new_records = [make_record(family, task, config, "checked", "") for task, config in runs]
+    new_records = [make_record(family, run, Outcome("checked")) for run in runs]
     measured.append(new_records[0].case)
     return [msgspec.structs.replace(row, status="passed", **times) for row in new_records]
 
@@ -246,7 +246,7 @@ def test_refresh_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_onc
             notes.append(text)
 
     def unimported(_bench: Bench, family: str, runs: Sequence[Run], _ceiling: Run | None) -> list[Record]:
-        return [make_record(family, task, config, "skipped", f"{records.IMPORT_FAILED}ImportError: x") for task, config in runs]
+        return [make_record(family, run, Outcome("skipped", f"{records.IMPORT_FAILED}ImportError: x")) for run in runs]
 
     notes: list[str] = []
     before = recorded(options)

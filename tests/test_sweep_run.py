@@ -26,7 +26,7 @@ from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Case, Variant
 from kerneltune.sweep_run import measure_live, run_sweep
-from kerneltune.task import Outcome
+from kerneltune.task import Outcome, Run
 from kerneltune.tune.run import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
@@ -108,8 +108,9 @@ def test_check_file_keeps_every_config_of_the_last_check_of_a_case(
         rows = []
         for block in (512, 1024, 4096):
             reason = failing.get(block, "")
-            rows.append(make_record("tiny", task, replace(task.default, block=block), "failed" if reason else "checked", reason))
-        passes_elsewhere = make_record("tiny", task, replace(task.default, block=4096), "checked", "")
+            run = Run(task, replace(task.default, block=block))
+            rows.append(make_record("tiny", run, Outcome("failed" if reason else "checked", reason)))
+        passes_elsewhere = make_record("tiny", run, Outcome("checked"))
         return [*rows, passes_elsewhere], []
 
     def kept() -> dict[Any, str]:

@@ -127,10 +127,10 @@ _NUMBERS = re.compile(r"[\d.]+(e[+-]\d+)?|inf")
 
 def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
-    wins, wrong, checks = _chosen_configs(capture.root), _wrong_trials(capture.root), _last_checks(capture.root)
+    wins, wrong, checked = _chosen_configs(capture.root), _wrong_trials(capture.root), _check_records(capture.root)
     lines: list[str] = []
     for classes in capture.kernels().values():
-        records = [record for launch_class in classes for record in checks.get(launch_class.digest, {}).values()]
+        records = [record for launch_class in classes for record in checked.get(launch_class.digest, {}).values()]
         failed = [record for record in records if record.status == "failed"]
         by_reason = grouped(failed, lambda record: _NUMBERS.sub("", record.reason))
         texts = [*_of_kernel(classes, wins, wrong)]
@@ -186,8 +186,8 @@ def _chosen_configs(root: Path) -> dict[str, set[StoredConfig]]:
     return by_class
 
 
-def _last_checks(root: Path) -> dict[str, dict[str, Record]]:
-    """Return the last check of each variant and config that `sweep` has made, by class."""
+def _check_records(root: Path) -> dict[str, dict[str, Record]]:
+    """Return the record of the last check of each variant and config that `sweep` has made, by class."""
     last: dict[str, dict[str, Record]] = {}
     for path in sorted((root / "results" / "runs").glob("*/captured.check.jsonl")):
         with suppress(ValueError):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker, broken_context
 from kerneltune.measuring.memory import affordable, gpu_free_bytes, memory_obstacle
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
-from kerneltune.records import Record, Status, timing
+from kerneltune.records import Record, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
 from kerneltune.task import Outcome, Run, Task, config_values, stamp
@@ -198,14 +198,13 @@ def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, comp
     if ceiling is not None and CEILING in samples:
         ceiling_gbps = ceiling.task.op.traffic(ceiling.task.case).total / median_interval(samples[CEILING]).median / 1e3
     for run in runs:
-        task, config = run
-        name = task.variant.name
+        name = run.task.variant.name
         if name in untimed:
-            records.append(checked_record(family, run, untimed[name]))
+            records.append(make_record(family, run, untimed[name]))
         else:
             taken = samples[SELF if name in seen else name]
-            times = timing([taken.tolist()], task.op.traffic(task.case).total, ceiling_gbps, floor)
-            records.append(make_record(family, task, config, "passed", "", **times))
+            times = timing([taken.tolist()], run.task.op.traffic(run.task.case).total, ceiling_gbps, floor)
+            records.append(make_record(family, run, Outcome("passed"), **times))
         seen.add(name)
     return records
 
@@ -219,20 +218,15 @@ def noise_floor(samples: dict[str, Samples]) -> float | None:
     return max(abs(interval.low - 1), abs(interval.high - 1))
 
 
-def checked_record(family: str, run: Run, outcome: Outcome) -> Record:
-    """Make a record without times."""
-    return make_record(family, *run, outcome.status, outcome.reason)
-
-
-def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
-    """Make a record of this device and source; `times` are the fields of `records.timing`."""
-    here = device.current()
+def make_record(family: str, run: Run, outcome: Outcome, **times: Any) -> Record:
+    """Make a record of this device and source; `times` are the fields of `records.timing`, of a run that passed."""
+    here, (task, config) = device.current(), run
     return Record(
-        status=cast(Status, status),
+        status=outcome.status,
         config=config_values(config),
         device=here.name,
         unit=here.unit,
-        reason=reason,
+        reason=outcome.reason,
         family=family,
         role=task.variant.role,
         flops=task.op.flops(task.case) if task.op.flops is not None else None,

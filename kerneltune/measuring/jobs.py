@@ -41,7 +41,7 @@ class Job:
         parts: a job for each check alone; the parts run if an unknown check of the job ends the process.
         runs: the runs of a case that the job checks, with an outcome for each; empty for other checks.
         is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
-        checks: cost of the job, in checks of a case.
+        cost: cost of the job, in checks of a case.
         needed: bytes of memory of the largest case.
         facts: facts of the job's launches, after `run_jobs`.
     """
@@ -52,7 +52,7 @@ class Job:
     parts: "tuple[Job, ...]" = ()
     runs: Sequence[Run] = ()
     is_largest: bool = False
-    checks: int = 1
+    cost: int = 1
     needed: int = 0
     facts: set[Fact] = field(default_factory=set)
 
@@ -60,9 +60,9 @@ class Job:
 def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
-    task, checks = runs[0].task, len(runs)
+    task = runs[0].task
     needed = needed_bytes(task.op, task.case)
-    return Job(task.case_label, task, lambda _begin: check_only(runs), parts, runs, checks=checks, needed=needed)
+    return Job(task.case_label, task, lambda _begin: check_only(runs), parts, runs, cost=len(runs), needed=needed)
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
@@ -73,12 +73,12 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
         fitting = [case for case in cases if memory_obstacle(op, case) is None]
         return check_pairs(op, variant, fitting, partial(check_cost, op), begin)
 
-    checks = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
+    cost = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
     needed = max((needed_bytes(op, case) for case in cases), default=0)
-    return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks, needed=needed)
+    return Job(f"{op.name} {variant.name}, configs on cases", task, work, cost=cost, needed=needed)
 
 
-def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case] = ()) -> Job:
+def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[Case] = ()) -> Job:
     """Return the job that checks the addresses of a task: of the default config, then of configs with another value of a knob.
 
     _ADDRESSES_S limits the further configs. The facts of the default config are noted, with `facts`, which bench cases have. The
@@ -94,7 +94,7 @@ def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case]
             failed = Outcome("failed", "", config, task.case)
             begin(failed)
             with noting(for_others=number == 0):
-                lines = address_errors(task.op, task.case, task.variant, config, checks)
+                lines = address_errors(task.op, task.case, task.variant, config, check_cases)
             if lines:
                 return [replace(failed, reason=line) for line in lines]
         return []
@@ -173,8 +173,8 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
     """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached."""
     lines = []
     for op, of_op in grouped(jobs, lambda job: job.task.op.name).items():
-        checks, largest = (_facts(job for job in of_op if job.is_largest is wanted) for wanted in (False, True))
-        if names := unreached(checks, largest):
+        checked, largest = (_facts(job for job in of_op if job.is_largest is wanted) for wanted in (False, True))
+        if names := unreached(checked, largest):
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
         if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
