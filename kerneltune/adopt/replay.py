@@ -11,7 +11,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from kerneltune.adopt.kernels import KernelName, Launch, bytecode_digest
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
 from kerneltune.errors import first_line, statement_in
 from kerneltune.forked import run_forked, shared_bytes
+from kerneltune.interpreter.modes import replaced
 from kerneltune.measuring.check import CaseError
 
 
@@ -135,18 +136,14 @@ def _import(name: str, file: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-@contextmanager
-def _first_configs() -> Iterator[None]:
+def _first_configs() -> AbstractContextManager[None]:
     """Let kernels that a module launches during its import run their first configs in the interpreter, which has no times."""
     from triton.runtime.autotuner import Autotuner  # in a fresh process nothing else has imported it
 
-    before = Autotuner.run
-    if is_interpreted():
-        Autotuner.run = lambda tuner, /, *args, **kwargs: kernels.launch_config(tuner, tuner.configs[0], args, kwargs)
-    try:
-        yield
-    finally:
-        Autotuner.run = before
+    def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return kernels.launch_config(tuner, tuner.configs[0], args, kwargs)
+
+    return replaced({(Autotuner, "run"): run} if is_interpreted() else {})
 
 
 _OF_PYTHON = re.compile("/python3|/(site|dist)-packages")

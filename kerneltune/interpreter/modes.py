@@ -57,7 +57,7 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
     from triton import knobs
 
     parts = strict_parts(largest or {}) if knobs.runtime.interpret else {}
-    with corrected(), _replaced(parts), noting_host(folder if parts else ""):
+    with corrected(), replaced(parts), noting_host(folder if parts else ""):
         yield
 
 
@@ -76,8 +76,8 @@ def unlaunched(folder: str = "") -> Iterator[Launches]:
             launches.num_programs += math.prod(map(int, grid))
             note(*facts_of(executor, bound))
 
-    replaced = _replaced({(GridExecutor, "__call__"): collect})
-    with noting() as launches, replaced, _forgetting(folder), noting_host(folder):
+    uncalled = replaced({(GridExecutor, "__call__"): collect})
+    with noting() as launches, uncalled, _forgetting(folder), noting_host(folder):
         yield launches
 
 
@@ -107,7 +107,7 @@ def _variables_in(folder: str, _num_modules: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _replaced(parts: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+def replaced(parts: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Replace attributes of owners, and put the former values back."""
     before = {(owner, name): getattr(owner, name) for owner, name in parts}
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Inputs
 
 
@@ -57,11 +58,6 @@ def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
 
         return call
 
-    methods = {name: getattr(torch.Tensor, name) for name in ("stride", "is_contiguous")} if folder else {}
-    for name, method in methods.items():
-        setattr(torch.Tensor, name, noted(method))
-    try:
+    names = ("stride", "is_contiguous") if folder else ()
+    with replaced({(torch.Tensor, name): noted(getattr(torch.Tensor, name)) for name in names}):
         yield read
-    finally:
-        for name, method in methods.items():
-            setattr(torch.Tensor, name, method)

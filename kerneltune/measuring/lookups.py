@@ -1,12 +1,13 @@
 """Check the look-up of a config: that a call without `config=` looks up the case that a sweep tunes, and gives right outputs."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from kerneltune.cache import Chooser
 from kerneltune.errors import first_line, statement_in
+from kerneltune.interpreter.modes import replaced
 from kerneltune.measuring.check import Checker, host_folder
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.task import Outcome
@@ -50,8 +51,7 @@ def _errors(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]
     return [f"{_CALL}: {line}" for line in checker.disagreements(outputs)] if looked_up else []
 
 
-@contextmanager
-def before_look_ups(act: Callable[[Chooser, Case], None]) -> Iterator[None]:
+def before_look_ups(act: Callable[[Chooser, Case], None]) -> AbstractContextManager[None]:
     """Call a function with the chooser and the case of each look-up within; its exception takes the place of the look-up."""
     choose = Chooser.__call__
 
@@ -63,11 +63,7 @@ def before_look_ups(act: Callable[[Chooser, Case], None]) -> Iterator[None]:
         act(chooser, case)
         return choose(chooser, *arguments, **named)
 
-    Chooser.__call__ = look_up  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Chooser.__call__ = choose  # type: ignore[method-assign]
+    return replaced({(Chooser, "__call__"): look_up})
 
 
 def _without_free_options(op: Op, case: Case) -> Case:
