@@ -6,6 +6,7 @@ The module imports torch and triton in functions, because Triton decides at its 
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -70,19 +71,19 @@ def mend() -> None:
     builder = interpreter.InterpreterBuilder
     for name, function in _PASS_OVER_NAN.items():
         setattr(builder, name, _elementwise(function))
-    for name, (function, takes_second) in _CHOICES.items():
-        setattr(builder, name, _choice(function, takes_second))
+    for name, functions in _CHOICES.items():
+        setattr(builder, name, partialmethod(_choice, *functions))
     for name, typed_by in _TYPED_BY.items():
         setattr(builder, name, _in_fp32(getattr(builder, name), typed_by))
-    builder.create_dot = _in_tf32(builder.create_dot)
-    builder.create_fdiv = _inexact(builder.create_fdiv)
+    builder.create_dot = partialmethod(_dot_in_tf32, builder.create_dot)
+    builder.create_fdiv = partialmethod(_divide_inexactly, builder.create_fdiv)
     builder.cast_impl = _through_fp32(builder.cast_impl)
     builder.get_bf16 = _bf16_constant
     _mend_libdevice()
     quicken()
-    interpreter.ReduceOps.min_max = _without_warning(interpreter.ReduceOps.min_max)
+    interpreter.ReduceOps.min_max = partialmethod(_min_max_without_warning, interpreter.ReduceOps.min_max)
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
-        reduction.apply_impl = _reduced_in_fp32(reduction.apply_impl)
+        reduction.apply_impl = partialmethod(_reduce_in_fp32, reduction.apply_impl)
 
 
 _LIBDEVICE: dict[str, Callable[..., Any]] = {
@@ -125,17 +126,13 @@ def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any
     return lambda builder, left, right: builder.binary_op(left, right, function)
 
 
-def _choice(function: Callable[[Any, Any], Any], takes_second: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+def _choice(builder: Any, function: Callable[..., Any], takes_second: Callable[..., Any], left: Any, right: Any) -> Any:
     """Note which operand a minimum or a maximum of whole numbers takes in some element."""
-
-    def computed(builder: Any, left: Any, right: Any) -> Any:
-        if takes_second(left.data, right.data).any():
-            note_here("true")
-        if takes_second(right.data, left.data).any():
-            note_here("false")
-        return builder.binary_op(left, right, function)
-
-    return computed
+    if takes_second(left.data, right.data).any():
+        note_here("true")
+    if takes_second(right.data, left.data).any():
+        note_here("false")
+    return builder.binary_op(left, right, function)
 
 
 class _Names:
@@ -238,7 +235,7 @@ def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
     return computed
 
 
-def _in_tf32(dot: Callable[..., Any]) -> Callable[..., Any]:
+def _dot_in_tf32(builder: Any, dot: Callable[..., Any], left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
     """Round fp32 operands of a product to tf32, unless its `input_precision` is another: tensor cores of NVIDIA do by default."""
     from triton.runtime.interpreter import TensorHandle
 
@@ -247,33 +244,27 @@ def _in_tf32(dot: Callable[..., Any]) -> Callable[..., Any]:
         values = ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
         return TensorHandle(np.where(np.isfinite(operand.data), values, operand.data), operand.dtype)
 
-    def computed(builder: Any, left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
-        if str(precision).endswith(".TF32") and left.dtype.scalar.name == "fp32":
-            note_here("tf32")
-            left, right = rounded(left), rounded(right)
-        return dot(builder, left, right, total, precision, *rest)
-
-    return computed
+    if str(precision).endswith(".TF32") and left.dtype.scalar.name == "fp32":
+        note_here("tf32")
+        left, right = rounded(left), rounded(right)
+    return dot(builder, left, right, total, precision, *rest)
 
 
-def _inexact(divide: Callable[..., Any]) -> Callable[..., Any]:
+def _divide_inexactly(builder: Any, divide: Callable[..., Any], left: Any, right: Any) -> Any:
     """Move every other rounded quotient of fp32 a step away from zero: `/` is up to two steps off on a GPU, `tl.div_rn` exact."""
     from triton.runtime.interpreter import TensorHandle
 
-    def divided(builder: Any, left: Any, right: Any) -> Any:
-        result = divide(builder, left, right)
-        if result.dtype.scalar.name != "fp32":
-            return result
-        quotients = np.asarray(result.data)
-        with np.errstate(all="ignore"):  # 0 times infinity, and the number after the largest
-            further = np.nextafter(quotients, np.copysign(np.float32(np.inf), quotients))
-            is_rounded = quotients.astype(np.float64) * right.data != left.data
-        is_moved = is_rounded & (quotients.view(np.uint32) % 2 == 1) & np.isfinite(further)
-        if is_moved.any():
-            note_here("division")
-        return TensorHandle(np.where(is_moved, further, quotients), result.dtype)
-
-    return divided
+    result = divide(builder, left, right)
+    if result.dtype.scalar.name != "fp32":
+        return result
+    quotients = np.asarray(result.data)
+    with np.errstate(all="ignore"):  # 0 times infinity, and the number after the largest
+        further = np.nextafter(quotients, np.copysign(np.float32(np.inf), quotients))
+        is_rounded = quotients.astype(np.float64) * right.data != left.data
+    is_moved = is_rounded & (quotients.view(np.uint32) % 2 == 1) & np.isfinite(further)
+    if is_moved.any():
+        note_here("division")
+    return TensorHandle(np.where(is_moved, further, quotients), result.dtype)
 
 
 def _through_fp32(cast: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,7 +280,7 @@ def _through_fp32(cast: Callable[..., Any]) -> Callable[..., Any]:
     return through
 
 
-def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_in_fp32(reduction: Any, apply: Callable[..., Any], tensors: tuple[Any, ...]) -> Any:
     """Reduce or scan bf16 in fp32, and round once."""
     from triton.runtime.interpreter import interpreter_builder, tl
 
@@ -297,28 +288,23 @@ def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
         kind = tl.block_type(dtype, list(tensor.shape)) if tensor.type.is_block() else dtype
         return tl.core.tensor(interpreter_builder.cast_impl(tensor.handle, dtype), kind)
 
-    def applied(reduction: Any, tensors: tuple[Any, ...]) -> Any:
-        if all(tensor.dtype != tl.bfloat16 for tensor in tensors):
-            return apply(reduction, tensors)
-        wide = tuple(cast(tensor, tl.float32) if tensor.dtype == tl.bfloat16 else tensor for tensor in tensors)
-        reduced = apply(reduction, wide)
-        results = reduced if isinstance(reduced, list | tuple) else (reduced,)
-        return tuple(
-            cast(result, tl.bfloat16) if tensor.dtype == tl.bfloat16 and result.dtype == tl.float32 else result
-            for tensor, result in zip(tensors, results, strict=False)
-        ) + tuple(results[len(tensors) :])
-
-    return applied
+    if all(tensor.dtype != tl.bfloat16 for tensor in tensors):
+        return apply(reduction, tensors)
+    wide = tuple(cast(tensor, tl.float32) if tensor.dtype == tl.bfloat16 else tensor for tensor in tensors)
+    reduced = apply(reduction, wide)
+    results = reduced if isinstance(reduced, list | tuple) else (reduced,)
+    return tuple(
+        cast(result, tl.bfloat16) if tensor.dtype == tl.bfloat16 and result.dtype == tl.float32 else result
+        for tensor, result in zip(tensors, results, strict=False)
+    ) + tuple(results[len(tensors) :])
 
 
-def _without_warning(min_max: Callable[..., Any]) -> Callable[..., Any]:
+def _min_max_without_warning(
+    reduction: Any, min_max: Callable[..., Any], values: Any, val_reduce_op: Any, idx_reduce_op: Any = None
+) -> Any:
     """Reduce by functions that equal `np.nanmax` and `np.nanmin`, and do not warn where all elements are NaN."""
     silent = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
-
-    def computed(reduction: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        return min_max(reduction, values, silent.get(val_reduce_op, val_reduce_op), idx_reduce_op)
-
-    return computed
+    return min_max(reduction, values, silent.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _bf16_constant(builder: Any, value: float) -> Any:
