@@ -154,7 +154,16 @@ def _kinds(values: Iterable[tuple[str, Any]]) -> dict[str, str]:
 def _cells(row: Row) -> list[Any]:
     case, knobs, trial = row
     time = "" if trial.time_us is None else f"{trial.time_us:.6g}"
-    fixed = [case.dtype, case.quant, trial.status, time, trial.resources, trial.spill_bytes, trial.shared_bytes, case.name]
+    fixed = [
+        case.dtype,
+        case.quant,
+        trial.status,
+        time,
+        trial.program_registers,
+        trial.spill_bytes,
+        trial.shared_bytes,
+        case.name,
+    ]
     return fixed + [value for pairs in (case.axes, case.options, knobs) for _, value in pairs]
 
 

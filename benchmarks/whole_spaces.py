@@ -67,7 +67,9 @@ def timed(
     else:
         evaluation = bench.measure(task, config, best_us, samples)
     shared = max((kernel.shared_bytes for kernel in compiled.kernels), default=0)
-    return replace(evaluation, resources=compiled.resources, spill_bytes=compiled.spill_bytes, shared_bytes=shared)
+    return replace(
+        evaluation, program_registers=compiled.program_registers, spill_bytes=compiled.spill_bytes, shared_bytes=shared
+    )
 
 
 class Keeper:

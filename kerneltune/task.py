@@ -126,7 +126,7 @@ class Evaluation:
         status: `passed` with a time; any other status but `checked` without.
         time_us: median time of a call; None without a time.
         reason: the error, in one line; its key in files is `detail`.
-        resources: registers of all threads of the largest program.
+        program_registers: registers of all threads of the largest program.
         spill_bytes: spilled bytes per thread.
         shared_bytes: shared memory of the largest program.
         date: UTC time of the measurement; empty before the evaluation is stored.
@@ -136,7 +136,7 @@ class Evaluation:
     status: TrialStatus
     time_us: float | None = None
     reason: str = ""
-    resources: int = field(default=0, compare=False)
+    program_registers: int = field(default=0, compare=False)
     spill_bytes: int = field(default=0, compare=False)
     shared_bytes: int = field(default=0, compare=False)
     date: str = field(default="", compare=False)

@@ -14,10 +14,11 @@ from unittest import mock
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options
-from kerneltune.search.loop import Search, SearchState
+from kerneltune.search.loop import Candidates, Search, SearchState
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.task import Evaluation, Task
+from kerneltune.tune.candidates import candidates
 from kerneltune.tune.tuner import Tuner
 from kerneltune.worker import WorkerCrashedError
 
@@ -178,6 +179,9 @@ class Setting:
 
     def store(self) -> TrialStore:
         return TrialStore(self.trials, source_hash="abc")
+
+    def candidates(self, op: Op, case: Case = CASE, policy: str = "cold") -> Candidates:
+        return candidates(Task(op, case, op.variants[0], policy), self.store(), Options(configs=self.root))
 
     def tuner(self, variant: Variant, landscape: Landscape, case: Case = CASE) -> FakeTuner:
         return FakeTuner(case, variant, self.store(), landscape)

@@ -216,5 +216,7 @@ def main() -> None:
         answers["killed"] = killed(pool, folder)
         programs = assembling(pool, folder)
     answers["wrong"] = wrong
-    answer_rows = {name: [asdict(c) | {"resources": c.resources} for c in results] for name, results in answers.items()}
+    answer_rows = {
+        name: [asdict(c) | {"program_registers": c.program_registers} for c in results] for name, results in answers.items()
+    }
     json.dump(answer_rows | {"programs": programs}, sys.stdout)

@@ -93,7 +93,7 @@ class CompileResult:
         return max((k.spill_bytes for k in self.kernels), default=0)
 
     @property
-    def resources(self) -> int:
+    def program_registers(self) -> int:
         """Return registers of all threads of the largest program: the tie-breaker between equally fast configs."""
         return max((k.registers * k.warps for k in self.kernels), default=0)
 

@@ -37,7 +37,8 @@ TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 STATUS_NOW: dict[str, TrialStatus] = {"ok": "passed", "wrong": "failed", "memory": "skipped", "lost": "crashed"}
 """Status in journals of 2026-11-26 and before -> status now."""
 _MOVE = "move the file away to start anew"
-_RESULT = {name: name for name in ("status", "resources", "spill_bytes", "shared_bytes", "commit", "date")} | {"detail": "reason"}
+_RESULT = {name: name for name in ("status", "spill_bytes", "shared_bytes", "commit", "date")}
+_RESULT |= {"detail": "reason", "resources": "program_registers"}
 """Name of a user attribute of a trial -> name of the field of `Evaluation`."""
 
 
@@ -220,7 +221,10 @@ def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
         knobs = tuple(msgspec.convert(stored.params, dict[str, Knob]).items())
         trial = Trial(TaskKey.of(study.op, study), knobs, msgspec.convert(evaluation, Evaluation), study.fingerprint)
     except (msgspec.ValidationError, TypeError) as error:  # a list or a mapping in the place of a status
-        raise ValueError(f"{path}: not a trial: {error}; {_MOVE}") from error
+        text = str(error)
+        for name, field in _RESULT.items():
+            text = text.replace(f"`$.{field}`", f"`$.{name}`")
+        raise ValueError(f"{path}: not a trial: {text}; {_MOVE}") from error
     if time_us is not None and not 0 < time_us < MOST:
         raise ValueError(f"{path}: not a trial: time_us: {time_us!r}: expected microseconds above 0, or null; {_MOVE}")
     return trial

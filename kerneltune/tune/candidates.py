@@ -2,12 +2,12 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerneltune import device
+from kerneltune.plan import Options
+from kerneltune.search.loop import Candidates
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.task import Task
 
@@ -20,35 +20,23 @@ _TRANSFERRED = 16
 """Fastest configs of the other 16-bit type that are searched in place of the whole space."""
 
 
-def whole_pool(task: Task) -> list[Config]:
-    """Return the default, then the other configs of the space."""
-    return _default_first(task, checked_space(task))
+def candidates(task: Task, store: "TrialStore", options: Options) -> Candidates:
+    """Return the configs that a search may try: the default, then the space.
 
-
-def narrowed_pool(task: Task, store: "TrialStore") -> list[Config]:
-    """Return the default, then the fastest configs of the other 16-bit type if that type was searched, else the whole space."""
-    space = checked_space(task)
+    If the other 16-bit type was searched, its fastest configs stand for the space, unless `renews` is `all`. A search begins with
+    the default, the promising configs, and the cached configs of this case and of the nearest cases.
+    """
+    space, default = checked_space(task), task.default
+    offered = {default, *space}
     other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
-    if other in task.op.dtypes:
+    if options.renews != "all" and other in task.op.dtypes:
         ranked = store.ranked(replace(task, case=replace(task.case, dtype=other)))
         if len(ranked) > max(_TRANSFERRED, len(store.ranked(task))):
-            offered = set(space)
             space = [config for values in ranked[:_TRANSFERRED] if (config := task.variant.config_from(values)) in offered]
-    return _default_first(task, space)
-
-
-def _default_first(task: Task, space: Sequence[Config]) -> list[Config]:
-    return [task.default, *(config for config in space if config != task.default)]
-
-
-def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    """Return the default, the promising configs, and the cached configs of this case and of the nearest cases."""
-    near = task.chooser(root).near(task.case, device.current().slug)
+    pool = list(dict.fromkeys([default, *space]))
+    near = task.chooser(options.configs).near(task.case, device.current().slug)
     nearest = [config for _, config, _ in itertools.islice(near, _NEIGHBOURS)]
-    offered = set(pool)
-    return list(
-        dict.fromkeys([pool[0], *(config for config in (*task.variant.promising(task.case), *nearest) if config in offered)])
-    )
+    return Candidates(pool, [it for it in dict.fromkeys([default, *task.variant.promising(task.case), *nearest]) if it in pool])
 
 
 def checked_space(task: Task) -> list[Config]:

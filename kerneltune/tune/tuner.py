@@ -22,7 +22,7 @@ from kerneltune.search.loop import Candidates, Search, explore, times_of
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.task import Evaluation, Run, Task, knobs_of, stamp
-from kerneltune.tune.candidates import checked_space, narrowed_pool, starting_points, whole_pool
+from kerneltune.tune.candidates import candidates, checked_space
 from kerneltune.tune.gpu_worker import TRIED_WHOLE, GpuWorker
 from kerneltune.worker import WorkerCrashedError
 
@@ -89,13 +89,13 @@ class Tuner:
         options: limits of the search, and the folder of configs. The whole space is searched with `renews` all, and with
             further knob values, also if the other 16-bit type was searched before.
         compilers: number of configs that compile at the same time.
-        resources: registers of all threads of the largest program of every compiled config.
+        program_registers: registers of all threads of the largest program of every compiled config.
     """
 
     def __init__(self, task: Task, store: "TrialStore", worker: GpuWorker, queue: CompileQueue, options: Options) -> None:
         self.task, self.store, self.worker, self.queue, self.options = task, store, worker, queue, options
         self.compilers = queue.compilers
-        self.resources: dict[Config, int] = {}
+        self.program_registers: dict[Config, int] = {}
         self._best_us: float | None = None
         self.requests = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
@@ -109,7 +109,7 @@ class Tuner:
             WorkerStoppedError: the worker was stopped.
         """
         with self:
-            explored = self._explored(self._candidates(), self.options.search)
+            explored = self._explored(candidates(self.task, self.store, self.options), self.options.search)
             times = times_of(explored)
             before = self.task.chooser(self.options.configs).find(self.task.op.called(self.task.case))
             if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
@@ -124,24 +124,19 @@ class Tuner:
 
     def first_runs(self) -> Iterator[Run]:
         """Yield the configs that the search would try first; nothing if the task was searched before."""
-        candidates = self._candidates()
-        if not self._evaluations(candidates.pool):
-            search = self.options.search
-            order = candidates.in_order(search)
+        offered, search = candidates(self.task, self.store, self.options), self.options.search
+        if not self._evaluations(offered.pool):
+            order = offered.in_order(search)
             yield from (Run(self.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
-
-    def _candidates(self) -> Candidates:
-        pool = whole_pool(self.task) if self.options.renews == "all" else narrowed_pool(self.task, self.store)
-        return Candidates(pool, starting_points(self.task, pool, self.options.configs))
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
         return {config: stored for config in pool if (stored := self.stored(config)) is not None}
 
-    def _explored(self, candidates: Candidates, search: Search) -> dict[Config, Evaluation]:
-        stored = self._evaluations(candidates.pool)
-        if len(stored) < len(candidates.pool):
+    def _explored(self, offered: Candidates, search: Search) -> dict[Config, Evaluation]:
+        stored = self._evaluations(offered.pool)
+        if len(stored) < len(offered.pool):
             self.prepare()
-        return explore(candidates, search, self, stored)
+        return explore(offered, search, self, stored)
 
     def _decide(self, before: cache.Choice, times: dict[Config, float], num_trials: int) -> cache.CacheEntry:
         """Time the fastest configs against the incumbent, and store the winner. The default stands in for a failed incumbent."""
@@ -230,7 +225,7 @@ class Tuner:
         if evaluation is None:
             evaluation = replace(
                 refusal or self.measure(config),
-                resources=compiled.resources,
+                program_registers=compiled.program_registers,
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
             )
@@ -238,7 +233,7 @@ class Tuner:
         return self._remember(config, evaluation)
 
     def _remember(self, config: Config, evaluation: Evaluation) -> Evaluation:
-        self.resources[config] = evaluation.resources
+        self.program_registers[config] = evaluation.program_registers
         if evaluation.time_us is not None:
             self._best_us = min(evaluation.time_us, self._best_us or evaluation.time_us)
         return evaluation
@@ -286,7 +281,7 @@ class Tuner:
         best = max(range(len(configs)), key=lambda i: gains[i].median)
         faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
         tied = [i for i in faster if i == best or ratio_interval(samples[i], samples[best]).contains(1.0)]
-        chosen = min(tied, key=lambda i: (self.resources.get(configs[i], 0), i), default=0)
+        chosen = min(tied, key=lambda i: (self.program_registers.get(configs[i], 0), i), default=0)
         times = median_interval(samples[chosen])
         evidence: dict[str, Any] = {
             "time_us": round(times.median, 4),

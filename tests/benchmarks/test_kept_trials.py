@@ -45,7 +45,7 @@ def test_read_after_write_returns_the_same_blocks(path: Path) -> None:
     blocks = [block(), replace(block(16, "col", 128), commit="def"), block(16, width=256, time_us=None)]
     write(path, blocks)
     assert read(path) == blocks
-    assert read(path)[0].rows[0][2].resources == 128
+    assert read(path)[0].rows[0][2].program_registers == 128
     assert (read(path)[1].rows[0][2].date, read(path)[1].rows[0][2].commit) == ("2026-11-23", "def")
     before = path.read_bytes()
     write(path, read(path))
@@ -60,9 +60,9 @@ def test_whole_space_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (list(again.trials), again.default, again.case.axes) == (list(SPACE.trials), SPACE.default, SPACE.case.axes)
     for knobs, trial in SPACE.trials.items():
         read_trial = again.trials[knobs]
-        assert (read_trial.status, read_trial.resources, read_trial.spill_bytes) == (
+        assert (read_trial.status, read_trial.program_registers, read_trial.spill_bytes) == (
             trial.status,
-            trial.resources,
+            trial.program_registers,
             trial.spill_bytes,
         )
         assert read_trial.time_us == (None if trial.time_us is None else pytest.approx(trial.time_us, rel=1e-5))

@@ -115,10 +115,10 @@ def test_compile_result_of_code_that_stores_undefined_registers_is_an_error(answ
 
 def test_compile_result_has_resources_of_its_largest_kernel(answers: dict[str, Any]) -> None:
     bwd = answers["real"][0]
-    assert bwd["resources"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])
+    assert bwd["program_registers"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])
     two = CompileResult((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
-    assert (two.resources, two.spill_bytes) == (320, 16)
-    assert (CompileResult((), 0.0, "x").resources, CompileResult((), 0.0, "x").spill_bytes) == (0, 0)
+    assert (two.program_registers, two.spill_bytes) == (320, 16)
+    assert (CompileResult((), 0.0, "x").program_registers, CompileResult((), 0.0, "x").spill_bytes) == (0, 0)
 
 
 def test_pool_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

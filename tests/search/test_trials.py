@@ -247,6 +247,7 @@ def test_store_with_a_value_of_another_type_raises_one_line(field: str, value: o
         open_store(path)
     assert str(caught.value).startswith(f"{path}: not a")
     assert "\n" not in str(caught.value)
+    assert field not in ("detail", "resources", "spill_bytes", "shared_bytes") or f"`$.{field}`" in str(caught.value)
 
 
 def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:

@@ -9,9 +9,10 @@ from fake_tuner import CASE, HALF, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device
 from kerneltune.plan import Options
+from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Variant
 from kerneltune.task import Task
-from kerneltune.tune.candidates import starting_points
+from kerneltune.tune.candidates import candidates
 
 REFUSED = {1: None, 2: None, 4: None, 8: None}
 VARIANT = Variant(
@@ -43,7 +44,7 @@ def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str
 
 
 @pytest.mark.parametrize("config", [*STALE, UNFIT, ABSURD, UNKNOWN])
-def test_stored_skips_an_entry_that_is_no_longer_valid(config: dict[str, Any], options: Options) -> None:
+def test_stored_skips_an_entry_that_is_no_longer_valid(config: dict[str, Any], options: Options, tmp_path: Path) -> None:
     op = op_of(VARIANT)
     store(options, config)
     assert Task(op, CASE, VARIANT).stored(options.configs) is None
@@ -51,8 +52,8 @@ def test_stored_skips_an_entry_that_is_no_longer_valid(config: dict[str, Any], o
     store(options, GOOD, HALF)
     assert Task(op, CASE, VARIANT).stored(options.configs) is None  # it is of another type
     assert Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(64, 2)
-    pool = [Small(256, 4), Small(64, 2), Small(128, 1)]
-    assert starting_points(Task(op, CASE, VARIANT), pool, options.configs) == [Small(256, 4), Small(64, 2)]
+    trials = TrialStore(tmp_path / "trials.log")
+    assert candidates(Task(op, CASE, VARIANT), trials, options).first == [Small(256, 4), Small(64, 2)]
 
 
 def test_stored_returns_the_exact_entry_of_this_gpu(options: Options) -> None:

@@ -191,7 +191,7 @@ def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int,
             return [median * np.exp(spread * rng.permutation(np.linspace(-2, 2, 41))) for median, spread, _ in contenders]
 
     tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), Bench(), CompiledAtOnce(), Options())
-    tuner.resources = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
+    tuner.program_registers = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
     best, evidence = tuner.run_final(configs, configs[-1])
     assert evidence["default_us"] == pytest.approx(contenders[-1][0], rel=0.05), "timed in the same rounds"
     low, high = evidence["over_default"]

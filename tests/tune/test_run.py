@@ -78,7 +78,7 @@ def test_run_tune_stores_the_best_config_and_every_trial(selection: Selection, o
     trials = history(path)
     assert len({trial.knobs for trial in trials}) == len(trials) == entry.evidence["trials"]
     first = trials[0].evaluation
-    assert (first.resources, first.shared_bytes) == (128, 1024)
+    assert (first.program_registers, first.shared_bytes) == (128, 1024)
     assert first.date
     assert first.commit
     assert entries_of(run_tune(load_plan(OPS, selection, options), Progress())) == []  # nothing is lacking

@@ -44,7 +44,6 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.task import Evaluation, Task
-from kerneltune.tune.candidates import narrowed_pool, starting_points
 from kerneltune.tune.tuner import NothingPassedError, Tuner
 
 # enumeration
@@ -65,7 +64,7 @@ def test_tuner_visits_a_small_space_once_with_the_default_first(setting: Setting
 
 def test_tuner_tries_a_default_outside_of_the_space(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(768, 3))
-    pool = narrowed_pool(Task(op_of(variant), CASE, variant), setting.store())
+    pool = setting.candidates(op_of(variant)).pool
     assert pool[0] == Small(768, 3)
     assert len(pool) == 26 == len(set(pool))
 
@@ -282,11 +281,11 @@ def test_tuner_after_an_interrupt_continues_behind_stored_trials(setting: Settin
 def test_pool_is_narrowed_to_the_best_configs_of_the_other_16_bit_dtype(setting: Setting) -> None:
     setting.tune(setting.tuner(SMALL, small_time))
     ranked = sorted(SMALL.configs(CASE), key=small_time)
-    pool = narrowed_pool(Task(op_of(SMALL), HALF, SMALL), setting.store())
+    pool = setting.candidates(op_of(SMALL), HALF).pool
     assert pool[0] == Small(256, 4)
     assert set(pool) == {*ranked[:16], Small(256, 4)}
     for case, policy in ((SINGLE, "cold"), (HALF, "hot"), (Case("b", (("M", 9),), "float16"), "cold"), (CASE, "cold")):
-        assert len(narrowed_pool(Task(op_of(SMALL), case, SMALL, policy), setting.store())) == 25
+        assert len(setting.candidates(op_of(SMALL), case, policy).pool) == 25
 
     half = setting.tuner(SMALL, small_time, HALF)
     setting.tune(half)
@@ -298,7 +297,7 @@ def test_pool_is_not_narrowed_by_few_trials_of_the_other_dtype(setting: Setting)
     store = setting.store()
     for config in list(SMALL.configs(CASE))[:16]:
         store.put(Task(op_of(SMALL), CASE, SMALL), config, Evaluation("passed", small_time(config)))
-    assert len(narrowed_pool(Task(op_of(SMALL), HALF, SMALL), store)) == 25
+    assert len(setting.candidates(op_of(SMALL), HALF).pool) == 25
 
 
 def test_tuner_over_a_narrowed_complete_store_evaluates_nothing(setting: Setting) -> None:
@@ -314,10 +313,9 @@ def test_starting_points_include_configs_of_other_free_options(setting: Setting)
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
     entry = cache.CacheEntry(op="fake", variant="optimized", case=wide, policy="cold", config={"block": 512, "warps": 8})
     cache.store(device.current().slug, entry, setting.root)
-    pool = narrowed_pool(Task(op, narrow, SMALL), setting.store())
-    assert starting_points(Task(op, narrow, SMALL), pool, setting.root) == [Small(256, 4), Small(512, 8)]
+    assert setting.candidates(op, narrow).first == [Small(256, 4), Small(512, 8)]
     fixed = replace(op, free_options=())
-    assert starting_points(Task(fixed, narrow, SMALL), pool, setting.root) == [Small(256, 4)]
+    assert setting.candidates(fixed, narrow).first == [Small(256, 4)]
 
 
 # before the GPU is touched
@@ -354,7 +352,7 @@ def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) 
     spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
     assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", reason="96 bytes per thread")
     assert tuner.refusal(tuner.task.default, spilling) is None  # the others are compared with the default
-    assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
+    assert tuner.program_registers == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
 
 
@@ -367,7 +365,7 @@ def test_tuner_runs_no_config_with_lower_occupancy_than_it_asks_for(setting: Set
         evaluated(tuner, asked, twice)
     monkeypatch.setattr(device, "current", lambda: replace(device.NO_GPU, arch="sm_90"))
     assert evaluated(tuner, asked, twice) == Evaluation(
-        "occupancy", resources=1024, shared_bytes=81920, reason="2 programs fit an SM, not 4"
+        "occupancy", program_registers=1024, shared_bytes=81920, reason="2 programs fit an SM, not 4"
     )
     for config, kernels in (
         (Large(64, 1, 1, 2), twice),
