@@ -216,14 +216,14 @@ class Compiler:
         from triton import knobs
         from triton.runtime.driver import driver
 
-        self._utils = _DryUtils(target)
-        driver.set_active(_dry_driver(target, self._utils))
+        self._driver = _DryDriver(target)
+        driver.set_active(self._driver)
         knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target)
         know_triton()
 
     def compile(self, job: CompileJob) -> CompileResult:
         """Return the kernels that a job launches."""
-        launched, failed = self._utils.launched, None
+        launched, failed = self._driver.launched, None
         launched.clear()
         started, line_of = time.perf_counter(), line_of_inputs
         try:
@@ -238,46 +238,6 @@ class Compiler:
             error = next((_wrong_code(kernel) for kernel in launched if kernel.stray_stores), "")
         is_of_machine = isinstance(failed, OSError | MemoryError)
         return CompileResult(tuple(launched), time.perf_counter() - started, error, is_of_machine)
-
-
-def _dry_driver(target: Target, utils: "_DryUtils") -> Any:
-    """Make a Triton driver that compiles for a target without having its GPU; a launch records resources."""
-    import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
-
-    class DryDriver(DriverBase):
-        """Compile for a target and launch nothing."""
-
-        def __init__(self) -> None:
-            self.utils = utils
-
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def launcher_cls(self, source: Any, metadata: Any) -> Any:
-            return self.utils.launcher(source, metadata)
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            return ty
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget(target.backend, target.arch, target.warp_size)
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("meta")
-
-        def get_benchmarker(self) -> Any:
-            raise RuntimeError("nothing can be timed while compiling")
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, _device: int = 0) -> int:
-            return 0
-
-    return DryDriver()
 
 
 def _refuse_early(
@@ -310,18 +270,41 @@ def _wrong_code(kernel: Kernel) -> str:
     return f"{kernel.name}: wrong code: ptxas stores the stack pointer in {kernel.stray_stores} places where numbers belong"
 
 
-class _DryUtils:
-    """Record the resources of a kernel when it is loaded, and the kernel when it is launched."""
+class _DryDriver:
+    """Stand for a Triton driver, and for its `utils`: compile for a target without its GPU, and launch nothing.
+
+    Attributes:
+        launched: the kernels that were to be launched.
+    """
 
     def __init__(self, target: Target) -> None:
-        self.target = target
+        self.target, self.utils = target, self
         self.launched: list[Kernel] = []
         self._loading = SimpleNamespace()
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.target.backend, self.target.arch, self.target.warp_size)
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("meta")
+
+    def get_benchmarker(self) -> Any:
+        raise RuntimeError("nothing can be timed while compiling")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int = 0) -> int:
+        return 0
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
         return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
-    def launcher(self, _source: Any, metadata: Any) -> Callable[..., None]:
+    def launcher_cls(self, _source: Any, metadata: Any) -> Callable[..., None]:
         """Return the launcher of a kernel, which Triton loads next."""
         loading = self._loading = SimpleNamespace(metadata=metadata, kernel=None)
         return lambda *_args: self.launched.append(loading.kernel)
