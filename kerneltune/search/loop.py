@@ -115,25 +115,22 @@ def explore(
     Returns:
         The evaluations in their order, known evaluations first.
     """
-    state = SearchState(candidates, search)
+    state = SearchState(candidates, search, evaluator)
     for config, evaluation in known.items():
         state.tell(config, evaluation.time_us)
     limit = min(search.trials or len(candidates.pool), len(candidates.pool))
-    running, evaluations = _RunningTrials(evaluator), dict(known)
+    evaluations = dict(known)
     began_at: float | None = None  # the time to start a process and to make inputs does not belong to the search
     is_over = False
     try:
         while True:
-            while not is_over and running.has_room(state.ahead) and len(evaluations) + len(running) < limit:
-                asked = state.ask()
-                if asked is None:
-                    break
-                running.begin(asked)
-            if not running:
+            while not is_over and len(evaluations) + state.num_in_flight < limit and state.begin_next():
+                pass
+            if not state.num_in_flight:
                 break
             state.sampler.prepare()
             evaluator.use_idle_time()
-            for config, evaluation in running.finished():
+            for config, evaluation in state.finished():
                 evaluations[config] = evaluation
                 state.tell(config, evaluation.time_us)
                 began_at = time.monotonic() if began_at is None and evaluator.is_ready() else began_at
@@ -141,9 +138,9 @@ def explore(
             spent_s = 0.0 if began_at is None else time.monotonic() - began_at
             is_over = is_over or spent_s > (search.budget_s or math.inf)
             if is_over:
-                running.cancel()
+                state.cancel()
     finally:
-        running.cancel()
+        state.cancel()
     return evaluations
 
 
@@ -165,34 +162,46 @@ def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list
 
 
 class SearchState:
-    """Choose the configs of a search by ask and tell, as a study of Optuna does.
+    """Choose the configs of a search as a study of Optuna does, and hold the configs that compile or wait for a measurement.
+
+    A slow compilation delays no other config.
 
     Attributes:
         sampler: sampler that chooses among the untried configs.
-        ahead: number of configs that may be in flight.
     """
 
-    def __init__(self, candidates: Candidates, search: Search) -> None:
+    def __init__(self, candidates: Candidates, search: Search, evaluator: Evaluator) -> None:
         """Set up the sampler of a search."""
         from kerneltune.search.study import FiniteGPSampler, ListSampler
 
-        self._order = candidates.in_order(search)
+        self._order, self._evaluator = candidates.in_order(search), evaluator
         knobs = [knobs_of(config) for config in self._order]
         is_blind = search.sampler == "random"
-        self.ahead = _AHEAD_BLIND if is_blind else AHEAD
+        self._ahead = _AHEAD_BLIND if is_blind else AHEAD
         self.sampler = ListSampler(knobs)
         if not is_blind:
             self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed)
         self._least_gain, self._seed = search.until_gain, search.seed
         self._index = {config: index for index, config in enumerate(self._order)}
+        self._compiling: list[tuple[Config, Future[Any]]] = []
+        self._waiting: list[tuple[Config, Future[Evaluation]]] = []
 
-    def ask(self) -> Config | None:
-        """Return the next config to try; None when all were tried."""
-        index = self.sampler.ask()
-        return None if index is None else self._order[index]
+    @property
+    def num_in_flight(self) -> int:
+        """Return the number of configs that compile or wait."""
+        return len(self._compiling) + len(self._waiting)
+
+    def begin_next(self) -> bool:
+        """Begin to compile the next config; return False if enough configs are in flight, or all were tried."""
+        is_busy = len(self._waiting) > _READY or len(self._compiling) >= self._evaluator.compilers
+        index = None if self.num_in_flight >= self._ahead and is_busy else self.sampler.ask()
+        if index is not None:
+            config = self._order[index]
+            self._compiling.append((config, self._evaluator.begin(config)))
+        return index is not None
 
     def tell(self, config: Config, time_us: float | None) -> None:
-        """Take the time of a config, or None for a failure, whether `ask` returned the config or not."""
+        """Take the time of a config, or None for a failure, whether the sampler chose the config or not."""
         self.sampler.tell(self._index[config], time_us)
 
     def is_gain_small(self) -> bool:
@@ -209,26 +218,6 @@ class SearchState:
         from kerneltune.search.surrogate import FAR, Surrogate
 
         return Surrogate(self.sampler.configs, self._seed, worst=FAR)
-
-
-class _RunningTrials:
-    """Hold the configs that were asked for and not told: they compile or wait. A slow compilation delays no other config."""
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._compiling: list[tuple[Config, Future[Any]]] = []
-        self._waiting: list[tuple[Config, Future[Evaluation]]] = []
-
-    def __len__(self) -> int:
-        return len(self._compiling) + len(self._waiting)
-
-    def has_room(self, ahead: int) -> bool:
-        """Return whether to ask for another config."""
-        return len(self) < ahead or (len(self._waiting) <= _READY and len(self._compiling) < self._evaluator.compilers)
-
-    def begin(self, config: Config) -> None:
-        """Begin to compile a config."""
-        self._compiling.append((config, self._evaluator.begin(config)))
 
     def finished(self) -> list[tuple[Config, Evaluation]]:
         """Hand compiled configs to their evaluation and return up to two finished evaluations; wait 1 ms if there are none."""

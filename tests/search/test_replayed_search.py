@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from replayed_search import gap_at, known_times, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from kerneltune.search.loop import Candidates, Search, SearchState, explore, times_of
+from kerneltune.search.loop import Candidates, Search, explore, times_of
 from kerneltune.search.surrogate import Surrogate
 
 SPACE = landscapes.space(0)
@@ -79,9 +79,8 @@ def test_sampler_draws_configs_near_a_guess_first() -> None:
 
     def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
         """Return in how many knobs each of the first configs differs from the guess."""
-        state = SearchState(Candidates(pool, first), Search(trials=20, sampler=sampler, seed=seed))
-        asked = [state.ask() for _ in range(9)]
-        return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
+        asked = Candidates(pool, first).in_order(Search(sampler=sampler, seed=seed))[:9]
+        return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked]
 
     near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("ours", "random"))
     assert drawn("ours", 3, [guess])[0] == 0

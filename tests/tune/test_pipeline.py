@@ -263,8 +263,8 @@ from kerneltune.search.loop import SearchState, Candidates, Search
 from fake_tuner import CASE, LARGE
 
 load_ops()
-state = SearchState(Candidates(list(LARGE.configs(CASE))), Search(budget_s=1.0))
-state.ask()
+state = SearchState(Candidates(list(LARGE.configs(CASE))), Search(budget_s=1.0), None)
+state.sampler.ask()
 print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 state.sampler.prepare()
 print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))

@@ -206,7 +206,8 @@ def test_default_sampler_finds_a_config_within_10_percent_and_beats_chance(setti
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = list(SMALL.configs(CASE))
-    state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
+    evaluator: Any = None
+    state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0), evaluator)
     heard, choose = {}, state.sampler.choose
 
     def heard_before() -> int:
@@ -215,7 +216,8 @@ def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, 
 
     monkeypatch.setattr(state.sampler, "choose", heard_before)
     times = {}
-    while (config := state.ask()) is not None:
+    while (index := state.sampler.ask()) is not None:
+        config = Small(**state.sampler.configs[index])
         times[config] = small_time(config)
         state.tell(config, times[config])
     last = list(times)[-1]
