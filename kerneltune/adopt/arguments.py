@@ -256,9 +256,7 @@ def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any
     live: dict[int, Any] = {}
     named = [(name, value, True) for name, value in zip(names, args, strict=False)]
     named += [(name, value, False) for name, value in kwargs.items()]
-    arguments = [
-        _argument(part, below, live, is_positional) for name, value, is_positional in named for part, below in parts(name, value)
-    ]
+    arguments = [_argument(*part, live, is_positional) for name, value, is_positional in named for part in parts(name, value)]
     return _split_storages(arguments, list(live.values()))
 
 
@@ -357,8 +355,7 @@ def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> s
     """
     facts: list[Any] = []
     for argument in arguments:
-        if argument.tensor is not None:
-            tensor = argument.tensor
+        if (tensor := argument.tensor) is not None:
             layout = [tensor.dtype, tensor.shape, tensor.stride, tensor.storage, tensor.is_aligned]
             facts.append([argument.name, argument.kind, layout, argument.block])
         else:

@@ -343,7 +343,7 @@ class Server:
 
         def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
-                lists: ServedAutotuner = autotuner.kerneltune_served
+                lists: ServedAutotuner = getattr(autotuner, kernels.SERVED_ATTRIBUTE)
             except AttributeError:
                 lists = self.attach(autotuner)
             served_list = lists.author if autotuner.configs is lists.shown else self._assigned(autotuner, lists)
@@ -359,15 +359,11 @@ class Server:
             try:
                 plain = served[kernel.fn]
             except KeyError:
-                plain = served[kernel.fn] = self._plain_kernel(kernel)
+                same = self._kernels_of(kernel.fn, is_plain=True)
+                plain = served[kernel.fn] = ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
             return original(kernel, *args, **kwargs) if plain is None else plain.launch(original, kernel, args, kwargs)
 
         return run
-
-    def _plain_kernel(self, kernel: Any) -> ServedPlainKernel | None:
-        """Return the server of a kernel without an autotuner; None where the table lacks the kernel."""
-        same = self._kernels_of(kernel.fn, is_plain=True)
-        return ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
 
     def _launch(
         self, served_list: ServedList, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]
