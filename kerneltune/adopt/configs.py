@@ -70,7 +70,8 @@ class StoredConfig:
         """Return the config as a triton.Config with a pre_hook."""
         make: Any = sys.modules["triton.runtime.autotuner"].Config
         kwargs = {name: decode_value(value) for name, value in self.kwargs.items()}
-        return make(kwargs, **{name: value for name, value in self.options.items() if value is not None}, pre_hook=pre_hook)
+        options = {name: value for name, value in self.options.items() if value is not None or name in DEFAULTS}
+        return make(kwargs, **options, pre_hook=pre_hook)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -177,9 +178,15 @@ def launch_defaults() -> dict[str, int]:
     return {name: getattr(options, name, default) for name, default in DEFAULTS.items()}
 
 
-def split_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def free_options(kernel: Any) -> tuple[str, ...]:
+    """Return the names of the options that no argument of a kernel has; Triton gives the same value to both."""
+    return tuple(name for name in OPTIONS if name not in kernel.arg_names)
+
+
+def split_options(kernel: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of a launch, None for an option that it does not give, and its other arguments by name."""
-    return {name: kwargs.get(name) for name in OPTIONS}, {name: kwargs[name] for name in kwargs if name not in OPTIONS}
+    options = free_options(kernel)
+    return {name: kwargs.get(name) for name in options}, {name: kwargs[name] for name in kwargs if name not in options}
 
 
 def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -192,12 +199,17 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
         options: the options of the program's launch, by name; None for an option that the launch does not give.
         keys: names of the arguments whose values make classes of launches.
     """
-    module = sys.modules["triton.runtime.autotuner"]
-    given = {name: options[name] for name in OPTIONS if options.get(name) is not None}
-    own = {**(launch_defaults() if DEFAULTS.keys() - given.keys() else {}), **given}
-    stages, warps = dict.fromkeys((own["num_stages"], *(_STAGES if _has_product(kernel.fn) else ()))), own["num_warps"]
-    counts = [warps, *(count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS)]
-    tried = [{**own, "num_warps": count, "num_stages": stage} for count in counts for stage in stages]
+    module, free = sys.modules["triton.runtime.autotuner"], free_options(kernel)
+    given = {name: options[name] for name in free if options.get(name) is not None}
+    own = (launch_defaults() if DEFAULTS.keys() - given.keys() else {}) | given | dict.fromkeys(DEFAULTS.keys() - free)
+    stages = [own["num_stages"], *(_STAGES if "num_stages" in free and _has_product(kernel.fn) else ())]
+    warps = own["num_warps"] or 0
+    counts = [count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS]
+    tried = [
+        {**own, "num_warps": count, "num_stages": stage}
+        for count in (own["num_warps"], *counts)
+        for stage in dict.fromkeys(stages)
+    ]
     tuner = object.__new__(module.Autotuner)
     keys = [name for name in keys if name in kernel.arg_names]  # the kernel may be another one of the module of a captured kernel
     # the unwrapped method, because the program's autotuners are noted when they are made
@@ -225,9 +237,9 @@ def plain_configs(launch: Launch) -> list[Any]:
     options = [(config, {name: getattr(config, name) for name in OPTIONS}) for config in configs]
     tried = [make(dict(blocks), **given) for _, given in options]
     for sizes in _around(blocks):
-        growth = math.prod(sizes.values()) * own.num_warps / math.prod(blocks.values())
+        growth = math.prod(sizes.values()) * (own.num_warps or 1) / math.prod(blocks.values())
         staged = [(config, given) for config, given in options if config.num_stages == own.num_stages]
-        tried += [make(sizes, **given) for config, given in staged if growth <= _MOST_GROWTH * config.num_warps]
+        tried += [make(sizes, **given) for config, given in staged if growth <= _MOST_GROWTH * (config.num_warps or 1)]
     return tried
 
 

@@ -149,7 +149,7 @@ class Recorder:
         """Return the class of a launch of a kernel without an autotuner; the first launch of a class records it."""
         if kernel_name(kernel).text.startswith(_MAKERS):
             return RecordedClass()
-        options, others = configs.split_options(kwargs)
+        options, others = configs.split_options(kernel, kwargs)
         key = (id(kernel), *options.values())
         tuner = self._plain_tuners.get(key)
         if tuner is None:

@@ -221,7 +221,7 @@ class ServedPlainKernel:
 
         Each argument that a launch passes on costs the host 0.1 us.
         """
-        own, others = split_options(launch.kwargs)
+        own, others = split_options(launch.autotuner, launch.kwargs)
         if (options := tuple(own.values())) not in self.by_options:
             tuners = [(plain_tuner(launch.autotuner, own, kernel.keys), kernel) for kernel in self.kernels]
             self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]

@@ -78,6 +78,12 @@ def stepped(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
         places = start + tl.arange(0, BLOCK)
         tl.store(y_ptr + row + places, 2 * tl.load(x_ptr + row + places, mask=places < N), mask=places < N)
 @triton.jit
+def staged(x_ptr, y_ptr, N, BLOCK: tl.constexpr, num_stages: tl.constexpr = 7):
+    places = tl.arange(0, BLOCK)
+    for step in tl.range(0, N // BLOCK, num_stages=num_stages):
+        x = tl.load(x_ptr + step * BLOCK + places)
+        tl.store(y_ptr + step * BLOCK + places, x * num_stages)
+@triton.jit
 def strided(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     for start in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -211,6 +217,36 @@ def test_serving_plain_kernels_with_fastest_own_options_changes_nothing(
     launch(module, 64)
     assert launched_options == [{}]
     assert server.counters.by_name() == {"served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 0}
+
+
+@pytest.mark.parametrize(("given", "named", "stages"), [((2,), {}, 2), ((), {"num_stages": 5}, 5), ((), {}, 7)])
+def test_an_argument_with_the_name_of_an_option_stays_an_argument(
+    tmp_path: Path,
+    module: Any,
+    given: tuple[int, ...],
+    named: dict[str, int],
+    stages: int,
+    launched_options: list[dict[str, Any]],
+) -> None:
+    """Another number of stages would be another value of the argument, whether the program gives it by position or by name."""
+
+    def call() -> torch.Tensor:
+        y = torch.empty(64)
+        module.staged[(1,)](torch.ones(64), y, 64, 32, *given, **named, num_warps=8)
+        return y
+
+    folder = tmp_path / "cap"
+    launch_class = captured_call(folder, call)
+    configs = [one.config for one in launch_class.candidates]
+    assert ({config.num_stages for config in configs}, configs[0].num_warps) == ({None}, 8)
+    replay = make_replay(launch_class, folder / CLASSES / launch_class.digest, "cpu", 0)
+    replay.run(configs[2])
+    assert set((replay.named["y_ptr"] / replay.named["x_ptr"]).tolist()) == {stages}
+    launched_options.clear()
+    server = serve(folder, [launch_class], 16)
+    assert set(call().tolist()) == {stages}
+    assert launched_options == [{**named, "num_warps": 16}]
+    assert server.counters.by_name()["served of_plain_kernels.staged"] == 1
 
 
 def test_serving_options_that_fail_falls_back_to_the_programs(
