@@ -268,6 +268,11 @@ ITEMS: dict[str, Callable[[Item], None]] = {
     **{f"sage-{name}": adopted("sage_attention.py", name, plain=True) for name in ("dense", "varlen")},
     **{f"gemlite-{name}": adopted("gemlite_layers.py", name, plain=True) for name in ("int8", "int4")},
     **{f"conch-{name}": adopted("conch_kernels.py", name, plain=True) for name in ("decode", "products", "vision")},
+    **{f"author-{name}": adopted("author_kernels.py", name, plain=True) for name in ("cross_entropy", "mlstm", "scan")},
+    **{
+        f"tutorial-{name}": adopted("tutorials.py", name, plain=True)
+        for name in ("softmax", "norm", "attention", "persistent", "operator")
+    },
     **{f"gems-{name}": adopted("flag_gems_ops.py", name, plain=True) for name in ("norms", "products")},
     **{f"fp8-{kind}": converted(kind) for kind in MODELS},
     **{f"fp8-size-{hidden}": converted("size", str(hidden)) for hidden in SIZES},
