@@ -72,27 +72,23 @@ def time_runs(
     """
     outcomes = dict(untimed)
     left = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
-    samples: dict[str, Samples] | Outcome = {}
-    shared = _check(runs[0].task, left, outcomes, tell)
-    if shared is None:
-        torch.cuda.empty_cache()
-        contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes, tell)
-        samples = _sample(contenders, ceiling, tell) if contenders else {}
-        torch.cuda.empty_cache()
+    _check(runs[0].task, left, outcomes, tell)
+    torch.cuda.empty_cache()
+    contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes, tell)
+    samples = _sample(contenders, ceiling, tell) if contenders else {}
+    torch.cuda.empty_cache()
     if isinstance(samples, Outcome):
-        shared, samples = samples, {}
-    if shared is not None:
-        outcomes = dict.fromkeys(left, shared) | outcomes
+        return Compared({}, dict.fromkeys(left, samples) | outcomes)
     return Compared(samples, outcomes)
 
 
-def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], tell: Callable[[str], None]) -> Outcome | None:
-    """Check variants of a task's case; add variants that cannot be timed to `untimed`. Return the obstacle of all variants."""
-    if (reason := obstacle(task)) is not None:
-        return Outcome("skipped", reason)
-    checker = Checker.make(task.op, task.case, "cuda")
+def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], tell: Callable[[str], None]) -> None:
+    """Check variants of a task's case; add variants that cannot be timed to `untimed`."""
+    reason = obstacle(task)
+    checker = Checker.make(task.op, task.case, "cuda") if reason is None else Outcome("skipped", reason)
     if isinstance(checker, Outcome):
-        return checker
+        untimed |= dict.fromkeys(runs, checker)
+        return
     for name, (variant_task, config) in runs.items():
         unsupported = variant_task.variant.unsupported(task.case)
         if unsupported is not None:
@@ -104,7 +100,6 @@ def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], tel
             untimed[name] = outcome
         if outcome.status == "failed":
             _require_context(outcome.reason)
-    return None
 
 
 def _require_context(reason: str) -> None:
