@@ -81,11 +81,6 @@ def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = No
     return Survey(device.versions()["triton"], tuple(rows))
 
 
-def case_text(case: Case) -> str:
-    """Return a case as rows show it: its name, then sizes, type, mode and options."""
-    return f"{case.name} {case.label}"
-
-
 def _row(run: Run, target: str, compiled: CompileResult) -> StaticRow:
     """Make a row; merge launches of a kernel with equal resources, so that a kernel launched once per tensor counts once."""
     task, config = run
@@ -93,7 +88,7 @@ def _row(run: Run, target: str, compiled: CompileResult) -> StaticRow:
     return StaticRow(
         task.op.name,
         task.variant.name,
-        case_text(task.case),
+        f"{task.case.name} {task.case.label}",
         task.policy,
         target,
         config_values(config) or {},

@@ -16,7 +16,7 @@ from kerneltune.identity import code_digest
 from kerneltune.inspection import revision as of_revision
 from kerneltune.inspection.revision import changes_since
 from kerneltune.inspection.static import StaticRow, Survey
-from kerneltune.inspection.survey import cached_runs, case_text
+from kerneltune.inspection.survey import cached_runs
 from kerneltune.measuring.assembly import Kernel
 from kerneltune.progress import Progress
 from kerneltune.task import Run
@@ -28,7 +28,9 @@ KERNEL = Kernel("_k", 4, 40, 0, 1024)
 
 
 def rows(runs: Sequence[Run]) -> Survey:
-    static_rows = [StaticRow(t.op.name, t.variant.name, case_text(t.case), t.policy, "sm_90", {}, (KERNEL,)) for t, _ in runs]
+    static_rows = [
+        StaticRow(t.op.name, t.variant.name, f"{t.case.name} {t.case.label}", t.policy, "sm_90", {}, (KERNEL,)) for t, _ in runs
+    ]
     return Survey("3.7.1", tuple(static_rows))
 
 
@@ -91,7 +93,7 @@ def test_since_a_revision_with_another_config_compiles_that_config(revision: Rev
     first, other = next((r, c) for r in RUNS for c in others if type(c) is type(r[1]) and c != r[1])
     earlier, changed = since([first._replace(config=other) if run is first else run for run in RUNS])
     assert [(task.case, config) for task, config in changed] == [(first[0].case, other)]
-    assert [row.case for row in earlier.rows] == [case_text(first[0].case)]
+    assert [row.case for row in earlier.rows] == [f"{first[0].case.name} {first[0].case.label}"]
 
 
 def test_since_a_revision_without_digests_compiles_all(revision: Revision) -> None:

@@ -16,7 +16,6 @@ from kerneltune import cache, device, ops
 from kerneltune.cli import console, profile
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
-from kerneltune.inspection.survey import case_text
 from kerneltune.measuring.assembly import Access, Kernel
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.progress import Progress
@@ -53,7 +52,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Run], list[str]
         task, config = run
         values = dataclasses.asdict(config)
         kernel = Kernel(KERNEL.name, 8, 32 + values["warps"], 0, 32, 0, KERNEL.accesses)
-        label = (task.op.name, task.variant.name, case_text(task.case), task.policy, target)
+        label = (task.op.name, task.variant.name, f"{task.case.name} {task.case.label}", task.policy, target)
         return StaticRow(*label, values, (kernel,))
 
     monkeypatch.setattr(survey, "survey", fake)
@@ -114,7 +113,7 @@ def test_inspect_of_a_case_without_a_cached_config_compiles_the_default(compiled
 def test_inspect_of_a_config_that_does_not_compile_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
         ((task, config),) = runs
-        label = (task.op.name, task.variant.name, case_text(task.case), task.policy, targets[0])
+        label = (task.op.name, task.variant.name, f"{task.case.name} {task.case.label}", task.policy, targets[0])
         return Survey("3.7.1", (StaticRow(*label, dataclasses.asdict(config), (), "out of resources"),))
 
     monkeypatch.setattr(survey, "survey", fake)
@@ -131,7 +130,7 @@ def test_inspect_all_compiles_every_valid_config_and_lists_spills_and_failures(m
         rows = []
         for number, (task, config) in enumerate(runs):
             kernel = dataclasses.replace(KERNEL, spill_bytes=24 if number == 1 else 0)
-            label = (task.op.name, task.variant.name, case_text(task.case), task.policy, targets[0])
+            label = (task.op.name, task.variant.name, f"{task.case.name} {task.case.label}", task.policy, targets[0])
             error = "shared memory: 300,000 bytes, sm_90 has 232,448" if number == 2 else ""
             rows.append(StaticRow(*label, dataclasses.asdict(config), () if error else (kernel,), error))
         return Survey("3.7.1", tuple(rows))
