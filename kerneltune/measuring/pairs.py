@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +29,8 @@ from kerneltune.wording import counted
 Pair = tuple[Config, Case]
 Value = tuple[str, object]
 """A knob and its value."""
+Meeting = tuple[str | Value, ...]
+"""Name of a class with a value that meets it, or `_OTHER_KNOBS` with two values that meet."""
 
 _ALIGNMENT = 16
 """A size that is no multiple of `_ALIGNMENT` leaves a tail in vectorized accesses and in tiles."""
@@ -42,6 +44,7 @@ _CLASS_WEIGHT = 16
 """A mistake in a mask or a tail shows in a class of cases; few mistakes need certain values of two knobs."""
 COVERING_S = 40.0
 """Processor seconds for the pairs of a variant. RMSNorm's 70 pairs take the longest."""
+_OTHER_KNOBS = "values of other knobs"
 _MOST_FAILURES = 3
 """After this many failed pairs, a variant is not checked on further pairs."""
 
@@ -267,66 +270,55 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
         configs: the configs of each case, its default first.
         cost: the cost of a check of a pair.
     """
-    of_case, meeting = _classes_of_case(configs), _where_values_meet(configs)
-    met: dict[Value, set[str]] = defaultdict(set)
-    together: set[frozenset[Value]] = set()
-
-    def meet(config: Config, case: Case) -> None:
-        for value in values(config):
-            met[value] |= of_case[case]
-        together.update(_value_pairs(config) if case in meeting else ())
-
+    of_case, met = _classes_by_case(configs), set[Meeting]()
     for case, offered in configs.items():
-        meet(offered[0], case)
+        met |= _meetings(offered[0], of_case[case])
     left = [(config, case) for case, (_default, *rest) in configs.items() if of_case[case] for config in rest]
     random.Random(0).shuffle(left)
     heap = [(-math.inf, number) for number in range(len(left))]
     while heap:
         _bound, number = heapq.heappop(heap)  # an upper bound: the number of new meetings of a pair only falls
         config, case = left[number]
-        added = _CLASS_WEIGHT * sum(len(of_case[case] - met[value]) for value in values(config))
-        added += len(_value_pairs(config) - together) if case in meeting else 0
+        new = _meetings(config, of_case[case]) - met
+        added = sum(1 if name == _OTHER_KNOBS else _CLASS_WEIGHT for name, *_values in new)
         entry = (-added / cost(config, case), number)
         if added and heap and entry > heap[0]:
             heapq.heappush(heap, entry)
         elif added:
-            meet(config, case)
+            met |= new
             yield config, case
 
 
-def _where_values_meet(configs: Mapping[Case, Sequence[Config]]) -> set[Case]:
-    """Return the cases where values of two knobs meet: no empty case, and of tiny cases the wide ones alone.
+def _meetings(config: Config, names: frozenset[str]) -> frozenset[Meeting]:
+    """Return each value of a config with the name of each class, and if values meet, each two values."""
+    of_knobs = sorted(values(config))
+    return frozenset((name, *its) for name in names for its in itertools.combinations(of_knobs, 1 + (name == _OTHER_KNOBS)))
 
-    A wide case with a size of 1 is left out if other cases are left: with every tile size it has one tile in that axis.
+
+def _classes_by_case(configs: Iterable[Case]) -> dict[Case, frozenset[str]]:
+    """Return the names of each case's classes, and `_OTHER_KNOBS` where values of two knobs meet.
+
+    They meet in no empty case, and of tiny cases in the wide ones alone. A wide case with a size of 1 is left out if other cases
+    are left: with every tile size it has one tile in that axis.
     """
-    of_case = _classes_of_case(configs)
+    members_of = classes(cases := list(configs))
+    of_case = {case: {name for name, members in members_of.items() if case in members} for case in cases}
     found = {case for case, names in of_case.items() if names and ("tiny" not in names or "wide" in names)}
     thick = {case for case in found if "wide" not in of_case[case] or all(size > 1 for _axis, size in case.axes)}
-    return thick or found
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _value_pairs(config: Config) -> frozenset[frozenset[Value]]:
-    return frozenset(map(frozenset, itertools.combinations(values(config), 2)))
-
-
-def _classes_of_case(configs: Iterable[Case]) -> dict[Case, set[str]]:
-    """Return the names of each case's classes."""
-    members_of = classes(list(configs))
-    return {case: {name for name, members in members_of.items() if case in members} for case in configs}
+    return {case: frozenset(names | ({_OTHER_KNOBS} if case in (thick or found) else set())) for case, names in of_case.items()}
 
 
 def unmet(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
     """Yield a line for each class of cases that some knob values did not meet, and one for pairs of values that did not meet."""
-    for name, chosen in classes(list(configs)).items():
-        offered = {value for case in chosen for config in configs[case] for value in values(config)}
-        met = {value for config, case in done if case in chosen for value in values(config)}
-        if offered - met:
-            yield f"{name} ({len(offered - met)} of {len(offered)} left)"
-    meeting = _where_values_meet(configs)
-    possible = {two for case in meeting for config in configs[case] for two in _value_pairs(config)}
-    if left := possible.difference(*(_value_pairs(config) for config, case in done if case in meeting)):
-        yield f"values of other knobs ({len(left)} of {len(possible)} left)"
+    of_case = _classes_by_case(configs)
+    met, possible = (
+        {meeting for config, case in pairs for meeting in _meetings(config, of_case[case])}
+        for pairs in (done, ((config, case) for case, offered in configs.items() for config in offered))
+    )
+    num_left, num_possible = (Counter(name for name, *_values in meetings) for meetings in (possible - met, possible))
+    for name in (*classes(list(configs)), _OTHER_KNOBS):
+        if num_left[name]:
+            yield f"{name} ({num_left[name]} of {num_possible[name]} left)"
 
 
 @functools.lru_cache(maxsize=1 << 16)
