@@ -27,9 +27,6 @@ class Selection:
     """Select a part of a family: operator names, patterns of case names, dtypes, quant modes, patterns of variant names.
 
     An empty tuple selects everything.
-
-    Attributes:
-        max_cases: most rows of the family's sweep file, before the selection.
     """
 
     family: str
@@ -38,7 +35,6 @@ class Selection:
     dtypes: tuple[str, ...] = ()
     quants: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
-    max_cases: int = field(default=MAX_CASES, kw_only=True)
 
     def takes_case(self, op: str, case: Case) -> bool:
         """Return whether a case of an operator belongs to the selection."""
@@ -76,6 +72,7 @@ class Options:
             which also tries configs with transient failures again.
         exhaustive: measure every config of a space, and choose none.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
+        max_cases: most rows of the family's sweep file.
     """
 
     policy: str | None = None
@@ -89,6 +86,7 @@ class Options:
     renews: Literal["", "stale", "all"] = ""
     exhaustive: bool = False
     gpus: str = ""
+    max_cases: int = MAX_CASES
 
     @property
     def records_folder(self) -> Path:
@@ -167,7 +165,8 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     for name in selection.ops:
         if name not in ops:
             raise unknown("op", name, ops)
-    loaded = sweep_file.load(sweep_file.find(selection.family), ops, selection.max_cases)
+    options = options or Options()
+    loaded = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
     entries = (*loaded.check, *loaded.bench)
     for name in selection.variants:
         present = dict.fromkeys(variant.name for entry in entries for variant in ops[entry.op].variants)
@@ -175,7 +174,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
             raise unknown("variant", name, present, f" in family {loaded.family}")
     for entry in require_case(selection, loaded.path, entries):
         check_case(ops[entry.op], entry.case)
-    return Plan(ops, loaded, selection, options or Options())
+    return Plan(ops, loaded, selection, options)
 
 
 def require_case(selection: Selection, file: object, entries: Sequence[SweepCase]) -> list[SweepCase]:

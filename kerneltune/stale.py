@@ -88,7 +88,7 @@ class Stale:
 def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> list[Plan]:
     """Return the plan of the selected family, or of each family where none is selected."""
     names = [selection.family] if selection.family else sweep_file.families()
-    loaded = [sweep_file.load(sweep_file.find(name), ops, selection.max_cases) for name in names]
+    loaded = [sweep_file.load(sweep_file.find(name), ops, options.max_cases) for name in names]
     require_case(selection, selection.family or "families", [sweep_case for family in loaded for sweep_case in family.bench])
     return [Plan(ops, family, selection, options) for family in loaded]
 

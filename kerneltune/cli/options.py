@@ -374,20 +374,20 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
     return Case("x".join(map(str, axes.values())), tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 
-def make_selection(ops: Mapping[str, Op], family: str, wanted: Selection, max_cases: int | None = None) -> Selection:
+def make_selection(ops: Mapping[str, Op], family: str, wanted: Selection) -> Selection:
     """Return the selection with its family, after checking its names."""
     names = [name for name in ops if name in captured_ops()] if capture_of(family) else list(ops)
     among = [ops[choice("op", name, names)] for name in wanted.ops or names]
     require_match(wanted, "dtype", (dtype for op in among for dtype in op.dtypes))
     require_match(wanted, "quant", (quant for op in among for quant in op.quants))
     require_match(wanted, "variant", (variant.name for op in among for variant in op.variants))
-    return replace(wanted, family=family, max_cases=max_cases or wanted.max_cases)
+    return replace(wanted, family=family)
 
 
-def make_plan(family: str, wanted: Selection, max_cases: int | None = None, **options: Any) -> Plan:
+def make_plan(family: str, wanted: Selection, **options: Any) -> Plan:
     """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
     of_run, ops = make_options(family, **options), load_ops()
-    return load_plan(ops, make_selection(ops, family, wanted, max_cases), of_run)
+    return load_plan(ops, make_selection(ops, family, wanted), of_run)
 
 
 def make_options(family: str = "", results: Path | None = None, **fields: Any) -> Options:

@@ -62,15 +62,14 @@ def command(
     finds no records.
     """
     folder = o.capture_of(family)
-    fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers}
+    fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}
     fields["mode"] = "check" if check_only else "tune" if tune and not quick else "measure"
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         ops = o.load_ops()
-        selection = o.make_selection(ops, family, wanted, max_cases)
-        return _refresh(ops, selection, o.make_options(configs=configs, results=results, **fields))
+        return _refresh(ops, o.make_selection(ops, family, wanted), o.make_options(configs=configs, results=results, **fields))
     if not family:
         from kerneltune.cli import without_family
 
@@ -82,7 +81,7 @@ def command(
         file = str(Path(folder, "sweep.yaml"))
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, quick=quick, trials=trials, **fields)
+    plan = o.make_plan(file, wanted, configs=configs, results=results, quick=quick, trials=trials, **fields)
     o.require_folders(plan.options)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 

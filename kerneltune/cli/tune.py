@@ -93,7 +93,7 @@ def command(
     if not dry_run:
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
-        family, wanted, max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
+        family, wanted, max_cases=max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
         renews="all" if force else "stale" if stale else None,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, gpus=gpus,

@@ -41,7 +41,7 @@ def run_gate(
     """
     ops = load_ops()
     device.require_gpu(_COMMAND)
-    family = sweep_file.load(sweep_file.find(selection.family), ops, selection.max_cases)
+    family = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
     kept = [record for record in baseline if _selected(record, ops, family, selection, options)]
     here, devices = device.current().name, sorted({record.device for record in kept if record.status == "passed"})
     if not devices:
