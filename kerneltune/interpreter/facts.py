@@ -16,19 +16,19 @@ Kind = Literal[
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "whole",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
-    "launch": "a launch of {name}",
-    "call": "a call of {name}",
-    "branch": "{name} in {place}",
-    "condition": "{name} at {place}",
-    "choice": "{name} at {place}",
-    "two turns": "two turns of the loop at {place}",
-    "two programs": "two programs of {name} along axis {place}",
-    "tf32": "products of fp32 are rounded to tf32, {place}",
-    "division": "`/` of fp32 is not exact on a GPU, {place}: tl.div_rn is",
-    "last not loaded": "loads no last element of {name} in {place}",
-    "last not stored": "stores no last element of {name} in {place}",
-    "not judged": "{name}",
-    "whole": "{name}, {place}",
+    "launch": "a launch of {text}",
+    "call": "a call of {text}",
+    "branch": "{text} in {where}",
+    "condition": "{text} at {where}",
+    "choice": "{text} at {where}",
+    "two turns": "two turns of the loop at {where}",
+    "two programs": "two programs of {text} along axis {where}",
+    "tf32": "products of fp32 are rounded to tf32, {where}",
+    "division": "`/` of fp32 is not exact on a GPU, {where}: tl.div_rn is",
+    "last not loaded": "loads no last element of {text} in {where}",
+    "last not stored": "stores no last element of {text} in {where}",
+    "not judged": "{text}",
+    "whole": "{text}, {where}",
 }
 """Texts of the kinds that users and tests see."""
 _TURNS: Sequence[Kind] = ("no turn", "one turn", "two turns")
@@ -38,7 +38,7 @@ _OF_CODE = ("launch", "call", "branch")
 class Fact(NamedTuple):
     """Name something that launches have, or a place that they reach.
 
-    | kind | fact | name | place |
+    | kind | fact | text | where |
     |---|---|---|---|
     | launch | a kernel is launched | kernel | |
     | call | a device function is called | function | |
@@ -57,11 +57,11 @@ class Fact(NamedTuple):
     """
 
     kind: Kind
-    name: str
-    place: str = ""
+    text: str
+    where: str = ""
 
     def __str__(self) -> str:
-        return _TEXTS[self.kind].format(name=self.name, place=os.path.basename(self.place))
+        return _TEXTS[self.kind].format(text=self.text, where=os.path.basename(self.where))
 
 
 class Launches(set[Fact]):
@@ -118,12 +118,12 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     loops = (fact._replace(kind="two turns") for fact in checks | largest if fact.kind in _TURNS)
     wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one turn") not in largest}
     few = (wanted | {fact for fact in largest if fact.kind in ("two programs", *_OF_CODE)}) - checks
-    unknown = {fact.name for fact in few if fact.kind in ("launch", "call")}
+    unknown = {fact.text for fact in few if fact.kind in ("launch", "call")}
     hidden = "call" if any(fact.kind == "launch" for fact in few) else ""
-    few = {fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.place in unknown)}
+    few = {fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.where in unknown)}
     lines = [str(fact) for fact in sorted(few, key=lambda fact: (fact.kind in _OF_CODE, str(fact)))]
     for fact in sorted(fact for fact in largest if fact.kind in ("condition", "choice")):
-        sides = [side for side in ("true", "false") if Fact(side, "", fact.place) in checks]
+        sides = [side for side in ("true", "false") if Fact(side, "", fact.where) in checks]
         if len(sides) == 1:
             other = f"equal to its {'first' if sides == ['true'] else 'second'} operand"
             lines.append(f"{fact} {other if fact.kind == 'choice' else f'other than {sides[0]}'}")
@@ -136,11 +136,11 @@ def cut_short(checks: Set[Fact], largest: Set[Fact]) -> list[Fact]:
     A kernel with a launch that was not judged, as for lack of time, has no such argument. Where stores are cut short, loads are
     cut short as well, and are left out.
     """
-    unjudged = {fact.place for fact in largest if fact.kind == "not judged"}
+    unjudged = {fact.where for fact in largest if fact.kind == "not judged"}
     met, short = checks - largest, list[Fact]()
     kinds: list[tuple[Kind, Kind]] = [("last not stored", "last stored"), ("last not loaded", "last loaded")]
     for left_out, accessed in kinds:
         missed = [fact for fact in largest if fact.kind == left_out and fact not in checks]
-        known = unjudged | {fact.place for fact in short}
-        short += [fact for fact in missed if fact.place not in known and Fact(accessed, fact.name, fact.place) in met]
+        known = unjudged | {fact.where for fact in short}
+        short += [fact for fact in missed if fact.where not in known and Fact(accessed, fact.text, fact.where) in met]
     return short

@@ -237,7 +237,7 @@ class _Launcher:
             of_variants = [launched(self.op, variant, case, self.configs(variant, case)) for variant in supporting]
             if all(of_variants):
                 facts = set[Fact]().union(*(launches for of_variant in of_variants for launches in of_variant.values()))
-                of_case = Launches(fact._replace(place="") if fact.kind == "whole" else fact for fact in facts)
+                of_case = Launches(fact._replace(where="") if fact.kind == "whole" else fact for fact in facts)
                 of_case.num_programs = sum(max(its.num_programs for its in of_variant.values()) for of_variant in of_variants)
                 yield case, of_case
 

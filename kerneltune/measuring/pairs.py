@@ -236,7 +236,7 @@ def _with_new_facts(launches: Mapping[Case, Mapping[Config, Launches]], of_whole
     def facts_of(config: Config, of_config: Launches) -> set[Fact]:
         sizes = {str(value) for _knob, value in values(config)}
         if of_whole_blocks:
-            return {fact for fact in of_config if fact.kind == "whole" and fact.place in sizes}
+            return {fact for fact in of_config if fact.kind == "whole" and fact.where in sizes}
         return {fact for fact in of_config if fact.kind != "whole"}
 
     known = {fact for of_case in launches.values() for default in [*of_case][:1] for fact in facts_of(default, of_case[default])}

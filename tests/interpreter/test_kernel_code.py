@@ -19,5 +19,5 @@ def two_sides(flag_ptr, N, rows) -> None:  # type: ignore[no-untyped-def]
 def test_names_that_one_side_of_an_if_assigns_are_unchanged_on_its_other_side() -> None:
     arguments = {"flag_ptr": SimpleNamespace(data_ptr=None), "N": 64, "rows": 3}
     facts = facts_of(SimpleNamespace(fn=two_sides, constexprs=()), arguments)
-    branches = {fact.name for fact in facts if fact.kind == "branch"}
+    branches = {fact.text for fact in facts if fact.kind == "branch"}
     assert branches == {"not (limit > N)"}, "8 > 64, and behind the ifs rows is unknown"

@@ -159,7 +159,7 @@ def test_branch_on_tensors_without_memory_is_no_fact_of_a_bench_case() -> None:
     op = replace(summing(""), variants=(Variant("optimized", _sums_by_device),))
     _, _, facts = derived_cases(op, CASES, [case_of("long", 4096, 5000)])
     assert facts
-    assert [str(fact) for fact in facts if "meta" in fact.name] == []
+    assert [str(fact) for fact in facts if "meta" in fact.text] == []
 
 
 _workspaces: dict[str, torch.Tensor] = {}
