@@ -14,9 +14,8 @@ import linecache
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +53,7 @@ UNORDERED = "# unordered:"
 """Comment at a load or a store which says why programs may access its elements without an order."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Loading:
+class _Loading(NamedTuple):
     """Describe the load that runs.
 
     Attributes:
@@ -260,10 +258,10 @@ class _Guard:
         grid = (*map(int, grid), 1, 1)[:3]
         builder = self._interpreter.interpreter_builder
         builder.set_grid_dim(*grid)
-        for program in itertools.product(*(sorted(_corners(size), reverse=True) for size in grid)):  # the last may take all time
-            if min(grid) > 0:
-                builder.set_grid_idx(*program)
-                executor.fn(**values)
+        corners = (sorted({0, size // 2, size - 1}, reverse=True) for size in grid)  # the last may take all time
+        for program in itertools.product(*corners) if min(grid) > 0 else ():
+            builder.set_grid_idx(*program)
+            executor.fn(**values)
 
     def _with_other_numbers(self, executor: Any, bound: dict[str, Any]) -> LastElements:
         """Return the accesses of the corners where loads give other whole numbers; none if this run cannot end."""
@@ -420,12 +418,6 @@ class _Guard:
             f"two programs {kinds}{' of' if 'order' in kinds else ''} {region.element(region.first + conflict.at)}: "
             f"program {places_text(reversed(place))}{conflict.line}; {self._program()}{line_of()}"
         )
-
-
-@functools.cache
-def _corners(size: int) -> frozenset[int]:
-    """Return the first, the middle and the last place along an axis of a grid."""
-    return frozenset({0, size // 2, size - 1})
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def mend() -> None:
     builder.create_dot = partialmethod(_dot_in_tf32, builder.create_dot)
     builder.create_fdiv = partialmethod(_divide_inexactly, builder.create_fdiv)
     builder.cast_impl = _through_fp32(builder.cast_impl)
-    builder.get_bf16 = _bf16_constant
+    builder.get_bf16 = lambda builder, value: builder.cast_impl(builder.get_fp32(value), interpreter.tl.bfloat16)
     _mend_libdevice()
     quicken()
     interpreter.ReduceOps.min_max = partialmethod(_min_max_without_warning, interpreter.ReduceOps.min_max)
@@ -305,12 +305,6 @@ def _min_max_without_warning(
     """Reduce by functions that equal `np.nanmax` and `np.nanmin`, and do not warn where all elements are NaN."""
     silent = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
     return min_max(reduction, values, silent.get(val_reduce_op, val_reduce_op), idx_reduce_op)
-
-
-def _bf16_constant(builder: Any, value: float) -> Any:
-    from triton.runtime.interpreter import tl
-
-    return builder.cast_impl(builder.get_fp32(value), tl.bfloat16)
 
 
 def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ its kernels in Triton's disk cache.
 
 import os
 import pickle
+import re
 import struct
 import tempfile
 import time
@@ -30,7 +31,7 @@ from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError
 COMPILE_TIMEOUT_S = 90.0
 _FOR_A_WORKER = 4
 """Fewest jobs for which a further worker pays: it starts in the time of some compilations."""
-_REFUSALS = ("CompilationError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure", "OutOfResources", "NameError")
+_REFUSAL = re.compile("(CompilationError|UnsupportedLanguageConstruct|CompileTimeAssertionFailure|OutOfResources|NameError):")
 """Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
 _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 """Errors of pickling a job whose functions are no functions of a module."""
@@ -178,7 +179,7 @@ def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int
             break
         with CompilePool(target, min(workers or 2, -(-len(numbers) // _FOR_A_WORKER))) as pool:
             errors = [result.error for result in pool.compile([jobs[number] for number in numbers])]
-        refused = {number: error for number, error in zip(numbers, errors, strict=True) if _is_refusal(error)}
+        refused = {number: error for number, error in zip(numbers, errors, strict=True) if _REFUSAL.search(error)}
         reasons = {number: reasons.get(number, f"does not compile for {name}: {error}") for number, error in refused.items()}
         numbers = list(refused)
     return reasons
@@ -191,10 +192,6 @@ def is_picklable(job: CompileJob) -> bool:
     except _NOT_PICKLABLE:
         return False
     return True
-
-
-def _is_refusal(error: str) -> bool:
-    return any(f"{kind}:" in error for kind in _REFUSALS)
 
 
 def know_triton() -> None:

@@ -74,7 +74,6 @@ _MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "scale x 1.01": _scaled,
 }
 _GROSS = {"one element", "one row", "zeroed tail"}
-_FLOATING = {"truncation", "scale x 1.01"}
 
 
 def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
@@ -129,7 +128,7 @@ def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
         if not isinstance(values, torch.Tensor) or not values.numel() or values.dtype == torch.bool:
             continue
         for mutation, change in _MUTATIONS.items():
-            if values.is_floating_point() or mutation not in _FLOATING:
+            if values.is_floating_point() or mutation in _GROSS:
                 changed = change(values)
                 if not torch.equal(changed.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)):
                     yield name, mutation, changed
