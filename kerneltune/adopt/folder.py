@@ -27,26 +27,25 @@ _LARGEST_META = 64 << 20
 _MOST_LABEL = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, rename={"is_listed": "is_author"}):
     """Hold a config that a class may run with.
 
     Attributes:
         config: the config as JSON.
-        is_author: whether the config may be tried. Captures of earlier versions also hold configs around the author's list.
+        is_listed: whether the author's list has the config. Captures of earlier versions also hold configs around the list.
         grid: grid of a launch under this config; None if the grid function failed.
         problem: error of the grid function; empty without an error.
     """
 
     config: StoredConfig
-    is_author: bool
+    is_listed: bool
     grid: tuple[int, ...] | None
     problem: str = ""
 
     @property
     def is_offered(self) -> bool:
         """Return whether tuning may try the config."""
-        return self.is_author and self.grid is not None
+        return self.is_listed and self.grid is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -331,7 +330,7 @@ def judged(launch_class: LaunchClass, blocks: Mapping[str, str], untried: str) -
     def judge(candidate: Candidate) -> Candidate:
         reasons = [blocks.get(name, untried) for name in candidate.config.changed(program.kwargs)]
         problem = next(filter(None, reasons), "")
-        return replace(candidate, grid=None, problem=problem) if problem else candidate
+        return msgspec.structs.replace(candidate, grid=None, problem=problem) if problem else candidate
 
     return replace(launch_class, candidates=tuple(map(judge, launch_class.candidates)))
 

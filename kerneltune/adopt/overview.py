@@ -166,7 +166,7 @@ def _of_kernel(classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]
     if sizes := [name for name in omitted(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
     chosen = {config for launch_class in classes for config in wins.get(launch_class.digest, ())}
-    never = [candidate.config for candidate in first.candidates if candidate.is_author and candidate.config not in chosen]
+    never = [candidate.config for candidate in first.candidates if candidate.is_listed and candidate.config not in chosen]
     if chosen and never and not first.is_plain:  # the other configs of a plain kernel are no author's
         labels = "; ".join(config.label for config in never[:_LABELS]) + ("…" if len(never) > _LABELS else "")
         yield f"{len(never)} of {first.list_size} configs never win in {counted(len(classes), 'class', 'classes')}: {labels}"
