@@ -38,8 +38,8 @@ class Job:
         label: name of the checks on one line.
         task: the variant, and the case of the outcomes that name no case.
         work: function that runs the checks.
-        parts: a job for each check alone; the parts run if an unknown check of the job ends the process.
-        runs: the runs of a case that the job checks, with an outcome for each; empty for other checks.
+        runs: the runs of a case that the job checks, with an outcome for each; empty for other checks. If a run ends the process,
+            each run is checked in a process of its own.
         is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
         cost: cost of the job, in checks of a case.
         needed: bytes of memory of the largest case.
@@ -49,7 +49,6 @@ class Job:
     label: str
     task: Task
     work: Callable[[Begin], list[Outcome]]
-    parts: "tuple[Job, ...]" = ()
     runs: Sequence[Run] = ()
     is_largest: bool = False
     cost: int = 1
@@ -59,10 +58,9 @@ class Job:
 
 def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
-    parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
     task = runs[0].task
     needed = needed_bytes(task.op, task.case)
-    return Job(task.case_label, task, lambda _begin: check_only(runs), parts, runs, cost=len(runs), needed=needed)
+    return Job(task.case_label, task, lambda _begin: check_only(runs), runs, cost=len(runs), needed=needed)
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
@@ -152,15 +150,16 @@ def _work(job: Job, begin: Begin) -> tuple[list[Outcome], set[Fact]]:
 
 
 def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
-    """Return the outcomes of a job; if a check ended the fork, only the outcome of this check or of the job's parts."""
+    """Return the outcomes of a job; if a check ended the fork, only the outcome of this check, or of each run by itself."""
     try:
         outcomes, facts = fork.result()
     except ForkCrashedError as error:
-        if not job.parts:
+        if len(job.runs) < 2:
             crashed = fork.last_note or Outcome("failed")
             return [replace(crashed, reason=f"{crashed.reason}{error}")]
-        outcomes = [outcome for part in job.parts for outcome in _outcomes(Fork(partial(_work, part)), part)]
-        facts = _facts(job.parts)
+        alone = [case_job([run]) for run in job.runs]
+        outcomes = [outcome for part in alone for outcome in _outcomes(Fork(partial(_work, part)), part)]
+        facts = _facts(alone)
     job.facts.update(facts)
     return outcomes
 
