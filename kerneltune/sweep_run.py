@@ -191,7 +191,7 @@ class _SweepRun:
         work = with_finished_rows(_runs_to_check(self.plan, entries, with_peers), journal)
         lacking = [runs for runs, rows in work if rows is None]
         if lacking:
-            self._compile(lacking, "check")
+            self._compile([run for runs in lacking for run in runs if run.config is not None], "check")
         self.progress.stage("check", len(work), len(work) - len(lacking), sum(map(len, lacking)))
         checked = list[Record]()
         for runs, rows in work:
@@ -253,17 +253,17 @@ class _SweepRun:
         runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
         work = with_finished_rows(list(filter(None, runnable)), journal)
         lacking = [runs for runs, rows in work if rows is None]
-        ceilings = [self._ceiling(runs[0].task) for runs in lacking]
-        to_compile = [*lacking, *([run] for run in ceilings if run is not None)]
-        if sum(config is not None for runs in to_compile for _, config in runs) >= _WORTH_A_POOL:
+        to_launch = (run for runs in lacking for run in (*runs, self._ceiling(runs[0].task)))
+        to_compile = [run for run in to_launch if run is not None and run.config is not None]
+        if len(to_compile) >= _WORTH_A_POOL:
             self._compile(to_compile, "measure")
         self.progress.stage(stage, len(work), len(work) - len(lacking))
-        measured, ceiling_of_next = [], iter(ceilings)
+        measured = []
         for runs, rows in work:
             if rows is None and time.monotonic() >= self.until:
                 break
             if rows is None:
-                rows = compare_in_worker(self.worker, self.plan.family, runs, next(ceiling_of_next))
+                rows = compare_in_worker(self.worker, self.plan.family, runs, self._ceiling(runs[0].task))
                 if journal:
                     records.append(journal, rows)
                 timed = [row for row in rows if row.time_us is not None]
@@ -293,13 +293,12 @@ class _SweepRun:
         except ValueError as error:
             return make_record(self.plan.family, Run(task, None), Outcome("failed", str(error)))
 
-    def _compile(self, work: Sequence[Sequence[Run]], purpose: str) -> None:
-        """Compile the runs that have a config on all cores, before they are checked or measured."""
+    def _compile(self, runs: Sequence[Run], purpose: str) -> None:
+        """Compile runs, each with a config, on all cores, before they are checked or measured."""
         target = TARGETS.get(device.current().arch)
         if target is not None:
             self.progress.stage("compile", 1)
-            ours = [[run for run in runs if run.config is not None] for runs in work]
-            compile_ahead(ours, target, self.plan.options.workers)
+            compile_ahead(runs, target, self.plan.options.workers)
             self.progress.advance(f"the configs to {purpose}")
 
     def write(self, measured: Sequence[Record]) -> list[Path]:
@@ -313,10 +312,10 @@ class _SweepRun:
         return [rows, markdown, csv]
 
 
-def compile_ahead(work: Sequence[Sequence[Run]], target: Target, workers: int | None) -> list[CompileResult]:
+def compile_ahead(runs: Sequence[Run], target: Target, workers: int | None) -> list[CompileResult]:
     """Compile all runs on all cores, so that launches find the kernels in Triton's disk cache; return the results in order."""
     with CompilePool(target, workers) as pool:
-        return list(pool.compile([compile_job(task, config) for runs in work for task, config in runs]))
+        return list(pool.compile([compile_job(*run) for run in runs]))
 
 
 def _runs_to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool) -> list[Sequence[Run]]:

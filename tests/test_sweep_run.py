@@ -481,7 +481,7 @@ from kerneltune.spec import Case
 op = ops.load()["stream"]
 cases = [Case("some", (("read", size), ("write", size)), "int32") for size in (4096, 8192)]
 tasks = [Task(op, case, op.variants[0]) for case in cases]
-work = [[Run(task, task.default)] for task in tasks]
+work = [Run(task, task.default) for task in tasks]
 print([([kernel.name for kernel in found.kernels], found.error) for found in compile_ahead(work, TARGETS["sm_90"], 1)])
 """
 
