@@ -40,18 +40,12 @@ def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[Fact]:
     """Return the facts of a launch with some arguments."""
     values = {name: ... if hasattr(value, "data_ptr") else getattr(value, "value", value) for name, value in bound.items()}
     typed = tuple((name, type(value), value) for name, value in values.items() if getattr(value, "__hash__", None))
-    return _facts(executor.fn, frozenset(executor.constexprs), typed)
+    return _facts(executor.fn, typed)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _facts(kernel: Any, constexprs: frozenset[str], typed: tuple[tuple[str, type, Any], ...]) -> frozenset[Fact]:
-    values, name = {name: value for name, _type, value in typed}, kernel.__name__
-    flags = {
-        Fact("branch", f"{flag}={value}", name)
-        for flag, value in values.items()
-        if flag in constexprs and isinstance(value, bool | str)
-    }
-    return frozenset({Fact("launch", name), *flags, *_Reading(kernel, values).facts} - {Fact("call", name)})
+def _facts(kernel: Any, typed: tuple[tuple[str, type, Any], ...]) -> frozenset[Fact]:
+    return frozenset(_Reading(kernel, {name: value for name, _type, value in typed}).facts)
 
 
 class _Reading:
@@ -66,8 +60,8 @@ class _Reading:
     def __init__(self, function: Any, values: Mapping[str, Any], blocks: Mapping[str, frozenset[_Block]] | None = None) -> None:
         self._tree = tree = _tree(function)
         self._code = function.__code__
-        self.facts = {Fact("call", function.__name__)}
-        self._name, self._values, self._blocks, self._is_kernel = function.__name__, values, dict(blocks or {}), blocks is None
+        self._name, self._blocks, self._is_kernel = function.__name__, dict(blocks or {}), blocks is None
+        self.facts = {Fact("launch" if self._is_kernel else "call", self._name)}
         parameters = {arg.arg for arg in tree.args.args}
         names = {name: value for name, value in _globals(function).items() if name not in parameters}
         self._known = {**names, **_FUNCTIONS, **values}
@@ -75,8 +69,12 @@ class _Reading:
         self._compared: dict[_Block, set[str]] = defaultdict(set)
         self._read(tree.body)
         constants = _constants(tree)
+        for flag in constants if self._is_kernel else ():
+            if isinstance(values.get(flag), bool | str):
+                self._note(f"{flag}={values[flag]}")
         for count, divisor in _divisions(tree):
-            if divisor in constants and self._value(_parsed(f"{count} > {divisor} and {count} % {divisor} != 0")) is True:
+            tiles, of_group = self._known.get(count), self._known.get(divisor)
+            if divisor in constants and type(tiles) is type(of_group) is int and tiles > of_group > 0 and tiles % of_group:
                 self._note(f"{count} % {divisor} != 0")
         for kind, name in itertools.product(_casts(tree), sorted(values.keys() - self._flags)):
             if type(values[name]) is int and values[name] > _LARGEST[kind]:
@@ -152,20 +150,19 @@ class _Reading:
 
     def _expression(self, node: ast.AST) -> None:
         """Note the facts of the conditions within an expression, and of the device functions that it calls."""
-        for part in _telling(node):
-            if isinstance(part, ast.IfExp):
-                is_true = self._decide(part.test)
-                for side in (part.body, part.orelse) if is_true is _UNKNOWN else (part.body if is_true else part.orelse,):
-                    self._expression(side)
-            elif isinstance(part, ast.Call):
-                (self._choose if _text(part.func).endswith(_CHOICES) else self._call)(part)
-            elif isinstance(self._value(part), bool):
-                self._decide(part)
-            elif isinstance(part, ast.Compare):
-                self._compare(part)
-            elif isinstance(part, ast.BoolOp):
-                for operand in part.values:
-                    self._expression(operand)
+        if isinstance(node, ast.Call):
+            (self._choose if _text(node.func).endswith(_CHOICES) else self._call)(node)
+        if isinstance(node, ast.IfExp):
+            is_true = self._decide(node.test)
+            for side in (node.body, node.orelse) if is_true is _UNKNOWN else (node.body if is_true else node.orelse,):
+                self._expression(side)
+        elif isinstance(node, ast.Compare | ast.BoolOp) and isinstance(self._value(node), bool):
+            self._decide(node)
+        elif isinstance(node, ast.Compare):
+            self._compare(node)
+        else:
+            for part in _telling(node):
+                self._expression(part)
 
     def _compare(self, node: ast.Compare) -> None:
         """Note the sizes that are compared with places of a block."""
@@ -252,11 +249,6 @@ _text = functools.cache(ast.unparse)
 
 
 @functools.cache
-def _parsed(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
-
-
-@functools.cache
 def _code(node: ast.AST) -> Any:
     """Compile an expression; None if it calls another function than _FUNCTIONS."""
     text = _OF_MODULE.sub(r"\1(", _text(node))
@@ -283,11 +275,9 @@ def _ends(node: ast.AST) -> tuple[ast.expr, ...]:
 
 @functools.cache
 def _telling(node: ast.AST) -> tuple[ast.AST, ...]:
-    """Return the conditions and calls within an expression or a statement, without the parts of conditions."""
-    if isinstance(node, ast.Compare | ast.BoolOp | ast.IfExp):
-        return (node,)
-    within = tuple(part for child in ast.iter_child_nodes(node) for part in _telling(child))
-    return (node, *within) if isinstance(node, ast.Call) else within
+    """Return the parts of an expression or a statement that are, or hold, conditions and calls."""
+    kinds = ast.Compare | ast.BoolOp | ast.IfExp | ast.Call
+    return tuple(part for part in ast.iter_child_nodes(node) if isinstance(part, kinds) or _telling(part))
 
 
 @functools.cache
