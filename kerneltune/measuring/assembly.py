@@ -159,30 +159,23 @@ LIMITS = {
 }
 
 
-def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, scalar_registers: int = 0) -> Occupancy:
-    """Return the occupancy of programs with `warps` warps, `registers` per thread and `shared_bytes` of shared memory.
+def occupancy_of(kernel: Kernel, target: str) -> Occupancy:
+    """Return how many programs of a compiled kernel an SM of the target holds.
 
     A partition holds `w = min(warps, registers per lane // registers rounded up to 8)` warps, the SM
     `partitions * w // warps of a program` programs, and no more than its shared memory and its program slots allow.
     """
-    slots = {"warps": limits.warps, "registers": limits.registers // max(_REGISTER_UNIT, _round_up(registers, _REGISTER_UNIT))}
-    if scalar_registers > limits.scalar_registers > 0:
+    limits = LIMITS[target]
+    units = max(1, cdiv(kernel.registers, _REGISTER_UNIT))
+    slots = {"warps": limits.warps, "registers": limits.registers // (units * _REGISTER_UNIT)}
+    if kernel.scalar_registers > limits.scalar_registers > 0:
         slots["scalar registers"] = limits.warps - 1
-    programs = {name: limits.partitions * held // warps for name, held in slots.items()}
+    programs = {name: limits.partitions * held // kernel.warps for name, held in slots.items()}
     programs["program slots"] = limits.programs
-    if warps > limits.program_warps:
+    if kernel.warps > limits.program_warps:
         programs = {"threads of a program": 0}
-    if shared_bytes:
-        needed = _round_up(shared_bytes, limits.shared_unit) + limits.reserved_bytes
+    if kernel.shared_bytes:
+        needed = cdiv(kernel.shared_bytes, limits.shared_unit) * limits.shared_unit + limits.reserved_bytes
         programs["shared memory"] = limits.shared_bytes // needed
     limiter = min(programs, key=lambda name: programs[name])  # the first of equals, so warps come first
-    return Occupancy(programs[limiter], programs[limiter] * warps, limits.partitions * limits.warps, limiter)
-
-
-def occupancy_of(kernel: Kernel, target: str) -> Occupancy:
-    """Return how many programs of a compiled kernel an SM of the target holds."""
-    return occupancy(LIMITS[target], kernel.warps, kernel.registers, kernel.shared_bytes, kernel.scalar_registers)
-
-
-def _round_up(value: int, unit: int) -> int:
-    return cdiv(value, unit) * unit
+    return Occupancy(programs[limiter], programs[limiter] * kernel.warps, limits.partitions * limits.warps, limiter)

@@ -10,6 +10,7 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line
+from kerneltune.interpreter.faults import causes
 from kerneltune.spec import Case, Op
 from kerneltune.task import Outcome
 
@@ -44,12 +45,8 @@ def out_of_memory_reason(error: BaseException) -> str:
 
     The cause matters, because the end of a capture, and a compiler that wraps all errors, raise an error of their own.
     """
-    said: BaseException | None = error
-    while said is not None:
-        if isinstance(said, MemoryError) or any(text in str(said) for text in _SAID):
-            return first_line(said)
-        said = said.__cause__ or said.__context__
-    return ""
+    said = (it for it in causes(error) if isinstance(it, MemoryError) or any(text in str(it) for text in _SAID))
+    return next(map(first_line, said), "")
 
 
 def memory_obstacle(op: Op, case: Case) -> str | None:

@@ -88,12 +88,9 @@ def check_pairs(
         if time.thread_time() - begun_s > COVERING_S or len(failures) >= _MOST_FAILURES:
             break
         begin(Outcome("failed", "", config, case))
-        checker = (
-            checkers.setdefault(case, Checker.make(op, case, first_seen=first_seen, has_gaps=True))
-            if is_first
-            else checkers[case]
-        )
-        if isinstance(checker, Outcome):
+        if is_first:
+            checkers[case] = Checker.make(op, case, first_seen=first_seen, has_gaps=True)
+        if isinstance(checker := checkers[case], Outcome):
             continue  # the record of the default config says why
         outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1)
         if outcome.status == "failed":

@@ -5,10 +5,11 @@ import pytest
 from kerneltune.measuring.assembly import (
     LIMITS,
     Access,
+    Kernel,
     Occupancy,
     gcn_accesses,
     gcn_usage,
-    occupancy,
+    occupancy_of,
     ptx_accesses,
     sass_usage,
     typical_bits,
@@ -121,7 +122,7 @@ def test_typical_bits_is_the_width_that_carries_most_bits() -> None:
 def test_occupancy_is_limited_by_warps_registers_and_shared_memory(
     target: str, warps: int, registers: int, shared: int, scalars: int, expected: Occupancy
 ) -> None:
-    assert occupancy(LIMITS[target], warps, registers, shared, scalars) == expected
+    assert occupancy_of(Kernel("kernel", warps, registers, 0, shared, scalars), target) == expected
 
 
 def test_every_target_has_limits_of_its_sm() -> None:
