@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,25 +86,25 @@ def _shortened(
             facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
     smaller = _SmallerCases(op, by_cost, [*check, *bench], most / _MOST_COST)
     for configs in (_default_alone, around_default) if check else (_default_alone,):
-        launcher = _Launcher(op, variants, configs, facts)
-        of_check = [launches for _case, launches in launcher.launches([*check, *derived])]
+        launches = partial(_launches, op, variants, configs, facts)
+        of_check = [its for _case, its in launches([*check, *derived])]
         known = set[Fact]().union(*of_check)
-        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((launches.num_programs for launches in of_check), default=0))
+        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((its.num_programs for its in of_check), default=0))
         of_facts: dict[frozenset[Fact], Case] = {}
-        for case, launches in launcher.launches(sorted(bench, key=partial(check_cost, op))):
-            facts |= launches
-            of_facts[frozenset(launches)] = case
+        for case, of_case in launches(sorted(bench, key=partial(check_cost, op))):
+            facts |= of_case
+            of_facts[frozenset(of_case)] = case
             for of_whole in (False, True) if len(of_check) >= len(check) else ():
-                wanted = {fact for fact in launches - known if (fact.kind == "whole") is of_whole}
-                cases = smaller.of(case, of_whole, partial(launcher.has_one_of, wanted)) if wanted else ()
-                for candidate, its in launcher.launches(it for it in cases if check_cost(op, it) <= most):
+                wanted = {fact for fact in of_case - known if (fact.kind == "whole") is of_whole}
+                cases = smaller.of(case, of_whole, partial(_has_one_of, launches, wanted)) if wanted else ()
+                for candidate, its in launches(it for it in cases if check_cost(op, it) <= most):
                     if its.num_programs <= most_programs and its & wanted and not _obstacle(op, candidate, tell):
                         derived.append(candidate)
                         known |= its
                         wanted -= its
                     if not wanted:
                         break
-            known |= launches
+            known |= of_case
         bench = [*of_facts.values()]
     return derived, facts
 
@@ -208,42 +208,38 @@ def _launched_variants(op: Op, cases: Iterable[Case]) -> list[Variant]:
     return variants
 
 
-@dataclass(frozen=True, slots=True)
-class _Launcher:
-    """Launch variants on tensors without memory.
+def _launches(
+    op: Op,
+    variants: Sequence[Variant],
+    configs: Callable[[Variant, Case], Iterable[Config]],
+    facts: set[Fact],
+    cases: Iterable[Case],
+) -> Iterator[tuple[Case, Launches]]:
+    """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
 
-    Attributes:
+    Cases whose launches depend on values are left out. Whole blocks of any size are one fact.
+
+    Args:
         variants: own variants whose launches are known without values.
         configs: function that yields the configs of a variant on a case.
         facts: set that gets a fact if the time is over.
     """
+    begun_s = time.thread_time()
+    for case in cases:
+        if time.thread_time() - begun_s > _LAUNCHES_S:
+            facts.add(Fact("not judged", f"further sizes of bench cases alone: {_LAUNCHES_S:g} s are over"))
+            return
+        of_variants = [launched(op, it, case, configs(it, case)) for it in variants if not it.unsupported(case)]
+        if all(of_variants):
+            found = set[Fact]().union(*(launches for of_variant in of_variants for launches in of_variant.values()))
+            of_case = Launches(fact._replace(where="") if fact.kind == "whole" else fact for fact in found)
+            of_case.num_programs = sum(max(its.num_programs for its in of_variant.values()) for of_variant in of_variants)
+            yield case, of_case
 
-    op: Op
-    variants: Sequence[Variant]
-    configs: Callable[[Variant, Case], Iterable[Config]]
-    facts: set[Fact]
 
-    def launches(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Launches]]:
-        """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
-
-        Cases whose launches depend on values are left out. Whole blocks of any size are one fact.
-        """
-        begun_s = time.thread_time()
-        for case in cases:
-            if time.thread_time() - begun_s > _LAUNCHES_S:
-                self.facts.add(Fact("not judged", f"further sizes of bench cases alone: {_LAUNCHES_S:g} s are over"))
-                return
-            supporting = [variant for variant in self.variants if not variant.unsupported(case)]
-            of_variants = [launched(self.op, variant, case, self.configs(variant, case)) for variant in supporting]
-            if all(of_variants):
-                facts = set[Fact]().union(*(launches for of_variant in of_variants for launches in of_variant.values()))
-                of_case = Launches(fact._replace(where="") if fact.kind == "whole" else fact for fact in facts)
-                of_case.num_programs = sum(max(its.num_programs for its in of_variant.values()) for of_variant in of_variants)
-                yield case, of_case
-
-    def has_one_of(self, facts: Collection[Fact], case: Case) -> bool:
-        """Return whether launches of a case have one of some facts."""
-        return any(not its.isdisjoint(facts) for _case, its in self.launches([case]))
+def _has_one_of(launches: Callable[[list[Case]], Iterator[tuple[Case, Launches]]], facts: Set[Fact], case: Case) -> bool:
+    """Return whether launches of a case have one of some facts."""
+    return any(its & facts for _case, its in launches([case]))
 
 
 def _size(case: Case) -> int:
