@@ -11,7 +11,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ digests = {
 open(sys.argv[1], "w").write(json.dumps(digests))
 """
 _Digests = Mapping[str, Mapping[str, str]]
-_ConfigKey = tuple[str, str, str, str]
 
 
 def changes_since(
@@ -54,7 +53,8 @@ def changes_since(
         progress: observer, told of each compiled variant.
     """
     with unpacked(revision) as tree:
-        digests, configs = _digests_of(tree), _configs(tree, gpu, {task.op.name for task, _ in runs})
+        digests, ops = _digests_of(tree), {task.op.name for task, _ in runs}
+        configs = {_key(entry.key): entry.config for op in ops for entry in cache.load(op, gpu, tree / "configs")}
         keys = {_key(run.task.key): run for run in runs}
         changed = {key: run for key, run in keys.items() if not _is_unchanged(run, digests, configs.get(key))}
         earlier: list[StaticRow] = []
@@ -69,7 +69,7 @@ def changes_since(
     return survey, list(changed.values())
 
 
-def _key(key: TaskKey) -> _ConfigKey:
+def _key(key: TaskKey) -> tuple[str, str, str, str]:
     return key.op, key.variant, key.case.label, key.policy
 
 
@@ -97,11 +97,6 @@ def _digests_of(tree: Path) -> _Digests:
         return {}
     digests: _Digests = json.loads(read_text(path))
     return digests
-
-
-def _configs(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mapping[str, Any]]:
-    """Return the cached configs in the files of a revision as knob values."""
-    return {_key(entry.key): entry.config for op in ops for entry in cache.load(op, gpu, tree / "configs")}
 
 
 @contextmanager
