@@ -222,9 +222,7 @@ def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
     from triton.runtime.interpreter import TensorHandle, tl
 
     def computed(builder: Any, *operands: Any) -> Any:
-        if all(type(operand) is not TensorHandle or operand.dtype.scalar is not tl.bfloat16 for operand in operands):
-            return method(builder, *operands)
-        is_bf16 = [isinstance(operand, TensorHandle) and operand.dtype.scalar.name == "bf16" for operand in operands]
+        is_bf16 = [type(operand) is TensorHandle and operand.dtype.scalar is tl.bfloat16 for operand in operands]
         if not any(is_bf16) or np.where in operands:
             return method(builder, *operands)
         wide = [builder.cast_impl(o, tl.float32) if b else o for o, b in zip(operands, is_bf16, strict=True)]
