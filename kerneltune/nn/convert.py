@@ -209,7 +209,7 @@ def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         try:
             output = cast(Any, module).get_output_embeddings()
-        except (AttributeError, NotImplementedError):  # of a module without output embeddings
+        except Exception:  # of a module without output embeddings, whose own code may raise anything
             continue
         if isinstance(output, nn.Module):
             yield output

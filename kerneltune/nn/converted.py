@@ -2,17 +2,14 @@
 
 Conversion gives a module a child `fp8`, the `ConvertedProducts`, and a class with two bases: a kind, which is a subclass of
 `Converted`, and the module's own class. `FusedExperts` and `GroupedExperts` have forward passes of this package.
-`UnknownExperts` runs the module's own forward pass, which sees the expert weights as `ExpertOperand`. `names_in_forward` reads
-from the code of a forward pass which functions it calls, without running it.
+`UnknownExperts` runs the module's own forward pass, which sees the expert weights as `ExpertOperand`.
 """
 
-import dis
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -32,6 +29,7 @@ from kerneltune.compat import (
 )
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import LayerScaling
+from kerneltune.nn.forward_pass import computes_swiglu, names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear, GroupedLinear, why_no_product
 from kerneltune.nn.grouped_mm import fp8_grouped_mm, fp8_routed_mm, in_autocast
 from kerneltune.nn.kept_weights import KeptWeights
@@ -154,7 +152,7 @@ class ExpertOperand(Tensor):
             operands = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
             options = {name: value for name, value in kwargs.items() if name not in _OPERANDS}
             is_by_weight = len(operands) > 1 and isinstance(operands[1], cls) and not isinstance(operands[0], cls)
-            made = _product_by_operand(*operands, **options) if is_by_weight else None
+            made = _product_by_operand(*operands, **options) if is_by_weight and "out" not in options else None
             if made is not None:
                 return made
         with plain_tensors():
@@ -284,14 +282,13 @@ class GroupedExperts(Converted):
 
     @staticmethod
     def fp8_is_member(module: nn.Module) -> bool:
-        """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert with SiLU alone."""
+        """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert that computes SwiGLU."""
         weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if weights.keys() != {"w1", "w2", "w3"} or any(w.ndim != 3 for w in weights.values()):
             return False
         if list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "num_tokens_per_expert"]:
             return False
-        names = names_in_forward(module)
-        return "silu" in names and names.isdisjoint(_OTHER_ACTIVATIONS)
+        return computes_swiglu(module, weights["w1"].shape[0])
 
     @staticmethod
     def fp8_weights(module: Any) -> dict[str, Tensor]:
@@ -311,9 +308,6 @@ class GroupedExperts(Converted):
         rows = torch.where(is_counted, x, 0).bfloat16()
         hidden = F.silu(products.grouped(rows, w1, offs, "w1")) * products.grouped(rows, w3, offs, "w3")
         return products.grouped(hidden, w2, offs, "w2").to(x.dtype)
-
-
-_OTHER_ACTIVATIONS = {"gelu", "relu", "sigmoid", "tanh", "elu", "mish", "softplus", "clamp", "clip"}
 
 
 def _expert_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
@@ -370,6 +364,9 @@ def why_not_experts(module: nn.Module) -> str | None:
             return "a forward set on the object, as hooks of accelerate are: convert before that"
         if hasattr(module, "fp8"):
             return "an attribute `fp8`, which conversion needs: rename it"
+    names = [prefix + name for prefix, part in _named_parts(module) for name, _ in _expert_parameters(part)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        return f"two expert weights that would both be called {twice[0]}: rename one"
     weights = expert_weights(module)
     devices = {str(weight.device) for weight in weights.values()}
     other_devices = f"weights must be on one device, got {', '.join(sorted(devices))}" if len(devices) > 1 else None
@@ -471,47 +468,3 @@ def revert(module: nn.Module) -> None:
             vars(part).pop("fp8", None)
     if hasattr(module, "fp8"):
         del module.fp8
-
-
-def names_in_forward(module: nn.Module) -> set[str]:
-    """Return the names that a module's forward pass uses, and `@` if the pass multiplies by the operator.
-
-    Follows the methods of the module, the children that it names, and Python functions outside torch. Attributes of other
-    objects count by name alone: functions behind them are not followed.
-    """
-    names: set[str] = set()
-    seen: set[int] = set()
-    waiting: list[tuple[Any, nn.Module]] = [(type(module).forward, module)]
-    while waiting:
-        function, owner = waiting.pop()
-        function = getattr(function, "__func__", function)
-        is_known = id(function) in seen or not isinstance(function, FunctionType)
-        if is_known or function.__module__.partition(".")[0] == "torch":
-            continue
-        seen.add(id(function))
-        used = set(_names(function.__code__))
-        names |= used
-        waiting += [(found, owner) for found in inspect.getclosurevars(function).nonlocals.values()]
-        waiting += _callees(used, function.__globals__, owner)
-    return names
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a code object and the functions inside it use."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-    yield from ("@" for instruction in dis.get_instructions(code) if instruction.argrepr in ("@", "@="))
-
-
-def _callees(names: Iterable[str], scope: dict[str, Any], owner: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
-    """Yield the objects that the names may mean in a method of a module or in a function of its file, each with its module."""
-    children = dict(owner.named_children())
-    for name in names:
-        child = children.get(name)
-        if child is not None:
-            yield type(child).forward, child
-        yield vars(owner).get(name), owner
-        yield inspect.getattr_static(type(owner), name, None), owner
-        yield scope.get(name), owner

@@ -295,18 +295,117 @@ def test_grouped_experts_of_any_group_sizes_match_bf16() -> None:
     assert_close([module(x, counts)], [want])
 
 
-def test_grouped_experts_of_another_activation_keep_their_forward() -> None:
-    class Gelu(GroupedExperts):
-        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-            offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-            hidden = F.gelu(torch._grouped_mm(x, self.w1.mT, offs)) * torch._grouped_mm(x, self.w3.mT, offs)
-            return torch._grouped_mm(hidden, self.w2.mT, offs)
+def by_experts(module: Any, x: torch.Tensor, counts: torch.Tensor, gate: str = "w1", up: str = "w3", act: Any = F.silu) -> Any:
+    """Multiply as torchtitan's experts do, with another activation or order of the weights."""
+    offs = counts.cumsum(0, dtype=torch.int32)
+    hidden = act(torch._grouped_mm(x, getattr(module, gate).mT, offs)) * torch._grouped_mm(x, getattr(module, up).mT, offs)
+    return torch._grouped_mm(hidden, module.w2.mT, offs)
 
-    module, x = Gelu(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
+
+class GeluExperts(GroupedExperts):
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return by_experts(self, x, num_tokens_per_expert, act=F.gelu)
+
+
+class ScaledExperts(GroupedExperts):
+    route_scale = 2.5
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return self.route_scale * by_experts(self, x, num_tokens_per_expert)
+
+
+class SwappedExperts(GroupedExperts):
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return by_experts(self, x, num_tokens_per_expert, gate="w3", up="w1")
+
+
+class FailingExperts(ScaledExperts):
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        assert x.shape[-1] == HIDDEN, "silu of small inputs fails"
+        return super().forward(x, num_tokens_per_expert)
+
+
+@pytest.mark.parametrize("kind", [GeluExperts, ScaledExperts, SwappedExperts, FailingExperts])
+def test_grouped_experts_that_compute_something_else_keep_their_forward(kind: type[GroupedExperts]) -> None:
+    module, x = kind(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
+    counts = torch.tensor([5, 0, 19], device=DEVICE)
+    want = module(x, counts)
+    convert_to_fp8_training(module)
+    assert module.fp8.multiplied is None
+    assert_close([module(x, counts)], [want])
+
+
+def test_experts_without_a_loop_over_words_of_torchtitan_run_as_its_experts() -> None:
+    """The kind is known by what the forward pass computes: torchtitan's loops over experts where it has no grouped product."""
+
+    class Looped(GroupedExperts):
+        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+            parts = torch.split(x, num_tokens_per_expert.tolist())
+            by_expert = zip(parts, self.w1, self.w2, self.w3, strict=True)
+            return torch.cat([(F.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T for rows, w1, w2, w3 in by_expert])
+
+    module, x = Looped(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
     counts = torch.tensor([5, 0, 19], device=DEVICE)
     want = module(x, counts)
     convert_to_fp8_training(module)
     assert_close([module(x, counts)], [want])
+
+
+class Batched(nn.Module):
+    """Experts that multiply batches, with a weight in a list beside another whose name is alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_0 = nn.Parameter(torch.randn(E, HIDDEN, HIDDEN, device=DEVICE).bfloat16())
+        self.a = nn.ParameterList([nn.Parameter(torch.randn(E, HIDDEN, HIDDEN, device=DEVICE).bfloat16())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(x, self.a_0), self.a[0])
+
+
+def test_experts_whose_weights_would_share_a_name_stay_as_they_are() -> None:
+    with pytest.raises(ValueError, match=r"two expert weights that would both be called a_0: rename one"):
+        convert_to_fp8_training(Batched())
+
+
+def test_product_into_an_own_output_stays_in_bf16() -> None:
+    class Into(Batched):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.empty_like(x)
+            torch.bmm(x, self.a_0.detach(), out=y)
+            return torch.bmm(y, self.a_0)
+
+    module, x = Into(), torch.randn(E, 16, HIDDEN, device=DEVICE).bfloat16()
+    del module.a
+    want = module(x)
+    convert_to_fp8_training(module)
+    assert_close([module(x)], [want])
+
+
+def test_conversion_passes_a_forward_whose_closure_has_no_value_yet() -> None:
+    module = Batched()
+    del module.a
+
+    def with_closure() -> Any:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x, self.a_0) if x.numel() else later(x)
+
+        if len(str(module)) < 0:
+            later = abs
+        return forward
+
+    kind = type("Closed", (Batched,), {"forward": with_closure()})
+    module.__class__ = kind
+    assert convert_to_fp8_training(module)
+
+
+def test_model_whose_output_embeddings_fail_is_converted() -> None:
+    class Model(nn.Sequential):
+        def get_output_embeddings(self) -> nn.Module:
+            raise RuntimeError("not built yet")
+
+    model = Model(*(nn.Linear(4096, 4096, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)))
+    assert list(convert_to_fp8_training(model, dense=True)) == ["0", "1"]
 
 
 def llama4_experts() -> nn.Module:
