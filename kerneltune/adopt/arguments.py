@@ -359,8 +359,9 @@ def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> s
             layout = [tensor.dtype, tensor.shape, tensor.stride, tensor.storage, tensor.is_aligned]
             facts.append([argument.name, argument.kind, layout, argument.block])
         else:
-            is_type = isinstance(argument.value, float) or argument.name in ignored
-            facts.append([argument.name, argument.kind, type(argument.value).__name__ if is_type else argument.value])
+            value = decode_value(argument.value)
+            is_type = isinstance(value, float) or argument.name in ignored
+            facts.append([argument.name, argument.kind, type(value).__name__ if is_type else argument.value])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -454,7 +454,7 @@ def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False
             parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding and hasattr(value, "shape") else ())]
             parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
         elif is_deciding and type(value) in arguments.PLAIN:
-            parts.append(v)
+            parts += [v, *([f"{v}.__class__"] if isinstance(value, int | float) else ())]  # because True == 1 == 1.0
         elif is_deciding and is_function(value):
             parts.append(f"{v}.fn")
         elif is_deciding or arguments.holds_tensor(value):

@@ -166,7 +166,7 @@ def install(
         counts: folder that each process writes its counts of launches into; None to count in memory.
 
     Raises:
-        ValueError: the folder holds no table, or the policy is unknown.
+        ValueError: the folder holds no table, or none that the manifest names, or the policy is unknown.
     """
     root = Path(folder).absolute()  # the program may change its folder
     missed, counted = (Path(path).absolute() if path else None for path in (misses, counts))
@@ -174,6 +174,10 @@ def install(
         raise ValueError(f"{root}: no tuned configs: expected a folder that `kerneltune tune` wrote")
     if miss not in POLICIES:
         raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
+    if manifest:
+        from kerneltune.adopt.table import check_manifest
+
+        check_manifest(root, manifest)
 
     def begin(autotuning: ModuleType) -> None:
         from kerneltune.adopt.counters import Counters

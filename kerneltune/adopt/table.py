@@ -150,6 +150,17 @@ def write_table(root: Path, table: ServingTable) -> str:
     return digest
 
 
+def check_manifest(root: Path, manifest: str) -> None:
+    """Check that a table of a folder has a SHA-256 that begins as given.
+
+    Raises:
+        ValueError: no table has it; the message is one line.
+    """
+    digests = read_json(root / "served" / MANIFEST, _Manifest).tables.values()
+    if not any(digest.startswith(manifest) for digest in digests):
+        raise ValueError(f"manifest: {manifest}: {root} has tables of SHA-256 {', '.join(sorted(digests))}")
+
+
 def read_table(root: Path, device: str) -> ServingTable | None:
     """Return the table of a GPU model; None if the folder has no table for it."""
     path = table_path(root, device)

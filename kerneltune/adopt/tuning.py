@@ -31,6 +31,7 @@ from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
+from kerneltune.errors import first_line
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
@@ -308,7 +309,11 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
         offered = [candidate.config for candidate in launch_class.offered]
         # the row may be of a class with equal sizes for which the author's pruning leaves other configs
         if row is not None and row.configs[0] in offered:
-            kernel = make_replay(launch_class, root, "meta", 0).compile(row.configs[0])
+            try:
+                kernel = make_replay(launch_class, root, "meta", 0).compile(row.configs[0])
+            except Exception as error:  # Triton's compilation errors share no type
+                progress.note(f"a compiled kernel of {launch_class.label} is not kept: {first_line(error)}")
+                continue
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))
                 launchers.append(ahead.launcher_of(kernel))

@@ -244,12 +244,21 @@ def test_serve_passes_its_options_to_the_program_and_returns_its_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "manifest.json").write_text('{"tables": {"other.json": "ab12cd"}}')
     shown = 'echo "$KERNELTUNE_ADOPT $KERNELTUNE_ADOPT_OPTIONS"; exit 3'
     options = ("--miss", "nearest", "--manifest", "ab12")
     result = run("serve", "--configs", tmp_path, *options, "--", "sh", "-c", shown)
     folder, _, passed = capfd.readouterr().out.partition(" ")
     assert (result.exit_code, folder) == (3, str(tmp_path))
     assert json.loads(passed).items() >= {"miss": "nearest", "manifest": "ab12"}.items()
+
+
+def test_serve_with_a_manifest_of_no_table_does_not_start_the_program(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "manifest.json").write_text('{"tables": {"other.json": "ab12cd"}}')
+    result = run("serve", "--configs", tmp_path, "--manifest", "dead", "--", "touch", tmp_path / "started")
+    assert (result.exit_code, result.stderr) == (2, f"error: manifest: dead: {tmp_path} has tables of SHA-256 ab12cd\n")
+    assert not (tmp_path / "started").exists()
 
 
 def test_serve_prints_counts_of_served_launches_at_the_end(tmp_path: Path) -> None:

@@ -272,9 +272,8 @@ def test_serving_a_damaged_table_with_its_manifest_warns_in_one_line(
 
 def test_serving_with_a_manifest_of_another_table_raises(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
-    served(tmp_path, manifest="abc")
-    with pytest.raises(ValueError, match=r"manifest: abc: the table in .* has SHA-256"):
-        example().step(4, 96)
+    with pytest.raises(ValueError, match=r"^manifest: abc: .* has tables of SHA-256 \w+$"):
+        served(tmp_path, manifest="abc")
 
 
 def test_serving_with_its_manifest_logs_the_digest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
