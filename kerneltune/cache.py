@@ -34,8 +34,8 @@ from kerneltune.nearness import Place, band_of, ranked
 from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_from, out_of_range
 
 SCHEMA = 1
-_NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
-"""NaN and infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
+_NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*")|-?\b(?:NaN|Infinity)\b')
+"""A text, or NaN or infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
 _Group = tuple[str, Axes]
@@ -213,7 +213,9 @@ def json_text(value: object) -> str:
 def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     """Return the good entries of a file, and an error for each bad entry."""
     try:
-        data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
+        data = read_bytes(path, _LARGEST_BYTES)
+        if b"NaN" in data or b"Infinity" in data:
+            data = _NO_NUMBER.sub(lambda found: found[1] or b"null", data)
     except ValueError as error:
         return [], [error]
     try:

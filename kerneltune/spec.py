@@ -92,7 +92,8 @@ class Case:
         return hash(self._values())
 
     def _values(self) -> tuple[object, ...]:
-        return frozenset(self.axes), self.dtype, self.quant, frozenset(self.options)
+        options = frozenset((name, type(value), value) for name, value in self.options)  # because True == 1
+        return frozenset(self.axes), self.dtype, self.quant, options
 
     def __getitem__(self, axis: str) -> int:
         """Return the size of an axis."""
@@ -264,7 +265,14 @@ class Variant:
 
 def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
     """Return the packages that are not installed."""
-    return tuple(name for name in names if importlib.util.find_spec(name) is None)
+
+    def is_missing(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is None
+        except ModuleNotFoundError:  # of the package that a module is in
+            return True
+
+    return tuple(filter(is_missing, names))
 
 
 def config_from(config: Any, values: Mapping[str, Any]) -> Config:
@@ -293,7 +301,7 @@ def knobs_of_class(config: Any) -> tuple[dict[str, Any], set[str]]:
         knobs, types = dataclasses.fields(config), typing.get_type_hints(config)
     except NameError as error:
         raise ValueError(f"{config.__name__}: {error}") from error
-    needed = {knob.name for knob in knobs if knob.default is dataclasses.MISSING}
+    needed = {knob.name for knob in knobs if knob.default is knob.default_factory is dataclasses.MISSING}
     return {knob.name: types[knob.name] for knob in knobs}, needed
 
 

@@ -6,7 +6,7 @@ import multiprocessing
 import random
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,35 @@ class MoreKnobs:
     block: int
     warps: int
     blocks: int = 1
+
+
+def test_words_that_look_like_no_number_stay_in_texts(tmp_path: Path) -> None:
+    named = entry(options=(("mode", "x, NaN, y: -Infinity}"),))
+    path = cache.store(GPU, named, tmp_path)
+    cache.store(GPU, entry(16384), tmp_path)
+    path.write_text(path.read_text().replace("43.5", "NaN", 1))
+    found = {each.case["M"]: each for each in cache.load(OP, GPU, tmp_path)}
+    assert sorted(found) == [8192, 16384]
+    assert found[8192].case.options == named.case.options
+    assert None in (each.evidence["time_us"] for each in found.values())
+
+
+def test_cases_with_options_of_other_types_are_different(tmp_path: Path) -> None:
+    cases = [entry(options=(("on", value),)) for value in (True, 1)]
+    assert len({each.case for each in cases}) == 2
+    for each in cases:
+        cache.store(GPU, each, tmp_path)
+    assert len(cache.load(OP, GPU, tmp_path)) == 2
+
+
+@dataclass(frozen=True)
+class MadeKnobs:
+    block: int
+    name: str = field(default_factory=str)
+
+
+def test_config_from_an_older_entry_calls_the_factory_of_a_newer_knob() -> None:
+    assert config_from(MadeKnobs, {"block": 8}) == MadeKnobs(8, "")
 
 
 def test_config_from_an_older_entry_gives_a_newer_knob_its_default() -> None:
