@@ -8,7 +8,8 @@ This module runs no kernel.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -116,7 +117,9 @@ def check_contract(op: Op) -> None:
 
 
 def _mistaken_forms(op: Op) -> Iterator[str]:
-    """Yield `field: value: expected …` for each axis, type, mode or option of the wrong form."""
+    """Yield `field: value: expected …` for a name, axes, types, modes or options of the wrong form."""
+    if not re.fullmatch(r"[\w.-]*\w", op.name):  # it names files
+        yield f"name: {op.name!r}: expected letters, digits, '_', '-' and '.'"
     for field, names in (("axes", op.axes), ("dtypes", op.dtypes), ("quants", op.quants)):
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             yield f"{field}: {names!r}: expected a tuple of names"
@@ -222,11 +225,11 @@ def check_case(op: Op, case: Case) -> None:
                 _check_knobs(f"{op.name} {variant.name} {looked_up.label}", variant, variant.default, variant.config, looked_up)
 
 
-def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: type[Any], case: Case) -> bool:
+def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: Any, case: Case) -> bool:
     """Check the space and the default of a variant for a case, and return whether the variant supports the case."""
     if not _is_supported(about, variant, case):
         return False
-    wrong = _wrong_knob(_asked(about, "space", variant.space, case), [knob.name for knob in dataclasses.fields(config)])
+    wrong = _wrong_knob(_asked(about, "space", variant.space, case), knobs_of_class(config)[0])
     if wrong is not None:
         raise _wrong(about, "space", variant.space, wrong)
     chosen = _asked(about, "default", default, case)
@@ -256,8 +259,11 @@ def _wrong(about: str, field: str, function: Callable[..., Any], text: str, erro
     return ValueError(f"{place_of(function, error)}{field}: {text}, for {about}")
 
 
-def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
-    """Return the first wrong knob of a space, with the expected values; None if all knobs are right."""
+def _wrong_knob(space: Space, knobs: Mapping[str, type]) -> str | None:
+    """Return the first wrong knob of a space, with the expected values; None if all knobs are right.
+
+    knobs: types of the knobs of the config, by name.
+    """
     for knob in (*space, *(knob for knob in knobs if knob not in space)):
         if knob not in knobs or knob not in space:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"
@@ -268,6 +274,9 @@ def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
                     return f"{knob!r}: {count!r}: expected powers of two up to {_WARP_COUNTS[-1]}"
         if not isinstance(space[knob], tuple | list | range):
             return f"{knob!r}: {space[knob]!r}: expected a tuple of values"
+        for value in space[knob]:
+            if type(value) is not knobs[knob]:  # no file of configs would keep the value
+                return f"{knob!r}: {value!r} of type {type(value).__name__}: expected {knobs[knob].__name__}"
     return None
 
 

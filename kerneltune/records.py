@@ -339,7 +339,7 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
         for name in Record.__struct_fields__
         if name not in ("axes", "options", "config")
     }
-    columns["date"] = pd.to_datetime(columns["date"], format="ISO8601", utc=True)
+    columns["date"] = pd.to_datetime(columns["date"], format="ISO8601", utc=True).astype("datetime64[us, UTC]")
     columns["file"] = pd.Series([file for file, _ in rows], dtype="string")
     for group, dtype in (("axes", "Int64"), ("options", "object"), ("config", "object")):
         parts = [getattr(record, group) or {} for _, record in rows]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kerneltune import listing, ops, records, workloads
@@ -120,6 +121,10 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        *(
+            ({"name": name}, f"{name}: name: {name!r}: expected letters, digits, '_', '-' and '.'")
+            for name in ("", "a/b", "../up", "..", "a b")
+        ),
         ({"free_axes": ("K",)}, "copy: free_axes: 'K': expected one of M, N"),
         ({"valid": None}, "copy: variants: optimized: valid: None: expected a function"),
         ({"inputs": "x"}, "copy: inputs: 'x': expected a function"),
@@ -160,6 +165,14 @@ def test_contract_with_a_mistake_raises_one_line(changes: dict[str, Any], messag
             "space: 'wraps': expected a knob of the config: rows, warps",
         ),
         ({"space": lambda _case: {"rows": (1,), "warps": 4}}, "space: 'warps': 4: expected a tuple of values"),
+        (
+            {"space": lambda _case: {"rows": (1, True), "warps": (4,)}},
+            "space: 'rows': True of type bool: expected int",
+        ),
+        (
+            {"space": lambda _case: {"rows": tuple(np.array([1, 2])), "warps": (4,)}},
+            f"space: 'rows': {np.array([1])[0]!r} of type int64: expected int",
+        ),
         ({"space": lambda _case: {"rows": (1,)}}, "space: 'warps': expected values in the space"),
         ({"valid": refuse}, "default: Knobs(rows=1, warps=4): not valid (too many warps)"),
         (

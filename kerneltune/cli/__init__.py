@@ -262,8 +262,12 @@ def _root_options_first(arguments: list[str]) -> list[str]:
     waiting = iter(arguments[:end])
     for argument in waiting:
         name, equals, _ = argument.partition("=")
-        if name in ("--plugin", "--captured"):
-            first += [argument] if equals else [argument, *itertools.islice(waiting, 1)]
-        else:
+        if name not in ("--plugin", "--captured"):
             rest.append(argument)
+        elif equals:
+            first.append(argument)
+        elif value := list(itertools.islice(waiting, 1)):
+            first += [argument, *value]
+        else:
+            return [argument]  # whose value is missing, as typer then says
     return [*first, *rest, *arguments[end:]]

@@ -31,11 +31,14 @@ def command(
     """
     from kerneltune.adopt.counters import SUFFIX, read_counts
     from kerneltune.adopt.program import run_program
+    from kerneltune.adopt.table import check_manifest
 
     if not configs.is_dir():
         raise ValueError(f"configs: {configs}: no such folder")
     if not (configs / "served").is_dir():
         raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")
+    if manifest:
+        check_manifest(configs, manifest)
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         files = Path(folder, "counts")  # below a folder that goes: a process that outlives the program makes it no more
         chosen = {"miss": miss, "manifest": manifest, "counts": str(files)}

@@ -36,7 +36,8 @@ def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task
     if (stream := ops.get(_CEILING_OP)) is None:
         return None
     traffic = op.traffic(case)
-    moved = Case(f"{traffic.read}+{traffic.write}", (("read", traffic.read), ("write", traffic.write)), "int32")
+    read, write = max(1, traffic.read), max(1, traffic.write)  # the ceiling reads and writes
+    moved = Case(f"{read}+{write}", (("read", read), ("write", write)), "int32")
     return Task(stream, moved, stream.variants[0], policy)
 
 

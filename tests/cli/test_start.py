@@ -139,6 +139,12 @@ def test_version_option_in_an_uninstalled_source_tree_prints_not_installed(monke
     assert (result.exit_code, result.stdout) == (0, "kerneltune, a source tree that is not installed\n")
 
 
+@pytest.mark.parametrize("words", ["ops --plugin", "sweep rmsnorm --captured", "compare --plugin a.py --captured"])
+def test_option_for_all_commands_without_its_value_fails_with_one_line(words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "kerneltune", *words.split()], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"error: Option '{words.split()[-1]}' requires an argument.\n")
+
+
 def test_wrong_command_or_option_fails_with_one_line(tmp_path: Path) -> None:
     assert refused("nothing") == "error: No such command 'nothing'."
     assert refused("--nothing") == "error: No such option: --nothing"
