@@ -52,6 +52,8 @@ LARGEST_ERROR = 0.02
 LARGEST_LOSS, LARGEST_GRADIENT, LARGEST_NOISE = 0.01, 0.35, 5e-3
 """Largest distances of losses and gradients in fp8, and of gradients that atomic additions sum up in another order."""
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLA_CACHE_DIR")
+SWITCHES = {"CCE_AUTOTUNE": "1"}
+"""Variables that let a package autotune its kernels."""
 IMPORTS = 2.2
 """Seconds that serving, and the checks of `tune`, are expected to take, times the seconds of the capture."""
 LIMITS_S = {"fla": 210, "liger": 150, "torchao": 150, "gemlite": 240, "gems": 240, "conch": 150}
@@ -90,7 +92,7 @@ class Item:
             EndedError: the time of the item is over.
         """
         caches = {variable: str(self.out / f"{name}-{variable.lower()}") for variable in CACHES}
-        given = os.environ | caches | {"PYTHONPATH": os.pathsep.join(paths()), "COLUMNS": "150"} | environment
+        given = os.environ | caches | SWITCHES | {"PYTHONPATH": os.pathsep.join(paths()), "COLUMNS": "150"} | environment
         began = time.monotonic()
         with (self.out / f"{name}.txt").open("w") as file:
             file.write(f"$ {' '.join(words)}\n")

@@ -356,12 +356,13 @@ class Server:
         served = self._plain
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
-            try:
-                plain = served[kernel.fn]
-            except KeyError:
+            if kernel.fn not in served:
                 same = self._kernels_of(kernel.fn, is_plain=True)
-                plain = served[kernel.fn] = ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
-            return original(kernel, *args, **kwargs) if plain is None else plain.launch(original, kernel, args, kwargs)
+                served[kernel.fn] = ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
+            plain = served[kernel.fn]
+            if plain is None or kwargs.get("warmup"):  # which compiles, and launches nothing
+                return original(kernel, *args, **kwargs)
+            return plain.launch(original, kernel, args, kwargs)
 
         return run
 

@@ -208,6 +208,17 @@ def test_serving_plain_kernels_changes_options_of_captured_launches_only(
     ]
 
 
+def test_serving_compiles_a_kernel_for_warmup_as_the_program_asks_and_counts_no_launch(
+    tmp_path: Path, module: Any, launched_options: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = captured(tmp_path / "cap", module, 64)
+    server = serve(tmp_path / "cap", launches, 16)
+    launched_options.clear()
+    module.doubled.run(torch.ones(64), torch.empty(64), 64, 2.0, BLOCK=32, grid=(1,), warmup=True)
+    assert launched_options == [{}]
+    assert sum(server.counters.by_name().values()) == 0
+
+
 def test_serving_plain_kernels_with_fastest_own_options_changes_nothing(
     tmp_path: Path, module: Any, launched_options: list[dict[str, Any]]
 ) -> None:
@@ -220,7 +231,7 @@ def test_serving_plain_kernels_with_fastest_own_options_changes_nothing(
 
 
 @pytest.mark.parametrize(("given", "named", "stages"), [((2,), {}, 2), ((), {"num_stages": 5}, 5), ((), {}, 7)])
-def test_an_argument_with_the_name_of_an_option_stays_an_argument(
+def test_capture_keeps_an_argument_with_the_name_of_an_option_an_argument(
     tmp_path: Path,
     module: Any,
     given: tuple[int, ...],
