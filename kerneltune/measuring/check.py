@@ -124,15 +124,12 @@ class Checker:
         A change by torch counts even if it left all values as they were, such as a `clamp_` to wide limits.
         """
         places = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
-        judged = [
-            (name, value)
+        return [
+            f"inputs: {name} was overwritten, and is no output"
             for name, value in self._kept()
             if (self._keeps_all or value.ndim > 1 or value.numel() > _FEW) and value.untyped_storage().data_ptr() not in places
+            if version(value) != self._versions[name] or not _same(value, self.inputs_before[name])
         ]
-        changed = [
-            name for name, value in judged if version(value) != self._versions[name] or not _same(value, self.inputs_before[name])
-        ]
-        return [f"inputs: {name} was overwritten, and is no output" for name in changed]
 
     def _nearly_agree(self, outputs: object) -> bool:
         """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
