@@ -46,7 +46,7 @@ class Fact(NamedTuple):
     | condition | an `if` whose side arguments do not tell | text | PATH:LINE |
     | choice | a minimum or maximum of two values that arguments do not tell | text | PATH:LINE |
     | true, false | the side that a condition takes; the second, the first operand of a choice | | PATH:LINE |
-    | no turn, one turn, two turns | turns of a loop; two or more | | PATH:LINE |
+    | no turn, one turn, two turns | how often a loop turns, where two are two or more | | PATH:LINE |
     | two programs | two or more programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |

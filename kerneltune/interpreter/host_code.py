@@ -32,7 +32,7 @@ _LEAST_OF_SIZES = 16
 _LOCAL_NAMES = ast.Call(ast.Name("locals"), [], [])
 _UNREPEATED = (ast.NamedExpr, ast.Lambda, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom)
 _Limit = Callable[[FrameType], list[str]]
-"""Function of a frame: the texts of what an expression does to its values."""
+"""Function of a frame that returns the texts of facts: what an expression gives, or cuts, for the values of the frame."""
 
 
 def noting_host(folder: str) -> AbstractContextManager[None]:
