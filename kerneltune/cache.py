@@ -144,11 +144,11 @@ def load(op_name: str, device_slug: str, root: Path | None = None) -> list[Cache
     return entries
 
 
-def _warn_of(defects: Sequence[object]) -> None:
+def _warn_of(reasons: Sequence[object]) -> None:
     """Warn of entries that are not used; name the first."""
-    if defects:
-        more = f" (and {len(defects) - 1} more)" if len(defects) > 1 else ""
-        warnings.warn(f"{defects[0]}{more}; not used", stacklevel=3)
+    if reasons:
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        warnings.warn(f"{reasons[0]}{more}; not used", stacklevel=3)
 
 
 def load_strict(path: Path) -> list[CacheEntry]:
@@ -320,10 +320,10 @@ class Chooser:
         if (own := self.own(case, gpu)) is not None:
             return Choice(own[1], "own", str)
         for entry, config, distance in self.near(case, gpu, self.op.max_distance):
-            lender = "" if (folder := _entries(self, gpu).folder) == gpu else folder
-            if lender:
-                misses.report_lender(gpu, lender)
-            return Choice(config, "near", partial(_described, case, entry, distance, self.policy, lender))
+            fallback_gpu = "" if (folder := _entries(self, gpu).folder) == gpu else folder
+            if fallback_gpu:
+                misses.report_fallback(gpu, fallback_gpu)
+            return Choice(config, "near", partial(_described, case, entry, distance, self.policy, fallback_gpu))
         config = self.variant.default_config(case)
         if (reason := self.variant.valid(case, config)) is not None:
             raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
@@ -352,7 +352,7 @@ class Chooser:
         kept = [(axis, size) for axis, size in case.axes if axis in bands or axis not in free]
         return case.quant, tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
 
-    def defect(self, entry: CacheEntry) -> str | None:
+    def why_rejected(self, entry: CacheEntry) -> str | None:
         """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
         case = entry.case
         if any(size > _MOST_ELEMENTS for _, size in case.axes):
@@ -374,10 +374,10 @@ def _place(case: Case) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Hold the entries of a variant that serve a GPU, without a defect.
+    """Hold the entries of a variant that can serve a GPU.
 
     Attributes:
-        folder: the folder of the entries: the GPU's own or a lender's, see `_serving_folder`.
+        folder: the folder of the entries: the GPU's own or the fallback GPU's, see `_serving_folder`.
         own: entries of the chooser's policy and of the GPU itself, by case.
         groups: all entries by group; entries of the chooser's policy come before entries of `cold`.
     """
@@ -393,27 +393,27 @@ _loaded = lru_cache(maxsize=1024)(load)
 
 @lru_cache(maxsize=1024)
 def _entries(chooser: Chooser, gpu: str) -> _Entries:
-    """Return the entries that serve a chooser's calls on a GPU. Warn of entries with a defect."""
+    """Return the entries that serve a chooser's calls on a GPU. Warn of rejected entries."""
     folder = _serving_folder(chooser.op.name, gpu, chooser.root)
     path = path_of(chooser.op.name, folder, chooser.root)
     own: dict[Case, CacheEntry] = {}
     groups: dict[_Group, list[tuple[Place, CacheEntry]]] = {}
-    defects = []
+    reasons = []
     of_op = _loaded(chooser.op.name, folder, chooser.root)
     of_variant = in_order(entry for entry in of_op if entry.variant == chooser.variant.name)
     for entry in (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in of_variant if e.policy == policy):
-        if (reason := chooser.defect(entry)) is not None:
-            defects.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
+        if (reason := chooser.why_rejected(entry)) is not None:
+            reasons.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
             continue
         if entry.policy == chooser.policy and folder == gpu:
             own.setdefault(entry.case, entry)
         groups.setdefault(chooser.group_of(entry.case), []).append((_place(entry.case), entry))
-    _warn_of(defects)
+    _warn_of(reasons)
     return _Entries(folder, own, groups)
 
 
 def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
-    """Return the folder whose entries serve a GPU: its own, or the lender's: the nearest known architecture of its maker.
+    """Return the folder whose entries serve a GPU: its own, or the fallback GPU's: the nearest known architecture of its maker.
 
     The interpreter takes no other folder, because nothing is tuned for it.
     """
@@ -421,7 +421,7 @@ def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
         return gpu
     tuned = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)
-    of_maker = [(abs(_architecture(lender)[1] - number), lender) for lender in tuned if _architecture(lender)[0] == maker]
+    of_maker = [(abs(_architecture(other)[1] - number), other) for other in tuned if _architecture(other)[0] == maker]
     return min(of_maker)[1] if of_maker and maker else gpu
 
 

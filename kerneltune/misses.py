@@ -36,7 +36,7 @@ class CacheMissWarning(UserWarning):
 
 
 _said: set[tuple[object, ...]] = set()
-"""Misses that were warned of, without the sizes of their free axes; and (GPU without configs, lender of configs)."""
+"""Misses that were warned of, without the sizes of their free axes; and (GPU without configs, fallback GPU)."""
 
 
 def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Sequence[str]) -> None:
@@ -71,11 +71,11 @@ def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Se
     warnings.warn(f"{text}; using {describe()}", CacheMissWarning, stacklevel=5)
 
 
-def report_lender(gpu: str, lender: str) -> None:
+def report_fallback(gpu: str, fallback_gpu: str) -> None:
     """Warn that the configs of another GPU, by its folder, serve a GPU that has none."""
-    if (gpu, lender) not in _said:
-        _said.add((gpu, lender))
-        warnings.warn(f"no configs for {gpu}: those of {lender}, the nearest known architecture, serve", stacklevel=6)
+    if (gpu, fallback_gpu) not in _said:
+        _said.add((gpu, fallback_gpu))
+        warnings.warn(f"no configs for {gpu}: those of {fallback_gpu}, the nearest known architecture, serve", stacklevel=6)
 
 
 def forget() -> None:

@@ -75,4 +75,4 @@ def test_entry_with_an_impossible_number_of_elements_is_skipped() -> None:
     }
     values = {"variant": "optimized", "case": "a", "dtype": "bfloat16", "quant": "none", "options": {}, "policy": "cold"}
     entry = cache.entry_from("rmsnorm_fwd", {**values, "axes": {"M": 1 << 50, "N": 64}, "config": config, "evidence": {}})
-    assert chooser.defect(entry) == f"axes: a size of more than {1 << 48}"
+    assert chooser.why_rejected(entry) == f"axes: a size of more than {1 << 48}"

@@ -285,7 +285,7 @@ def _require_fit(op: Op, entry: CacheEntry) -> None:
     options = dict(entry.case.options)
     if options.keys() != op.options.keys() or any(options[name] not in offered for name, offered in op.options.items()):
         raise ValueError(f"options: {options}: expected a value for each of {', '.join(op.options) or 'none'}")
-    reason = Chooser.of(op, variant).defect(entry)
+    reason = Chooser.of(op, variant).why_rejected(entry)
     if reason is not None:
         raise ValueError(reason)
 
