@@ -140,7 +140,7 @@ class _SweepRun:
             from kerneltune.cpu_checks import check_on_cpu
 
             checked, coverage = check_on_cpu(plan, self.progress, entries)
-        self._doubt_references(checked)
+        self._warn_if_all_variants_fail(checked)
         path = plan.run_file("check")
         of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
         replaces = records.check_of if plan.options.quick else records.row_of  # `quick` checks no further configs
@@ -163,7 +163,7 @@ class _SweepRun:
         plan, entries = self.plan, self.plan.cases()
         self.measure_first(entries, first_table)
         checked = self.check(plan.cases("check"))
-        self._doubt_references(checked)
+        self._warn_if_all_variants_fail(checked)
         failed = [record for record in checked if record.status == "failed"]
         for line in failure_lines(failed):
             self.progress.note(f"failed its check: {line}")
@@ -204,7 +204,7 @@ class _SweepRun:
             checked += rows
         return checked
 
-    def _doubt_references(self, checked: Sequence[Record]) -> None:
+    def _warn_if_all_variants_fail(self, checked: Sequence[Record]) -> None:
         """Pass a note to the progress for each operator with several variants that all failed in all cases."""
         for op, rows in records.grouped(checked, lambda row: row.op).items():
             variants = {row.variant for row in rows}

@@ -26,8 +26,6 @@ from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.worker import State, Worker, WorkerCrashedError
 
-TRIED_WHOLE = 20
-"""Largest number of configs of a space that are all measured, even if they spill: so small a space is a published list."""
 SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0
 _REJECTED_AT = 1.3

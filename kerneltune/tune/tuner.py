@@ -23,7 +23,7 @@ from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.tune.candidates import candidates, checked_space
-from kerneltune.tune.gpu_worker import TRIED_WHOLE, GpuWorker
+from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.001
 _REFUSED = ("spills", "occupancy")
 """Statuses of configs that a search drops without a measurement."""
+_MAX_UNPRUNED_CONFIGS = 20
+"""Largest number of configs of a space that are all measured, even if they spill: so small a space is a published list."""
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
 _AHEAD = 256
@@ -189,7 +191,7 @@ class Tuner:
     @cached_property
     def prune(self) -> bool:
         """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
-        return not self.options.exhaustive and sum(1 for _ in self.task.variant.configs(self.task.case)) > TRIED_WHOLE
+        return not self.options.exhaustive and sum(1 for _ in self.task.variant.configs(self.task.case)) > _MAX_UNPRUNED_CONFIGS
 
     def begin(self, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config."""
