@@ -415,7 +415,7 @@ class LaunchMap(Generic[V]):
         return value
 
 
-def of_list(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) -> V:
+def get_or_make(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) -> V:
     """Return the value of an autotuner's list of configs, `make()` for a new list.
 
     Programs may make equal configs anew for each launch. Lists are found by the identities of their configs, then by the configs;

@@ -25,7 +25,7 @@ from kerneltune.adopt.arguments import NotRecordableError, Values
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
-from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, is_plain, kernel_name, of_list
+from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, is_plain, kernel_name
 from kerneltune.errors import first_line
 
 log = logging.getLogger("kerneltune.adopt")
@@ -170,7 +170,7 @@ class Recorder:
             by_list: dict[Any, LaunchMap[RecordedClass]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
             if by_list is None:
                 by_list = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
-            by_launch = of_list(by_list, autotuner.configs, _launch_map)
+            by_launch = get_or_make(by_list, autotuner.configs, _launch_map)
             recorded = by_launch.find(args, kwargs)
             if recorded is None:
                 launch = Launch(autotuner, args, kwargs)

@@ -25,7 +25,7 @@ from kerneltune.adopt.configs import (
     split_options,
 )
 from kerneltune.adopt.counters import Counters
-from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, kernel_name, of_list
+from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
@@ -412,7 +412,7 @@ class Server:
     def _assigned(self, autotuner: Any, lists: ServedAutotuner) -> ServedList:
         """Return the server of the list of configs that the program has assigned to an autotuner."""
         with self._lock:
-            return of_list(lists.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
+            return get_or_make(lists.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
 
     def _list_of(self, autotuner: Any) -> ServedList:
         """Return the server of an autotuner with its present list of configs.

@@ -12,7 +12,7 @@ import triton
 from adopted import run_python
 
 from kerneltune.adopt.arguments import encode_value
-from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, of_list, plan_key
+from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, get_or_make, plan_key
 
 
 def launch(*args: Any, **kwargs: Any) -> Launch:
@@ -119,15 +119,15 @@ def test_keys_beyond_their_limit_are_forgotten() -> None:
     assert len(keys.plans) < 33
 
 
-def test_of_list_finds_lists_of_configs_by_identity_and_by_value() -> None:
+def test_get_or_make_finds_lists_of_configs_by_identity_and_by_value() -> None:
     lists: dict[Any, object] = {}
     configs = [triton.Config({"BLOCK": size}) for size in (32, 64)]
-    first = of_list(lists, configs, object)
-    assert of_list(lists, list(configs), object) is first
-    assert of_list(lists, [triton.Config({"BLOCK": size}) for size in (32, 64)], object) is first
-    assert of_list(lists, configs[:1], object) is not first
+    first = get_or_make(lists, configs, object)
+    assert get_or_make(lists, list(configs), object) is first
+    assert get_or_make(lists, [triton.Config({"BLOCK": size}) for size in (32, 64)], object) is first
+    assert get_or_make(lists, configs[:1], object) is not first
     for size in range(3000):
-        of_list(lists, [triton.Config({"BLOCK": size})], object)
+        get_or_make(lists, [triton.Config({"BLOCK": size})], object)
     assert len(lists) <= 2048
 
 
