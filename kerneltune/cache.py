@@ -116,7 +116,7 @@ def read_roots(root: Path | None = None) -> list[Path]:
     """Return the folders that configs are read from; a file is read from the first folder that holds it.
 
     Args:
-        root: the folder of the cache; None for `default_root()`, and without KERNELTUNE_CONFIGS the packaged folder behind it.
+        root: the folder of the cache; None for `default_root()`, then the packaged configs unless KERNELTUNE_CONFIGS is set.
     """
     if root is not None:
         return [root]
@@ -126,7 +126,7 @@ def read_roots(root: Path | None = None) -> list[Path]:
 def readable(file: Path, root: Path | None = None) -> Path:
     """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read, or would be if it existed."""
     paths = [folder / file for folder in read_roots(root)]
-    return next((path for path in paths if os.path.exists(path)), paths[-1])  # not of a folder that this user may not read
+    return next((path for path in paths if os.path.exists(path)), paths[-1])  # False where reading is forbidden
 
 
 def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
@@ -309,9 +309,9 @@ class Chooser:
     def find(self, case: Case, gpu: str | None = None) -> Choice:
         """Return the first valid config of: the case's own entry, near entries as `nearness.ranked` sorts them, the default.
 
-        Near entries have the case's sizes and another value of a free option, or other sizes of the free axes within
-        `max_distance`, or the case's own of both; their type may be the other 16-bit type. For a GPU that has no config of the
-        operator, entries of the nearest known architecture are near.
+        Near entries have another value of a free option, or other sizes of the free axes within `max_distance`. Entries that
+        differ in the 16-bit type alone are near as well. For a GPU that has no config of the operator, entries of the nearest
+        known architecture are near.
 
         Raises:
             ValueError: not even the default is valid for the case.

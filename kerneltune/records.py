@@ -235,7 +235,7 @@ def merge(path: Path, new: Sequence[Record]) -> None:
 def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], replaces: Identity = row_of) -> None:
     """Replace the rows of a file of checks that `new` checked again, and keep the other rows that `is_kept` accepts.
 
-    A file of checks has a row for each config, the failed row of several. A failed import replaces a failed import alone. The
+    A file of checks has a row for each config, the failed row of several. A failed import replaces only a failed import. The
     file changes as `merge` changes a file.
 
     replaces: `row_of` if a record replaces the rows of all configs; `check_of` if only the row of its own config.

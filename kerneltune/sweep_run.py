@@ -245,7 +245,7 @@ class _SweepRun:
     ) -> list[Record]:
         """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again.
 
-        A variant that no config can run in a case has a failed row, which no journal keeps.
+        Where no config of a variant is valid in a case, the variant has a failed row, which is not kept in the journal.
         """
         tasks_of = [self.plan.tasks(entry.op, entry.case) for entry in entries]
         runs_of = [[self._run(task) for task in tasks if task.variant.name not in without] * self.repeat for tasks in tasks_of]

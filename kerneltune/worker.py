@@ -49,7 +49,7 @@ class State(Enum):
 class Worker:
     """Send requests to an object in another process. Use as a context manager.
 
-    After a crash the next request starts another process; after an exception too, as memory of the GPU may still be taken.
+    After a crash, or an exception of the object, which may still hold memory of the GPU, the next request starts another process.
     One thread sends requests. Another thread may call `stop`, or leave the context. A request raises WorkerCrashedError if the
     process crashes over it, and WorkerStoppedError if the worker is stopped. The object may call its attribute `tell` with a text
     before a step that may crash; the error then has the text, and the time limit of the request begins anew.

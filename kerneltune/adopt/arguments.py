@@ -349,7 +349,7 @@ def _tensor(tensor: Any, live: dict[int, Any]) -> TensorLayout:
 
 
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
-    """Return the digest that launches of a class share, of types of floats, alignment of offsets, and values of other arguments.
+    """Return a digest of layouts, alignment, types of floats and values of all other arguments: equal for launches of a class.
 
     ignored: names of other arguments whose types, but not values, are in the digest.
     """

@@ -181,7 +181,7 @@ def _is_member(wanted: Any, key: str, value: Any) -> bool:
 
 
 def home_of(autotuner: Any) -> KernelName | None:
-    """Return the module that holds an autotuner, and the name there of the autotuner, or of its class or container; None if none.
+    """Return the module that holds an autotuner, and the global through which it is reached; None if no module holds it.
 
     A program may autotune a kernel of another module. The kernel's own module need not be in `sys.modules`. Of several names the
     first that the module bound is returned, because a later name may be the variable of a loop that launches the kernel.

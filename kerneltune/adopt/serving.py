@@ -135,7 +135,7 @@ class ServedList:
             configs = [choice.config for choice in served.choices]
             try:
                 pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
-            except Exception:  # triton.autotune prunes for the first launch of a key alone, and launches its choice again
+            except Exception:  # triton.autotune too prunes once for a key, and reuses the choice
                 if id(stored) not in self.last_allowed:
                     raise
                 return self.last_allowed[id(stored)]

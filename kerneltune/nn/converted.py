@@ -83,7 +83,7 @@ class ConvertedProducts(nn.Module):
             )
 
     def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str) -> Tensor:
-        """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order, of the named parameter."""
+        """Multiply rows (M, K) in groups that end at offs (E,) with a weight (E, K, N), row-major or column-major."""
         kept: Any = getattr(self, f"{name}_kept")
         recipe = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling").on(rows.device)
         rows = row_major(in_autocast(rows))

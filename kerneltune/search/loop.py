@@ -31,7 +31,7 @@ _AHEAD_BLIND = 48
 _FIRST = 8
 """Configs that are tried after `Candidates.first` before the sampler's model chooses."""
 _LESS_LIKELY = 2.0
-"""Factor by which a config is drawn later for every knob that differs from the default or from the best config of a near case.
+"""Each knob that differs from the default, or from the best config of a near case, makes a config so much less likely to be next.
 
 Defaults and near cases guess well. On the shipped spaces, configs within two knobs of the default are 8 % of all configs, and 39
 of the 63 configs within 3 % of the best.
@@ -51,7 +51,7 @@ class Search:
 
     Attributes:
         budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
-        trials: largest number of configs.
+        trials: largest number of configs, those of earlier searches of the task included.
         sampler: a name of search.SAMPLERS.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.

@@ -1,8 +1,8 @@
 """Store every trial, so that no config is measured twice.
 
 A store holds the trials of an operator on a GPU model. It is an Optuna journal, which optuna-dashboard and optuna.load_study
-open. The journal has a study for each variant, case, policy and fingerprint, whose user attributes name them, and for each set of
-knob values that a space offers: another space opens another study. A finished trial is a line that is on disk when `put` returns,
+open. The journal has a study for each variant, case, policy, fingerprint and space, whose user attributes name the first four: a
+space with other knob values opens another study. A finished trial is a line that is on disk when `put` returns,
 so a kill loses at most the running trial.
 """
 

@@ -88,8 +88,8 @@ class Tuner:
 
     Attributes:
         requests: thread that sends requests to the worker in order; the GPU does not wait for decisions of this process.
-        options: limits of the search, and the folder of configs. The whole space is searched with `renews` all, and with
-            further knob values, also if the other 16-bit type was searched before.
+        options: limits of the search, and the folder of configs. If the other 16-bit type was searched before, only its best
+            configs are tried, unless `renews` is all or the space has further knob values.
         compilers: number of configs that compile at the same time.
         program_registers: registers of all threads of the largest program of every compiled config.
     """
@@ -167,7 +167,7 @@ class Tuner:
         """Run the final, and return its incumbent, the best config and its evidence.
 
         If the worker crashes, let each challenger meet the incumbent in a final of two configs. If a final of two crashes, its
-        challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
+        challenger drops out. If the incumbent crashes in a final of its own, the next challenger takes its place.
 
         Raises:
             WorkerCrashedError: all configs dropped out.
