@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -217,6 +217,12 @@ def check_case(op: Op, case: Case) -> None:
         raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
     if traffic.total <= 0 and all(size > 0 for _axis, size in case.axes):
         raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
+    for field, function, counts in (
+        ("traffic", op.traffic, (traffic.read, traffic.write)),
+        ("flops", op.flops, (op.flops and _asked(about, "flops", op.flops, case),)),
+    ):
+        if odd := [count for count in counts if count is not None and type(count) is not int]:
+            raise _wrong(about, field, cast(Any, function), f"{odd[0]!r}: expected a whole number of type int")
     for variant in op.variants:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)

@@ -250,3 +250,16 @@ def test_default_that_is_not_valid_for_the_case_of_the_look_up_raises_one_line()
     wrong = op(variants=(refuses,), as_called=lambda case: replace(case, axes=(("M", 7), ("N", 8))))
     with pytest.raises(ValueError, match=r"^test_listing.py:\d+: default: .*: not valid \(odd\), for .* M=7 N=8 "):
         check_case(wrong, Case("a", (("M", 6), ("N", 8)), "bfloat16", options=(("layout", "row"),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops": lambda _case: 64.0}, "flops: 64.0: expected a whole number of type int"),
+        ({"traffic": lambda _case: Traffic(1.5, 2)}, "traffic: 1.5: expected a whole number of type int"),  # type: ignore[arg-type]
+    ],
+)
+def test_traffic_or_flops_of_another_type_raise_one_line_before_the_check(changes: dict[str, Any], message: str) -> None:
+    """The journal of a check would hold them, and could not be read again."""
+    with pytest.raises(ValueError, match=rf"^test_listing.py:\d+: {re.escape(message)}, for copy M=6 N=8 "):
+        check_case(op(**changes), Case("a", (("M", 6), ("N", 8)), "bfloat16", options=(("layout", "row"),)))
