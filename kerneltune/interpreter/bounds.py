@@ -365,7 +365,7 @@ class _Guard:
         at = addresses - np.uint64(region.first if region else 0)  # below the region, a difference wraps around
         mask = np.asarray(mask)  # of a block pointer, the memory of an array
         accessed = at if mask.all() else at[mask]
-        furthest = int(accessed.max()) if accessed.size else 0
+        furthest = int(accessed.max()) if accessed.size else -item_size  # an empty tensor may be behind a mask of False
         if region is None or furthest > region.size - item_size:
             if region is None or (addresses >> np.uint64(REGION_BITS) != number + FIRST_REGION).any():
                 return self._each(what, addresses, mask, item_size, noted)

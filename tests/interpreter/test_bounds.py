@@ -64,6 +64,20 @@ def test_garbage_behind_the_mask_of_a_store_is_no_fault() -> None:
 
 
 @triton.jit
+def _pad(x_ptr, y_ptr, N, total, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, at < N, other=0), at < total)
+    tl.store(x_ptr + at, tl.load(y_ptr + at, at < total), at < N)
+
+
+def test_masked_access_to_an_empty_tensor_is_no_fault_and_another_is() -> None:
+    x, y = torch.empty(0), torch.ones(4)
+    assert fault(lambda: _pad[(1,)](x, y, 0, 4, 8)) == ""
+    assert y.tolist() == [0] * 4
+    assert fault(lambda: _pad[(1,)](x, y, 1, 4, 8)).startswith("load outside of x_ptr: element 0")
+
+
+@triton.jit
 def _fill_columns_of_tiles(y_ptr, rows, columns, TAKES_TURNS: tl.constexpr):
     num_down = rows // 16
     num_tiles = num_down * (columns // 16)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from asserting import every
 from mistaken_ops import CASES, case_of
 from row_sums import BENCH, findings, summing, sums_of_rows
 from test_pairs import op_with
@@ -473,6 +474,20 @@ def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addre
     start = f"summed: not judged: addresses of optimized in {BENCH[0].name}: host code fails without memory: test_size_"
     assert line.startswith(start), line
     assert line.endswith("; sizes of bench cases alone of optimized: host code fails without memory"), line
+
+
+def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
+    op = summing("")
+
+    def in_torch(given: Inputs, _config: Any) -> Outputs:
+        assert float(given["x"].sum()) < 1e30
+        return op.reference(given)
+
+    op = replace(op, variants=(Variant("baseline", in_torch), op.variants[0]))
+    _, _, facts = derived_cases(op, CASES, BENCH)
+    addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts, CASES)
+    dict(run_jobs([addresses]))
+    assert every("not judged" not in line for line in coverage_lines([addresses]))
 
 
 def test_coverage_says_that_the_time_for_sizes_of_bench_cases_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
