@@ -9,8 +9,7 @@ from kerneltune.errors import first_line, statement_in
 from kerneltune.interpreter.facts import Fact, note
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
-from kerneltune.measuring.check import CaseError, host_folder, meta_inputs
-from kerneltune.measuring.pairs import launches_kernels
+from kerneltune.measuring.check import CaseError, host_folder, launches_kernels, meta_inputs
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 
 _SEVERAL = 4

@@ -13,8 +13,8 @@ from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.interpreter.facts import Fact, Launches
 from kerneltune.interpreter.modes import unlaunched
-from kerneltune.measuring.check import Checker
-from kerneltune.measuring.pairs import around_default, check_cost, launched, launches_kernels, settings
+from kerneltune.measuring.check import Checker, launches_kernels
+from kerneltune.measuring.pairs import around_default, check_cost, launched, settings
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome
 

@@ -201,16 +201,6 @@ def launched(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) ->
     return found
 
 
-def launches_kernels(op: Op, variant: Variant, cases: Iterable[Case]) -> bool:
-    """Return whether a variant launches a kernel in a case; False for a variant that only calls torch."""
-    num_programs = list[int]()
-    for case in cases:
-        with suppress(Exception), unlaunched(host_folder(op)) as launches:  # the record of the check says why a case fails
-            variant.run(op.inputs(case, device="cpu"), variant.default_config(case))
-            num_programs.append(launches.num_programs)
-    return not num_programs or any(num_programs)
-
-
 def around_default(variant: Variant, case: Case) -> Iterator[Config]:
     """Yield the default config, and for each other value of a knob a valid config that differs in at most one more knob."""
     default = variant.default_config(case)
