@@ -22,7 +22,7 @@ from kerneltune.records import Record, grouped
 from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep_file import SweepCase
 from kerneltune.sweep_run import measure_batches
-from kerneltune.task import Task, changed, config_values
+from kerneltune.task import Task, changed, knobs_of
 from kerneltune.tune.run import renew
 from kerneltune.tune.session import TuningResult
 from kerneltune.wording import counted, differing, first_of, pairs
@@ -180,7 +180,7 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
     try:
-        now = config_values(task.config_of_call(configs, gpu)) or {}
+        now = knobs_of(task.config_of_call(configs, gpu))
     except ValueError as error:  # no config can run the case any more
         return "another config", f"{row.config_label}, here {error}"
     values = differing(row.config or {}, now)

@@ -25,7 +25,7 @@ from kerneltune.reporting import tables
 from kerneltune.reporting.naming import failure_lines
 from kerneltune.spec import Case, Config, TaskKey
 from kerneltune.sweep_file import SweepCase, cases_by_op
-from kerneltune.task import Outcome, Run, Task, config_values
+from kerneltune.task import Outcome, Run, Task, knobs_of
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 
 _CONFIGS_PER_CASE = 3
@@ -168,7 +168,7 @@ class _SweepRun:
         for line in failure_lines(failed):
             self.progress.note(f"failed its check: {line}")
         for record in failed:
-            if record.config == config_values(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
+            if (record.config or {}) == knobs_of(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
                 self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
         if self.wrong:  # the times of the first table go now, as an interrupt may end the run
             rows = [self._run(task) for entry in plan.headline() for task in plan.tasks(entry.op, entry.case)]

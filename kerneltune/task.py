@@ -85,18 +85,13 @@ class Run(NamedTuple):
 
 
 def knobs_of(config: Config) -> dict[str, Any]:
-    """Return the knobs of a config and their values."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+    """Return the knobs of a config and their values; none of a variant without knobs, whose config is None."""
+    return {} if config is None else {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 def knob_pairs(config: Config) -> "Knobs":
     """Return the knobs of a config and their values as hashable pairs."""
     return tuple(knobs_of(config).items())
-
-
-def config_values(config: Config) -> dict[str, Any] | None:
-    """Return a config as JSON; None for no config."""
-    return None if config is None else knobs_of(config)
 
 
 Knobs = tuple[tuple[str, Any], ...]

@@ -26,7 +26,7 @@ from kerneltune.records import Record
 from kerneltune.spec import Case, Config
 from kerneltune.stale import plans_of
 from kerneltune.sweep_run import measure_batches, measure_live, run_sweep
-from kerneltune.task import Outcome, Run, Task, config_values
+from kerneltune.task import Outcome, Run, Task, knobs_of
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
 from kerneltune.worker import WorkerCrashedError
 
@@ -37,7 +37,7 @@ CASE = Case("a", (("M", 8), ("N", 64)), "bfloat16", "none", (("zero_centered", F
 OP = OPS["rmsnorm_bwd"]
 BASELINE, OPTIMIZED = OP.variant("baseline"), OP.variant("optimized")
 RUNS = [Run(task, task.default) for task in (Task(OP, CASE, BASELINE), Task(OP, CASE, OPTIMIZED))]
-CONFIGS = {task.variant.name: config_values(config) for task, config in RUNS}
+CONFIGS = {task.variant.name: knobs_of(config) or None for task, config in RUNS}
 
 
 def row(variant: str, **changes: Any) -> Record:
@@ -466,7 +466,7 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
             raise KeyboardInterrupt
         measured.append(case.name)
         identity = {"op": task.op.name, "case": case.name, "dtype": case.dtype, "axes": dict(case.axes), "options": {}}
-        fields = {"source_hash": task.variant.source_hash, "driver": "580", "config": config_values(config)}
+        fields = {"source_hash": task.variant.source_hash, "driver": "580", "config": knobs_of(config) or None}
         return [row(task.variant.name, **identity, **fields)]
 
     monkeypatch.setattr(sweep_run, "compare_in_worker", comparing)

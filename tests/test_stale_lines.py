@@ -11,7 +11,7 @@ from kerneltune import cache, ops
 from kerneltune.records import Record
 from kerneltune.spec import Case, Op
 from kerneltune.stale import stale_lines
-from kerneltune.task import Task, config_values
+from kerneltune.task import Task, knobs_of
 
 OPS = ops.load()
 OTHER_WARPS = 8
@@ -23,7 +23,7 @@ def with_config(config: dict[str, Any] | None, **changes: Any) -> Record:
 
 def at_hand(op: Op, entry: cache.CacheEntry, policy: str, gpu: str, configs: Path | None = None) -> dict[str, Any] | None:
     """Return the config that a measurement of an entry's case has on a GPU."""
-    return config_values(Task(op, entry.case, op.variant(entry.variant), policy).config_of_call(configs, gpu))
+    return knobs_of(Task(op, entry.case, op.variant(entry.variant), policy).config_of_call(configs, gpu))
 
 
 def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
@@ -76,7 +76,7 @@ def test_default_that_changed_makes_a_record_without_a_cached_config_stale(tmp_p
     op = OPS["stream"]
     (variant,) = op.variants
     case = Case("small", (("read", 1 << 20), ("write", 1 << 20)), "int32")
-    default = config_values(variant.default_config(case))
+    default = knobs_of(variant.default_config(case))
     row = literal(
         10.0, op="stream", variant=variant.name, case="small", dtype="int32", quant="none", axes=dict(case.axes), options={},
         source_hash=variant.source_hash, config=default,

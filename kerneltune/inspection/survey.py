@@ -14,7 +14,7 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, c
 from kerneltune.plan import Selection
 from kerneltune.progress import Progress
 from kerneltune.spec import Case, Op
-from kerneltune.task import Run, Task, config_values
+from kerneltune.task import Run, Task, knobs_of
 from kerneltune.wording import counted
 
 _SILENT = Progress()
@@ -91,7 +91,7 @@ def _row(run: Run, target: str, compiled: CompileResult) -> StaticRow:
         f"{task.case.name} {task.case.label}",
         task.policy,
         target,
-        config_values(config) or {},
+        knobs_of(config),
         () if compiled.error else kernels,
         compiled.error or _unfit(kernels, target, getattr(config, "ctas", 0)),
     )

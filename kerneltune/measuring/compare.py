@@ -16,7 +16,7 @@ from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave,
 from kerneltune.records import Record, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
-from kerneltune.task import Outcome, Run, Task, config_values, stamp
+from kerneltune.task import Outcome, Run, Task, knobs_of, stamp
 
 
 class Compared(NamedTuple):
@@ -219,7 +219,7 @@ def make_record(family: str, run: Run, outcome: Outcome, **times: Any) -> Record
     here, (task, config) = device.current(), run
     return Record(
         status=outcome.status,
-        config=config_values(config),
+        config=knobs_of(config) or None,
         device=here.name,
         unit=here.unit,
         reason=outcome.reason,
