@@ -14,6 +14,7 @@ from kerneltune.measuring.compare import ceiling_task
 from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
+from kerneltune.search.loop import times_of
 from kerneltune.spec import Op, TaskKey
 from kerneltune.task import Run, Task, changed, knobs_of, stamp
 from kerneltune.tune.candidates import checked_space
@@ -31,8 +32,6 @@ _KEPT = {
     "outdated": "are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)",
 }
 """State of cached configs that `tune` keeps -> the rest of its note."""
-_OF_THE_SEARCH = ("trials", "before")
-"""Fields of the evidence about the search, which a new timing keeps."""
 
 
 def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> list[TuningResult]:
@@ -142,14 +141,14 @@ def renew(
     until: time of the monotonic clock in s, after which no further config is timed.
     """
     renewals, here = list[tuple[cache.CacheEntry, TuningResult]](), device.current().slug
-    work = [(entry, _runs_of(ops[entry.op], entry)) for entry in configs]
+    work = [(entry, *_runs_of(ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
-        for number, (entry, runs) in enumerate(work, start=1):
+        for number, (entry, runs, refusal) in enumerate(work, start=1):
             if time.monotonic() >= until:
                 break
-            session.queue.look_ahead(run for _, later in work[number:] if isinstance(later, list) for run in later)
-            result = _renewed(session, runs, entry) if isinstance(runs, list) else runs
+            session.queue.look_ahead(run for _, later, _ in work[number:] for run in later)
+            result = refusal or _renewed(session, runs, entry)
             if result.entry is not None:
                 cache.store(here, result.entry, options.configs)
             if result.status == "dropped":
@@ -159,8 +158,8 @@ def renew(
     return renewals
 
 
-def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
-    """Return an entry's task with its config and, if it differs, with the default; or why the config cannot run."""
+def _runs_of(op: Op, entry: cache.CacheEntry) -> tuple[list[Run], TuningResult | None]:
+    """Return an entry's task with its config and, if it differs, with the default; or no run, and why the config cannot run."""
     case = entry.case
     try:
         variant = op.variant(entry.variant)
@@ -170,11 +169,11 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
         if reason := variant.unsupported(case) or variant.valid(case, config):
             raise ValueError(reason)
-        return [Run(task, distinct) for distinct in dict.fromkeys([config, task.default])]
+        return [Run(task, distinct) for distinct in dict.fromkeys([config, task.default])], None
     except Exception as error:  # an operator's own code may fail in any way on an old entry
         is_refusal = isinstance(error, ValueError | ArithmeticError)  # any other error is a mistake of the operator
         reason = " ".join(str(error).split()) or type(error).__name__
-        return TuningResult("dropped" if is_refusal else "failed", reason=reason)
+        return [], TuningResult("dropped" if is_refusal else "failed", reason=reason)
 
 
 def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntry) -> TuningResult:
@@ -188,22 +187,20 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
             session.queue.fill()
             for compilation in compilations:
                 compilation.result()
-            own, *of_default = [tuner.requests.submit(tuner.measure, config).result() for config in configs]
-            if own.status == "crashed":  # perhaps another process kept the GPU busy
-                own = tuner.requests.submit(tuner.measure, configs[0]).result()
+            trials = {config: tuner.requests.submit(tuner.measure, config).result() for config in configs}
+            if trials[configs[0]].status == "crashed":  # perhaps another process kept the GPU busy
+                trials[configs[0]] = tuner.requests.submit(tuner.measure, configs[0]).result()
+            own, times = trials[configs[0]], times_of(trials)
             if own.time_us is None:
-                default_runs = any(evaluation.time_us is not None for evaluation in of_default)
-                is_own_fault = default_runs and own.status != "skipped"
+                is_own_fault = times and own.status != "skipped"  # the default runs
                 return TuningResult("dropped" if is_own_fault else "failed", reason=f"{own.status}: {own.reason}")
-            evaluations = zip(configs, (own, *of_default), strict=True)
-            timed = [config for config, evaluation in evaluations if evaluation.time_us is not None]
-            best, evidence = tuner.run_final(timed, configs[-1])
+            best, evidence = tuner.run_final(list(times), configs[-1])
     except (WorkerCrashedError, ValueError) as error:
         return TuningResult("failed", reason=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")
     finally:
         session.queue.forget(task)
     evidence |= stamp(task.variant)
-    if best == configs[0]:
-        evidence |= {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-    config = entry.config if best == configs[0] else knobs_of(best)
-    return TuningResult("tuned", replace(entry, config=config, evidence=evidence))
+    if best != configs[0]:
+        return TuningResult("tuned", replace(entry, config=knobs_of(best), evidence=evidence))
+    of_search = {name: entry.evidence[name] for name in ("trials", "before") if name in entry.evidence}
+    return TuningResult("tuned", replace(entry, evidence=evidence | of_search))
