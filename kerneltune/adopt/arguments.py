@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypeGuard
 
+import msgspec
+
 from kerneltune.adopt.program import attribute, main_name
 from kerneltune.identity import code_digest
 
-PLAIN = (bool, int, float, str, type(None))
+SCALAR_TYPES = (bool, int, float, str, type(None))
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
@@ -30,7 +32,7 @@ def encode_value(value: Any) -> Any:
     """Return a value as JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
-    if type(value) in PLAIN:
+    if type(value) in SCALAR_TYPES:
         return value
     for plain in (int, float, str):  # members of enumerations, numpy's floats
         if isinstance(value, plain):
@@ -104,7 +106,7 @@ def decode_value(value: Any, load: Callable[[str, str], Any] = lambda module, _:
     Raises:
         ValueError: the JSON is none that `encode_value` writes, or the source of a function has changed.
     """
-    if isinstance(value, PLAIN):
+    if isinstance(value, SCALAR_TYPES):
         return value
     if isinstance(value, dict) and len(value) == 1:
         (kind, content), *_ = value.items()
@@ -138,8 +140,6 @@ def torch_dtype(name: str) -> Any:
 
 ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a pointer that is not a multiple of it."""
-
-
 _OF_REINTERPRET = {
     "int1": "bool", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8e4nv": "float8_e4m3fn",
     "fp8e5": "float8_e5m2", "fp8e4b8": "float8_e4m3fnuz", "fp8e5b16": "float8_e5m2fnuz",
@@ -159,8 +159,8 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "data_ptr") and hasattr(value, "dtype")
 
 
-def is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number, which may be a size."""
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer but no boolean, so that it may be a size."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -169,8 +169,7 @@ def is_descriptor(value: Any) -> bool:
     return hasattr(value, "block_shape") and hasattr(value, "base")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
+class TensorLayout(msgspec.Struct, frozen=True, rename={"holds_integers": "is_whole"}):
     """Describe a tensor's layout. Tensors with the same `storage` share memory; `offset` is in bytes from the storage's start."""
 
     dtype: str
@@ -179,7 +178,7 @@ class TensorLayout:
     storage: int
     offset: int
     element_bytes: int
-    is_whole: bool
+    holds_integers: bool
 
     def __post_init__(self) -> None:
         """Raise ValueError for a layout that no tensor has."""
@@ -230,7 +229,7 @@ class Argument:
 
     def __post_init__(self) -> None:
         """Raise ValueError for an argument that is neither a plain value nor has a tensor's layout."""
-        if (self.tensor is None) != (self.kind == "value") or not isinstance(self.value, (*PLAIN, dict)):
+        if (self.tensor is None) != (self.kind == "value") or not isinstance(self.value, (*SCALAR_TYPES, dict)):
             raise ValueError(f"argument {self.name}: expected a plain value, or the layout of a {self.kind}")
 
     @property
@@ -320,8 +319,8 @@ def _split_storages(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tu
                 storages[number, tensor.offset] = live
             end, covered = max(end, tensor.end), covered + own
             numbers[tensor] = len(storages) - 1
-    renumbered = [a if a.tensor is None else replace(a, tensor=replace(a.tensor, storage=numbers[a.tensor])) for a in arguments]
-    return renumbered, list(storages.values())
+    moved = {layout: msgspec.structs.replace(layout, storage=number) for layout, number in numbers.items()}
+    return [a if a.tensor is None else replace(a, tensor=moved[a.tensor]) for a in arguments], list(storages.values())
 
 
 def _argument(name: str, value: Any, live: dict[int, Any], is_positional: bool) -> Argument:
@@ -344,8 +343,8 @@ def _tensor(tensor: Any, live: dict[int, Any]) -> TensorLayout:
         raise NotRecordableError(f"a tensor of {inner.dtype} that the program reinterprets as {tensor.dtype}")
     offset = int(inner.storage_offset()) * size  # tensors without elements give no pointer
     shape, stride = tuple(int(n) for n in inner.shape), tuple(int(n) for n in inner.stride())
-    whole = not (inner.is_floating_point() or inner.is_complex())
-    return TensorLayout(name, shape, stride, list(live).index(address), offset, size, whole)
+    holds_integers = not (inner.is_floating_point() or inner.is_complex())
+    return TensorLayout(name, shape, stride, list(live).index(address), offset, size, holds_integers)
 
 
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
@@ -448,12 +447,12 @@ def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[TensorLayout
 
     Few bytes are kept in any case. Many bytes of 8-bit whole numbers are weights.
     """
-    whole = [tensor for tensor in tensors if tensor.is_whole]
-    if not whole or end - begin <= SAMPLE_BYTES:
-        return bool(whole)
-    if all(tensor.element_bytes == 1 for tensor in whole):
+    integers = [tensor for tensor in tensors if tensor.holds_integers]
+    if not integers or end - begin <= SAMPLE_BYTES:
+        return bool(integers)
+    if all(tensor.element_bytes == 1 for tensor in integers):
         return False
-    kind, size = whole[0].dtype, whole[0].element_bytes
+    kind, size = integers[0].dtype, integers[0].element_bytes
     try:
         least, largest = (int(value) for value in _elements(live, kind, begin // size, (end - begin) // size).aminmax())
     except RuntimeError:  # an element type without an order here
@@ -469,13 +468,13 @@ def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:
     """Return the first argument with 64-bit whole numbers that are all addresses or 0, empty for none."""
     torch: Any = sys.modules["torch"]
     for argument in arguments:
-        if (tensor := argument.tensor) is None or not tensor.is_whole or tensor.element_bytes != 8:
+        if (tensor := argument.tensor) is None or not tensor.holds_integers or tensor.element_bytes != 8:
             continue
         raw = values.tensors.get(f"storage.{tensor.storage}")
         if raw is not None and raw.numel() % 8 == 0:
-            whole = raw.view(torch.int64)
-            whole = whole[whole != 0]
-            if whole.numel() and bool(((whole >= _LEAST_ADDRESS) & (whole < _LARGEST_ADDRESS)).all()):
+            integers = raw.view(torch.int64)
+            integers = integers[integers != 0]
+            if integers.numel() and bool(((integers >= _LEAST_ADDRESS) & (integers < _LARGEST_ADDRESS)).all()):
                 return argument.name
     return ""
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from kerneltune.adopt import arguments
-from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_function, is_tensor, is_whole, parts
+from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_function, is_integer, is_tensor, parts
 from kerneltune.adopt.program import attribute, main_name, values_of_module
 
 NO_ARGUMENT = ("grid", "warmup")
@@ -337,7 +337,7 @@ class Launch:
         for name, value in self._parts():
             if is_tensor(value):
                 sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(getattr(value, "shape", ()))}
-            elif is_whole(value):
+            elif is_integer(value):
                 sizes[name] = int(value)
         return sizes
 
@@ -350,7 +350,7 @@ class Launch:
         place = names.index(argument) if argument in names else len(names)
         value: Any = self.args[place] if place < len(self.args) else self.kwargs.get(argument)
         if not axis:
-            return int(value) if is_whole(value) else None
+            return int(value) if is_integer(value) else None
         shape = getattr(value.base if is_descriptor(value) else value, "shape", ())
         return int(shape[int(axis)]) if int(axis) < len(shape) else None
 
@@ -453,7 +453,7 @@ def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False
         elif is_tensor(value):
             parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding and hasattr(value, "shape") else ())]
             parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
-        elif is_deciding and type(value) in arguments.PLAIN:
+        elif is_deciding and type(value) in arguments.SCALAR_TYPES:
             parts += [v, *([f"{v}.__class__"] if isinstance(value, int | float) else ())]  # because True == 1 == 1.0
         elif is_deciding and is_function(value):
             parts.append(f"{v}.fn")

@@ -127,7 +127,7 @@ def case_of(launch_class: LaunchClass, axes: Sequence[str]) -> Case:
 
 def case_dtype(launch_class: LaunchClass) -> str:
     """Return the element types of a class's floating-point tensors, joined to a name."""
-    names = sorted({a.tensor.dtype for a in launch_class.arguments if a.tensor is not None and not a.tensor.is_whole})
+    names = sorted({a.tensor.dtype for a in launch_class.arguments if a.tensor is not None and not a.tensor.holds_integers})
     return "+".join(names) or "none"
 
 

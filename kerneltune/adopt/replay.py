@@ -365,7 +365,7 @@ def make_replay(launch_class: LaunchClass, folder: Path, device: str, seed: int)
         if device == "meta":
             storages.append(torch.empty(_aligned(begin) + end - begin, dtype=torch.uint8, device=device))
             continue
-        if about.get("kept") == "missing" and any(tensor.is_whole for tensor in tensors):
+        if about.get("kept") == "missing" and any(tensor.holds_integers for tensor in tensors):
             raise ReplayError(f"{launch_class.label}: index values were not kept: capture again, with more --max-bytes")
         storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number, guard_bytes))
     return Replay(launch_class, live_arguments(launch_class, storages), storages, guard_bytes)
