@@ -255,43 +255,49 @@ class Checker:
         return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
 
     def run_with_gaps(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
-        """Run a variant as `run` does, on inputs with gaps between rows where host code accepts them.
+        """Run a variant as `run` does, on inputs with gaps at all outer axes, then with gaps between rows alone.
 
-        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. So a
-        kernel is found that takes the strides of another tensor, or the number of columns, for the stride of an input. Where host
-        code refuses gaps between rows, gaps between matrices are tried, and so on outwards.
+        So a kernel is found that takes the strides of another tensor, the number of columns, or a multiple of the stride between
+        rows for the stride of an input. `reshape(-1, N)` copies the first inputs, and takes the second as they are.
         """
-        gaps = dict.fromkeys(with_gaps(self.inputs), 0) if host_folder(self.op) else {}
+        matrices = with_gaps(self.inputs) if host_folder(self.op) else {}
+        rows = dict.fromkeys(matrices, 1)
+        accepted, outputs, lines = self._run_apart(variant, config, {name: int(it.ndim == 2) for name, it in matrices.items()})
+        if accepted and accepted != rows and not lines:
+            accepted, outputs, lines = self._run_apart(variant, config, rows)
+        return (outputs, lines) if accepted else self.run(variant, config)
+
+    def _run_apart(self, variant: Variant, config: Config, gaps: dict[str, int]) -> tuple[dict[str, int], Outputs, list[str]]:
+        """Run a variant on inputs with gaps where host code accepts them; return also the gaps that it accepts.
+
+        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. Where it
+        refuses gaps, gaps around an axis more are tried. Where it accepts none, there are no outputs and no errors.
+        """
         while gaps:
             apart = copy(self)
             apart.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
             with noting_layouts(apart.inputs, host_folder(self.op)) as read:
                 outputs, lines = apart.run(variant, config)
             if not lines:
-                return outputs, lines
+                return gaps, outputs, lines
             last = next((name for name in reversed(read) if name in gaps), None)
             if lines[0].startswith(LAUNCH_FAILURE):  # the input that host code looked at last is refused
-                refused = {last: gaps[last] + 1} if last and gaps[last] + 2 < self.inputs[last].ndim else {}
-                gaps = {name: within for name, within in gaps.items() if last and name != last} | refused
+                refused = {last: gaps[last] + 1} if last and 0 <= gaps[last] < self.inputs[last].ndim - 1 else {}
+                gaps = {name: inner for name, inner in gaps.items() if last and name != last} | refused
             elif gaps.keys() <= set(read):
                 break
             else:
-                gaps = {name: within for name, within in gaps.items() if name in read}
-        outputs, without = self.run(variant, config)
+                gaps = {name: inner for name, inner in gaps.items() if name in read}
+        outputs, without = self.run(variant, config) if gaps else ({}, [])
         if without or not gaps:
-            return outputs, without
-        return outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
+            return gaps, outputs, without
+        return gaps, outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
 
-    def wrong_layouts(self, variant: Variant, config: Config) -> list[str]:
-        """Return inputs of which host code reads a layout, and gives wrong results without an error if elements lie apart."""
-        wrong = []
-        for name, value in with_gaps(self.inputs, between_elements=True).items() if host_folder(self.op) else ():
-            apart = copy(self)
-            apart.inputs = {**self.inputs, name: value}
-            with noting_layouts(apart.inputs, host_folder(self.op)) as read:
-                _outputs, lines = apart.run(variant, config)
-            wrong += [name] if name in read and lines and not lines[0].startswith(LAUNCH_FAILURE) else []
-        return wrong
+    def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
+        """Return inputs that `known` lacks, and gets, of which elements may not lie apart, though host code accepts it."""
+        names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
+        known.update(names)
+        return [name for name in names if self._run_apart(variant, config, {name: -1})[2]]
 
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""

@@ -12,26 +12,26 @@ from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Inputs
 
 
-def with_gaps(inputs: Inputs, within: Mapping[str, int] | None = None, between_elements: bool = False) -> Inputs:
+def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs:
     """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
 
     Args:
-        within: number of axes within which an input has no gaps, beside the innermost axis: 1 for gaps between matrices.
-        between_elements: every second element within a row is a gap as well.
+        around: number of inner axes of an input around which gaps lie: 1 for gaps between rows, as without it, 2 for gaps between
+            matrices; 0 for gaps at every outer axis, so that no stride tells another; -1 for gaps between elements and rows.
     """
     copies: dict[str, torch.Tensor] = {}
     owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
     for name, value in inputs.items():
-        if type(value) is not torch.Tensor or value.ndim < 2 or not value.numel() or value.numel() < sum(value.stride()):
+        if type(value) is not torch.Tensor or value.ndim < 2 or not value.numel():
             continue
         order = sorted(range(value.ndim), key=value.stride)
         if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
-            strides, step = [0] * value.ndim, 1 + between_elements
-            for axis in order:
+            strides, inner = [0] * value.ndim, (around or {}).get(name, 1)
+            step = 2 if inner < 0 else 1
+            for number, axis in enumerate(order, 1):
                 strides[axis] = step
                 step *= value.shape[axis]
-                is_apart = axis == order[(within or {}).get(name, 0)]
-                step += (32 * (len(copies) + 1)) // value.element_size() if is_apart else 0
+                step += (32 * (len(copies) + 1)) // value.element_size() if inner == 0 or number == abs(inner) else 0
             memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
             copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
     return copies

@@ -110,13 +110,16 @@ def check_pairs(
 def _wrong_layouts(
     op: Op, variant: Variant, checkers: Mapping[Case, Checker | Outcome], configs: Mapping[Case, Sequence[Config]]
 ) -> list[Outcome]:
-    """Return an outcome that names the inputs whose elements may not lie apart, though host code raises nothing."""
+    """Return an outcome that names the inputs whose elements may not lie apart, though host code raises nothing.
+
+    Each input is judged in the first case that has it.
+    """
+    known, wrong = set[str](), list[str]()
     for case, checker in checkers.items():
         if isinstance(checker, Checker) and min((size for _axis, size in case.axes), default=0) > 1:
-            names = ", ".join(checker.wrong_layouts(variant, configs[case][0]))
-            text = f"{op.name} {variant.name}: wrong, without an error, where elements within a row of {names} lie apart"
-            return [Outcome("checked", text)] if names else []
-    return []
+            wrong += checker.wrong_layouts(variant, configs[case][0], known)
+    text = f"{op.name} {variant.name}: wrong, without an error, where elements within a row of {', '.join(wrong)} lie apart"
+    return [Outcome("checked", text)] if wrong else []
 
 
 def _coverage(

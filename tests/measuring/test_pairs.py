@@ -205,30 +205,43 @@ def _copied_heads(x_ptr, y_ptr, N, stride_m, stride_h, H, BLOCK: tl.constexpr):
     tl.store(y_ptr + (row * H + head) * N + at, x, at < N)
 
 
-def _heads(is_wrong: bool, given: Inputs, _config: None) -> Outputs:
+def _heads(mistake: str, given: Inputs, _config: None) -> Outputs:
     x = given["x"]
-    M, H, N = x.shape
-    if x.stride(1) != N or x.stride(2) != 1:
+    M, H, N = shape = x.shape
+    if x.stride(2) != 1 or ("heads" in mistake and x.stride(1) != N):
         raise ValueError("x: heads must be contiguous")
-    y = torch.empty(x.shape)
-    stride_m = H * N if is_wrong else x.stride(0)
-    _copied_heads[(M, H)](x, y, N, stride_m, N, H, BLOCK=triton.next_power_of_2(N))
+    if "flat" in mistake:
+        x = x.reshape(M * H, 1, N)
+    m, h = x.stride(0), x.stride(1)
+    wrong = {"rows": (H * h, h), "columns": (m, N), "columns of flat": (N, N), "heads": (H * N, N)}
+    stride_m, stride_h = wrong.get(mistake, (m, h))
+    y = torch.empty(shape)
+    _copied_heads[x.shape[:2]](x, y, N, stride_m, stride_h, x.shape[1], BLOCK=triton.next_power_of_2(N))
     return {"y": y}
 
 
 @interpreted
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_check_of_pairs_finds_wrong_strides_of_matrices_where_host_code_refuses_gaps_between_rows(is_wrong: bool) -> None:
+@pytest.mark.parametrize("is_first_alone", [False, True])
+@pytest.mark.parametrize("mistake", ["", "rows", "columns", "flat", "columns of flat", "right heads", "heads"])
+def test_check_of_pairs_finds_wrong_strides_of_matrices_with_gaps_that_host_code_accepts(
+    mistake: str, is_first_alone: bool
+) -> None:
+    """A stride between matrices as a multiple of the stride between rows shows where all axes have gaps.
+
+    Gaps at all axes hide a mistake behind `reshape`, which copies, or are refused.
+    """
+
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-        x = torch.empty(case["M"], 3, case["N"], device=device)
+        x = torch.empty(1 if is_first_alone else case["M"], 3, case["N"], device=device)
         return {"x": x if device == "meta" else x.normal_(generator=torch.Generator().manual_seed(seed))}
 
     same = lambda _case, _given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
     op = replace(op_with(""), inputs=inputs, reference=lambda given: {"y": given["x"].clone()}, compare=same)
     cases = [case for case in CASES if case["M"] > 1 and case["N"] > 1]
-    found = pairs.check_pairs(op, replace(KNOBLESS, run=partial(_heads, is_wrong)), cases, elements)
+    found = pairs.check_pairs(op, replace(KNOBLESS, run=partial(_heads, mistake)), cases, elements)
     line = "run 2: with gaps between rows of x, which host code accepts: y: wrong"
-    assert [outcome.reason for outcome in found] == [line] * (is_wrong * len(cases))
+    is_found = "columns" in mistake or (mistake in ("rows", "heads") and not is_first_alone)
+    assert [outcome.reason for outcome in found] == [line] * (is_found * len(cases))
 
 
 @interpreted
@@ -237,6 +250,22 @@ def test_input_whose_elements_may_not_lie_apart_is_named_unless_host_code_refuse
     op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
     named = "scaled knobless: wrong, without an error, where elements within a row of x lie apart"
     assert [outcome.reason for outcome in pairs.check_pairs(op, variant, CASES, elements)] == [named] * (not mistake)
+
+
+def test_each_input_may_be_named_whose_elements_may_not_lie_apart_in_a_case_that_has_it() -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        given = _inputs(case, device=device, seed=seed)
+        return {**given, "more": None if case.name == "odd" else given["x"] + 1.0}
+
+    def run(given: Inputs, _config: None) -> Outputs:
+        x, more = given["x"], given["more"]
+        return {"y": x if more is None else x + more.as_strided(x.shape, (more.stride(0), 1))}
+
+    reference = lambda given: {"y": given["x"] + (0.0 if given["more"] is None else given["more"])}  # noqa: E731
+    op = replace(op_with(""), inputs=inputs, reference=reference)
+    found = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES, elements)
+    named = "scaled knobless: wrong, without an error, where elements within a row of more lie apart"
+    assert [outcome.reason for outcome in found] == [named]
 
 
 @interpreted
