@@ -43,7 +43,7 @@ Source = Literal["own", "near", "default"]
 
 _MOST_ELEMENTS = 1 << 48
 """Elements of an axis, at most: no memory holds more."""
-_LARGEST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 class _Evidence(msgspec.Struct):
@@ -213,7 +213,7 @@ def json_text(value: object) -> str:
 def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     """Return the good entries of a file, and an error for each bad entry."""
     try:
-        data = read_bytes(path, _LARGEST_BYTES)
+        data = read_bytes(path, _MAX_BYTES)
         if b"NaN" in data or b"Infinity" in data:
             data = _NO_NUMBER.sub(lambda found: found[1] or b"null", data)
     except ValueError as error:

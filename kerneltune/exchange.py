@@ -23,7 +23,7 @@ _TRITON = {
     "num_warps": "num_warps", "num_stages": "num_stages", "num_ctas": "num_ctas", "maxnreg": "maxnreg",
 }  # fmt: skip
 _WRITTEN = "written by kerneltune."
-_LARGEST = 4 << 20
+_MAX_BYTES = 4 << 20
 """Bytes of the largest imported file: Python's own parser needs about a hundred times as much memory."""
 _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
 _IN_NAME = re.compile(r"[^A-Za-z0-9_.=+-]+")
@@ -142,7 +142,7 @@ def require_replaceable(path: Path, text: str) -> None:
     """Raise ValueError if a module would replace a Python file that is no export of the same format."""
     of_format = text.rpartition("\ndef ")[2].partition("(")[0]
     if path.suffix == ".py" and path.exists():
-        old = read_text(path, _LARGEST)
+        old = read_text(path, _MAX_BYTES)
         if not (old.partition("\n")[0][:-1].endswith(_WRITTEN) and f"\ndef {of_format}(" in old):
             raise ValueError(f"{path}: no earlier export with {of_format}(): expected another folder, or a free name")
 
@@ -170,7 +170,7 @@ _Found = tuple[tuple[object, object], list[CacheEntry]]
 def _from_source(path: Path, op: str) -> _Found:
     """Return (operator, device) and the entries of a Python source."""
     try:
-        tree = ast.parse(read_text(path, _LARGEST))
+        tree = ast.parse(read_text(path, _MAX_BYTES))
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(str(error) if str(error).startswith("cannot read") else f"{path}: not Python") from error
     values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
@@ -196,7 +196,7 @@ class _JsonTable(msgspec.Struct):
 
 def _from_json(path: Path, op: str) -> _Found:
     """Return (operator, device) and the entries of a table by size."""
-    text = read_text(path, _LARGEST)
+    text = read_text(path, _MAX_BYTES)
     try:
         table, entries = decode(text, _JsonTable), []
         case = msgspec.structs.asdict(table.case)

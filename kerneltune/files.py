@@ -23,7 +23,7 @@ import msgspec
 
 RESULTS = "KERNELTUNE_RESULTS"
 """Environment variable: the folder of the records."""
-LARGEST = 1 << 30
+MAX_BYTES = 1 << 30
 """Bytes of the largest file that is read."""
 WAIT_S = 2.0
 """Seconds after which a waiting process says who holds a lock."""
@@ -76,14 +76,14 @@ def is_missing(path: Path) -> bool:
     return False
 
 
-def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file; never waits for a pipe."""
-    with opened(path, largest) as file:
-        return file.read(largest + 1)
+    with opened(path, max_bytes) as file:
+        return file.read(max_bytes + 1)
 
 
 @contextlib.contextmanager
-def opened(path: Path, largest: int = LARGEST) -> Iterator[BinaryIO]:
+def opened(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[BinaryIO]:
     """Open a regular file for reading, line by line or whole; never waits for a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,17 +93,17 @@ def opened(path: Path, largest: int = LARGEST) -> Iterator[BinaryIO]:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"cannot read {path}: not a regular file")
-            if status.st_size > largest:
-                raise ValueError(f"cannot read {path}: {status.st_size} bytes: expected at most {largest}")
+            if status.st_size > max_bytes:
+                raise ValueError(f"cannot read {path}: {status.st_size} bytes: expected at most {max_bytes}")
             yield file
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def read_text(path: Path, largest: int = LARGEST) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the content of a regular file as UTF-8."""
     try:
-        return read_bytes(path, largest).decode()
+        return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read {path}: not UTF-8") from error
 

@@ -23,7 +23,7 @@ from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
 FORMAT = 1
 META, VALUES, LAUNCHES, CLASSES = "class.json", "values.safetensors", "launches", "classes"
-_LARGEST_META = 64 << 20
+_MAX_META_BYTES = 64 << 20
 _MOST_LABEL = 6
 
 
@@ -255,7 +255,7 @@ def read_json(path: Path, kind: type[T], *, data: bytes | None = None, is_versio
         data: bytes of the file; None to read them.
         is_versioned: whether the file says which version of the format it has.
     """
-    data = read_bytes(path, _LARGEST_META) if data is None else data
+    data = read_bytes(path, _MAX_META_BYTES) if data is None else data
     try:
         if not is_versioned:
             return decode(data, kind)

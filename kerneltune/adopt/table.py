@@ -21,7 +21,7 @@ from kerneltune.nearness import log2_distance
 V = TypeVar("V")
 
 MANIFEST = "manifest.json"
-_LARGEST = 256 << 20
+_MAX_BYTES = 256 << 20
 _MISSING = 2.0**-16
 """Size in place of a size that is missing or below 1: it is far from every other size."""
 
@@ -166,7 +166,7 @@ def read_table(root: Path, device: str) -> ServingTable | None:
     path = table_path(root, device)
     if not path.is_file():
         return None
-    data = read_bytes(path, _LARGEST)
+    data = read_bytes(path, _MAX_BYTES)
     digest, named = hashlib.sha256(data).hexdigest(), read_json(path.parent / MANIFEST, _Manifest).tables.get(path.name)
     if named != digest:
         raise ValueError(f"{path}: SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")

@@ -13,7 +13,7 @@ from kerneltune.spec import PLUGINS
 FAMILY = "KERNELTUNE_FAMILY"
 """Environment variable: the family of a command that names none."""
 _FILE = Path("pyproject.toml")
-_LARGEST = 1 << 20
+_MAX_BYTES = 1 << 20
 """Bytes of the largest file that is read."""
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -42,7 +42,7 @@ def apply() -> None:
 def _table() -> Any:
     """Return the value of `[tool.kerneltune]`; empty without a file or a table."""
     try:
-        text = read_bytes(_FILE, _LARGEST).decode(errors="surrogateescape")
+        text = read_bytes(_FILE, _MAX_BYTES).decode(errors="surrogateescape")
     except ValueError:
         return {}
     try:
