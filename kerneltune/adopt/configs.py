@@ -66,7 +66,7 @@ class StoredConfig:
         options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
         return cls(kwargs, **options, pre_hook=getattr(config, "pre_hook", None) is not None)
 
-    def live(self, pre_hook: Any = None) -> Any:
+    def to_triton_config(self, pre_hook: Any = None) -> Any:
         """Return the config as a triton.Config with a pre_hook."""
         make: Any = sys.modules["triton.runtime.autotuner"].Config
         kwargs = {name: decode_value(value) for name, value in self.kwargs.items()}
@@ -135,26 +135,26 @@ def configs_digest(configs: Sequence[Any]) -> str:
     return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", "\n".join(texts)).encode()).hexdigest()[:12]
 
 
-def live_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:
+def to_triton_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:
     """Return the config objects of an autotuner's list, and of other wanted configs, by their values.
 
     An object of the list stands for a wanted config of its values, with its pre_hook. Another config is made without one, or,
     if it had one when it was captured, with the only pre_hook of the list. It is left out where the list has no or several
     pre_hooks, or where a function in it has changed.
     """
-    live: dict[StoredConfig, Any] = {}
+    made: dict[StoredConfig, Any] = {}
     for config in listed:
         with suppress(NotRecordableError):
-            live.setdefault(StoredConfig.of(config), config)
+            made.setdefault(StoredConfig.of(config), config)
     pre_hooks = {_identity_of_hook(hook): hook for config in listed if (hook := getattr(config, "pre_hook", None)) is not None}
     for stored in wanted:
-        if stored in live and (not stored.pre_hook or live[stored].pre_hook is not None):
+        if stored in made and (not stored.pre_hook or made[stored].pre_hook is not None):
             continue
-        live.pop(stored, None)
+        made.pop(stored, None)
         if not stored.pre_hook or len(pre_hooks) == 1:
             with suppress(Exception):  # of the import of a function's module
-                live[stored] = stored.live(*pre_hooks.values() if stored.pre_hook else ())
-    return live
+                made[stored] = stored.to_triton_config(*pre_hooks.values() if stored.pre_hook else ())
+    return made
 
 
 def _identity_of_hook(hook: Any) -> Any:

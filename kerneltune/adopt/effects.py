@@ -37,7 +37,7 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     _poison(replay, stored, written)
     if replay.guard_bytes:
         _run(replay, stored)
-        replay.behind = [storage[-replay.guard_bytes :].clone() for storage in replay.storages]
+        replay.guard_contents = [storage[-replay.guard_bytes :].clone() for storage in replay.storages]
     replay.restore()
     if reference is not None:
         _use_reference(replay, reference, written)
@@ -187,8 +187,8 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
                 lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:
             lines.append(f"{name}: is written, which the author's first config does not do")
-    behind = [storage[-replay.guard_bytes :] for storage in replay.storages]
-    if not all(map(torch.equal, replay.behind, behind)):
+    guards = [storage[-replay.guard_bytes :] for storage in replay.storages]
+    if not all(map(torch.equal, replay.guard_contents, guards)):
         lines.append("memory behind the arguments is written, unlike by the author's first config")
     return lines
 

@@ -22,7 +22,7 @@ import torch
 
 from kerneltune.adopt import arguments, kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
-from kerneltune.adopt.configs import StoredConfig, configs_digest, live_configs, plain_tuner
+from kerneltune.adopt.configs import StoredConfig, configs_digest, plain_tuner, to_triton_configs
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, Launch, bytecode_digest
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
@@ -276,7 +276,7 @@ class Replay:
             follow each other to be timed.
         expected: by argument, the contents after a launch of the author's first config, or the values of the author's reference.
         noise: by argument, the relative difference between launches of the first config, root mean square.
-        behind: contents of the guard of each storage after a launch of the first config.
+        guard_contents: contents of the guard of each storage after a launch of the first config.
         has_reference: whether `expected` holds the values of the author's reference.
         tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
     """
@@ -288,7 +288,7 @@ class Replay:
     before: list[torch.Tensor] | None = None
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
-    behind: list[torch.Tensor] = field(default_factory=list)
+    guard_contents: list[torch.Tensor] = field(default_factory=list)
     has_reference: bool = False
     tolerance: tuple[float, float] | None = None
     _prepared: dict[StoredConfig, Callable[[], Any]] = field(default_factory=dict)
@@ -332,7 +332,7 @@ class Replay:
         pruned = []
         with suppress(Exception):  # of the author's pruning, which may make configs, and may read values that are not there
             pruned = launch.pruned(by_model=False)
-        config = live_configs([*pruned, *autotuner.configs], [stored]).get(stored)
+        config = to_triton_configs([*pruned, *autotuner.configs], [stored]).get(stored)
         if config is None:
             reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"
             raise ReplayError(f"{launch_class.kernel.text}: {stored.label}: {reason}")

@@ -20,9 +20,9 @@ from kerneltune.adopt.configs import (
     configs_digest,
     free_blocks,
     launch_defaults,
-    live_configs,
     plain_tuner,
     split_options,
+    to_triton_configs,
 )
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
@@ -43,7 +43,7 @@ class LaunchChoice(NamedTuple):
     """Hold a config and the keyword arguments of a launch with it.
 
     Attributes:
-        config: the live config object; None for a kernel without an autotuner.
+        config: the triton.Config; None for a kernel without an autotuner.
         options: the keyword arguments; without an autotuner only the arguments whose values differ from the program's.
     """
 
@@ -130,7 +130,7 @@ class ServedList:
         is_pruned = bool(launch.autotuner.early_config_prune)
         served = self.by_row.get(id(stored))
         if served is None:
-            served = self.by_row[id(stored)] = ServedConfig.of(self.live(stored, is_pruned), self.slots[0])
+            served = self.by_row[id(stored)] = ServedConfig.of(self.to_triton_configs(stored, is_pruned), self.slots[0])
         if is_pruned:
             configs = [choice.config for choice in served.choices]
             try:
@@ -146,17 +146,18 @@ class ServedList:
                 self.last_allowed[id(stored)] = served
         return served if served.choices else None
 
-    def live(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
-        """Return the live config objects of stored configs, without the configs that cannot be made here.
+    def to_triton_configs(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
+        """Return stored configs as objects of triton.Config, without the configs that cannot be made here.
 
         If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
         config of the list has are left out, because the value may be wrong here.
 
         is_pruned: whether the author's pruning decides about the objects, and makes those that need a pre_hook.
         """
-        live = live_configs(self.configs, [replace(config, pre_hook=False) for config in stored] if is_pruned else stored)
+        wanted = [replace(config, pre_hook=False) for config in stored] if is_pruned else stored
+        by_stored = to_triton_configs(self.configs, wanted)
         values = [item for config in self.configs for item in config.kwargs.items()]
-        made = [live[config] for config in stored if config in live]
+        made = [by_stored[config] for config in stored if config in by_stored]
         return [config for config in made if self.is_tuned or all(item in values for item in config.kwargs.items())]
 
 
@@ -229,7 +230,7 @@ class ServedPlainKernel:
             described = Launch(tuner, launch.args, others)
             row = kernel.finder(described.author_key(), described.dtypes()).nearest(described.sizes())
             if row is not None and self._fits(described, row):
-                chosen = row.configs[0].live().all_kwargs()
+                chosen = row.configs[0].to_triton_config().all_kwargs()
                 present = described.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
                 return {name: value for name, value in chosen.items() if present.get(name) != value}
         return None
@@ -244,7 +245,7 @@ class ServedPlainKernel:
         if not changed or not changed <= free_blocks(launch).keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
-            return not callable(grid) or list(launch.grid(config.live()) or ()) == row.evidence.get("grid")
+            return not callable(grid) or list(launch.grid(config.to_triton_config()) or ()) == row.evidence.get("grid")
         return False
 
 
@@ -376,8 +377,7 @@ class Server:
             served = self._resolve(launch, served_list)
             if served is None:
                 return self._by_author(original, launch, served_list)
-        choice = served.choices[0]
-        config, options = choice
+        config, options = choice = served.choices[0]
         kwargs.update(options)
         if config.pre_hook is not None:
             config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
@@ -399,7 +399,7 @@ class Server:
                 author = self._list_of(autotuner)
                 lists = ServedAutotuner(author, author.configs)
                 if author.kernel is not None and author.is_tuned:  # the program may yet choose from a list that was not tuned
-                    autotuner.configs = lists.shown = author.live(author.kernel.portfolio[:1]) or author.configs
+                    autotuner.configs = lists.shown = author.to_triton_configs(author.kernel.portfolio[:1]) or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, lists)
             return lists
 
@@ -427,8 +427,7 @@ class Server:
                 raise
             warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
         digest = configs_digest(configs)
-        same.sort(key=lambda kernel: kernel.configs != digest)
-        kernel = same[0] if same else None
+        kernel = min(same, key=lambda kernel: kernel.configs != digest, default=None)
         split = {re.split(r"[.[]", name)[0] for group in (kernel.groups if kernel is not None else ()) for name in group.split}
         is_tuned = kernel is not None and kernel.configs == digest
         return ServedList(configs, kernel, is_tuned, self._slots_of(autotuner), split.union(autotuner.keys))

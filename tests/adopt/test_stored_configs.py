@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import triton
 
-from kerneltune.adopt.configs import StoredConfig, configs_digest, live_configs
+from kerneltune.adopt.configs import StoredConfig, configs_digest, to_triton_configs
 
 Hook = Callable[[Mapping[str, Any]], None]
 NOTED = list[Any]()
@@ -82,7 +82,7 @@ def test_digest_of_configs_with_a_function_holds_no_address() -> None:
 @pytest.mark.parametrize("hooks", SAME.values(), ids=SAME)
 def test_config_beside_a_list_with_one_pre_hook_gets_this_pre_hook(hooks: Callable[[], tuple[Hook, ...]]) -> None:
     configs = listed(*hooks())
-    made = live_configs(configs, [OTHER])[OTHER]
+    made = to_triton_configs(configs, [OTHER])[OTHER]
     assert made.kwargs == {"BLOCK": 512}
     assert made.pre_hook in [config.pre_hook for config in configs]
 
@@ -90,8 +90,8 @@ def test_config_beside_a_list_with_one_pre_hook_gets_this_pre_hook(hooks: Callab
 @pytest.mark.parametrize("hooks", DIFFERENT.values(), ids=DIFFERENT)
 def test_config_beside_a_list_with_several_pre_hooks_is_left_out(hooks: Callable[[], tuple[Hook, ...]]) -> None:
     configs = listed(*hooks())
-    live = live_configs(configs, [OTHER, *map(StoredConfig.of, configs)])
-    assert list(live.values()) == configs
+    made = to_triton_configs(configs, [OTHER, *map(StoredConfig.of, configs)])
+    assert list(made.values()) == configs
 
 
 def test_labels_of_configs_with_one_warp_and_with_the_usual_four_differ() -> None:
