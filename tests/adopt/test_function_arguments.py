@@ -15,6 +15,7 @@ from test_capture_tuning import GPU
 from test_plain_kernels import PlainBench
 
 from kerneltune.adopt import program, startup, tuning
+from kerneltune.adopt.arguments import Argument, encode_value, signature
 from kerneltune.adopt.folder import CLASSES, LaunchClass
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import ReplayError, make_replay
@@ -53,6 +54,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield __import__("of_functions")
     del sys.modules["of_functions"]
+
+
+def test_signature_of_a_function_imports_no_module_and_that_of_any_float_is_its_type() -> None:
+    def of(value: Any) -> str:
+        return signature([Argument("ACT", "value", value)])
+
+    functions = [of({"function": ["no_such_module", name, "0" * 16]}) for name in ("act", "relu")]
+    assert len({*functions, of(0.5), of(1)}) == 4
+    assert of(encode_value(float("inf"))) == of(encode_value(float("nan"))) == of(0.5)
 
 
 def launch(kernel: Any, act: Any, **options: Any) -> list[float]:
