@@ -81,6 +81,22 @@ def unlaunched(folder: str = "") -> Iterator[Launches]:
         yield launches
 
 
+class LaunchedError(Exception):
+    """Report that host code launched a kernel, which was refused."""
+
+
+@contextmanager
+def refusing_launches(folder: str) -> Iterator[None]:
+    """Raise LaunchedError in place of a launch of an interpreted kernel; what host code keeps is forgotten as by `unlaunched`."""
+    from triton.runtime.interpreter import GridExecutor
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise LaunchedError
+
+    with replaced({(GridExecutor, "__call__"): refuse}), _forgetting(folder):
+        yield
+
+
 @contextmanager
 def _forgetting(folder: str) -> Iterator[None]:
     """Put back the global variables of the modules in a folder, and the items of their dicts.

@@ -9,7 +9,7 @@ from kerneltune.errors import first_line, statement_in
 from kerneltune.interpreter.facts import Fact, note
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
-from kerneltune.measuring.check import CaseError, host_folder, launches_kernels, meta_inputs
+from kerneltune.measuring.check import CaseError, host_folder, meta_inputs, only_calls_torch
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 
 _SEVERAL = 4
@@ -34,7 +34,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
         if (fault := fault_of(error)) is not None:
             return [str(fault)]
-        if not launches_kernels(op, variant, checks):
+        if only_calls_torch(op, variant, checks):
             return []
         where = f"addresses of {variant.name} in {case.name}: host code fails without memory"
         note(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))

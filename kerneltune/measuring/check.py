@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.modes import strict, unlaunched
+from kerneltune.interpreter.modes import refusing_launches, strict
 from kerneltune.measuring.layouts import names_by_storage, noting_layouts, with_gaps
 from kerneltune.measuring.memory import affordable, memory_obstacle, out_of_memory_reason
 from kerneltune.records import IMPORT_FAILED
@@ -384,11 +384,14 @@ def _is_of_import(error: BaseException) -> bool:
     return isinstance(error, ImportError) or any(frame.f_globals.get("__spec__") is not None for frame in modules)
 
 
-def launches_kernels(op: Op, variant: Variant, cases: Iterable[Case]) -> bool:
-    """Return whether a variant launches a kernel in a case; False for a variant that only calls torch."""
-    num_programs = list[int]()
-    for case in cases:
-        with suppress(Exception), unlaunched(host_folder(op)) as launches:  # the record of the check says why a case fails
-            variant.run(op.inputs(case, device="cpu"), variant.default_config(case))
-            num_programs.append(launches.num_programs)
-    return not num_programs or any(num_programs)
+def only_calls_torch(op: Op, variant: Variant, cases: Iterable[Case]) -> bool:
+    """Return whether a variant without knobs launches no kernel in any of some cases; False where that is not known."""
+    ran = list[Case]()
+    for case in cases if variant.config is None else ():
+        try:
+            with refusing_launches(host_folder(op)):
+                variant.run(op.inputs(case, device="cpu"), None)
+        except Exception:  # a launch, or an error that the record of the check names
+            return False
+        ran.append(case)
+    return bool(ran)

@@ -13,7 +13,7 @@ from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.interpreter.facts import Fact, Launches
 from kerneltune.interpreter.modes import unlaunched
-from kerneltune.measuring.check import Checker, launches_kernels
+from kerneltune.measuring.check import Checker, only_calls_torch
 from kerneltune.measuring.pairs import around_default, check_cost, launched, settings
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome
@@ -82,7 +82,7 @@ def _shortened(
     derived, facts = list[Case](), set[Fact]()
     variants = _launched_variants(op, check)
     for variant in op.variants:
-        if variant not in variants and not variant.is_peer and launches_kernels(op, variant, check):
+        if variant not in variants and not variant.is_peer and not only_calls_torch(op, variant, check):
             facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
     smaller = _SmallerCases(op, by_cost, [*check, *bench], most / _MOST_COST)
     for configs in (_default_alone, around_default) if check else (_default_alone,):

@@ -490,6 +490,31 @@ def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
     assert every("not judged" not in line for line in coverage_lines([addresses]))
 
 
+@triton.jit
+def _halve(x_ptr, flag_ptr, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, at < N, other=0.0)
+    tl.store(x_ptr + at, x * 0.5, at < N)
+    tl.store(flag_ptr, (tl.max(x, 0) < 1e-3).to(tl.int32))
+
+
+def test_coverage_says_that_host_code_waits_for_a_kernel_and_does_not_wait_itself() -> None:
+    op = summing("")
+
+    def halved(given: Inputs, _config: Any) -> Outputs:
+        x = given["x"][:, 0].contiguous().abs()
+        flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+        while x.numel() and not flag.item():
+            _halve[(1,)](x, flag, x.numel(), 1024)
+        return op.reference(given)
+
+    op = replace(op, variants=(replace(op.variants[0], run=halved),))
+    addresses = address_job(Task(op, BENCH[0], op.variants[0]), (), [case_of("none", 0, 2), *CASES])
+    dict(run_jobs([addresses]))
+    (line,) = coverage_lines([addresses])
+    assert line.startswith("summed: not judged: addresses of optimized"), line
+
+
 def test_coverage_says_that_the_time_for_sizes_of_bench_cases_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derived_cases.__module__ + "._LAUNCHES_S", -1.0)
     op = summing("")
