@@ -23,6 +23,7 @@ from kerneltune.nn import (
     set_first_microbatch,
     update_scales,
 )
+from kerneltune.nn.converted import UnknownExperts
 
 transformers = pytest.importorskip("transformers")
 
@@ -292,7 +293,23 @@ def test_grouped_experts_of_any_group_sizes_match_bf16() -> None:
     counts = torch.tensor([5, 0, 19], device=DEVICE)
     want = module(x, counts)
     convert_to_fp8_training(module)
+    assert not isinstance(module, UnknownExperts)
     assert_close([module(x, counts)], [want])
+
+
+class CountingExperts(GroupedExperts):
+    """Count the calls in a buffer, in place."""
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return by_experts(self, x, num_tokens_per_expert)
+
+
+def test_conversion_changes_no_buffer_of_experts() -> None:
+    module = CountingExperts()
+    module.register_buffer("calls", torch.zeros(1, device=DEVICE))
+    convert_to_fp8_training(module)
+    assert module.calls.item() == 0
 
 
 def by_experts(module: Any, x: torch.Tensor, counts: torch.Tensor, gate: str = "w1", up: str = "w3", act: Any = F.silu) -> Any:
@@ -305,6 +322,16 @@ def by_experts(module: Any, x: torch.Tensor, counts: torch.Tensor, gate: str = "
 class GeluExperts(GroupedExperts):
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         return by_experts(self, x, num_tokens_per_expert, act=F.gelu)
+
+
+class ClampedExperts(GroupedExperts):
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return by_experts(self, x, num_tokens_per_expert, act=lambda gate: F.silu(gate.clamp(max=7)))
+
+
+class ReluExperts(GroupedExperts):
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return by_experts(self, x, num_tokens_per_expert, act=F.relu)
 
 
 class ScaledExperts(GroupedExperts):
@@ -325,17 +352,17 @@ class FailingExperts(ScaledExperts):
         return super().forward(x, num_tokens_per_expert)
 
 
-@pytest.mark.parametrize("kind", [GeluExperts, ScaledExperts, SwappedExperts, FailingExperts])
+@pytest.mark.parametrize("kind", [GeluExperts, ReluExperts, ClampedExperts, ScaledExperts, SwappedExperts, FailingExperts])
 def test_grouped_experts_that_compute_something_else_keep_their_forward(kind: type[GroupedExperts]) -> None:
     module, x = kind(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
     counts = torch.tensor([5, 0, 19], device=DEVICE)
     want = module(x, counts)
     convert_to_fp8_training(module)
-    assert module.fp8.multiplied is None
+    assert isinstance(module, UnknownExperts)
     assert_close([module(x, counts)], [want])
 
 
-def test_experts_without_a_loop_over_words_of_torchtitan_run_as_its_experts() -> None:
+def test_experts_that_loop_over_experts_run_as_those_of_torchtitan() -> None:
     """The kind is known by what the forward pass computes: torchtitan's loops over experts where it has no grouped product."""
 
     class Looped(GroupedExperts):
@@ -348,6 +375,7 @@ def test_experts_without_a_loop_over_words_of_torchtitan_run_as_its_experts() ->
     counts = torch.tensor([5, 0, 19], device=DEVICE)
     want = module(x, counts)
     convert_to_fp8_training(module)
+    assert not isinstance(module, UnknownExperts)
     assert_close([module(x, counts)], [want])
 
 
