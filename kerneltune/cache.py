@@ -309,9 +309,9 @@ class Chooser:
     def find(self, case: Case, gpu: str | None = None) -> Choice:
         """Return the first valid config of: the case's own entry, near entries as `nearness.ranked` sorts them, the default.
 
-        Near entries have another value of a free option, or other sizes of the free axes within `max_distance`. Entries that
-        differ in the 16-bit type alone are near as well. For a GPU that has no config of the operator, entries of the nearest
-        known architecture are near.
+        Near entries have another value of a free option, or other sizes of the free axes within `max_distance`, and may be of the
+        other 16-bit type; entries that differ in the type or the policy alone are near as well. For a GPU that has no config of
+        the operator, entries of the nearest known architecture are near.
 
         Raises:
             ValueError: not even the default is valid for the case.

@@ -15,8 +15,9 @@ import pytest
 from kerneltune import listing, ops, records, workloads
 from kerneltune.files import data_root
 from kerneltune.listing import check_case, check_contract, facts_of
+from kerneltune.measuring.compare import ceiling_task
 from kerneltune.plan import Selection, load_plan
-from kerneltune.spec import Case, Op, Traffic, Variant, dtype_name, short_dtype
+from kerneltune.spec import Case, Op, Traffic, Variant, dtype_name, missing_packages, short_dtype
 
 
 def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
@@ -250,6 +251,22 @@ def test_default_that_is_not_valid_for_the_case_of_the_look_up_raises_one_line()
     wrong = op(variants=(refuses,), as_called=lambda case: replace(case, axes=(("M", 7), ("N", 8))))
     with pytest.raises(ValueError, match=r"^test_listing.py:\d+: default: .*: not valid \(odd\), for .* M=7 N=8 "):
         check_case(wrong, Case("a", (("M", 6), ("N", 8)), "bfloat16", options=(("layout", "row"),)))
+
+
+def test_modules_of_packages_that_are_not_installed_are_missing() -> None:
+    assert missing_packages(("no_such_package.sub", "json.decoder", "no_such_package")) == (
+        "no_such_package.sub",
+        "no_such_package",
+    )
+
+
+def test_ceiling_of_a_variant_that_writes_nothing_reads_as_much_and_writes_a_byte() -> None:
+    reads = op(traffic=lambda _case: Traffic(1 << 20, 0))
+    case = Case("a", (("M", 6), ("N", 8)), "bfloat16", options=(("layout", "row"),))
+    task = ceiling_task(ops.load(), reads, case, "cold")
+    assert task is not None
+    assert (task.case["read"], task.case["write"]) == (1 << 20, 1)
+    assert task.op.traffic(task.case).read >= 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,9 @@ def test_frame_of_files_has_the_documented_columns_and_dtypes(tmp_path: Path) ->
 
 def test_frame_of_an_empty_file_has_all_columns(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("")
-    assert {"op", "time_us", "file"} <= set(records.frame(tmp_path / "r.jsonl").columns)
+    table = records.frame(tmp_path / "r.jsonl")
+    assert {"op", "time_us", "file"} <= set(table.columns)
+    assert str(table["date"].dtype) == "datetime64[us, UTC]"
 
 
 def test_records_import_without_pandas() -> None:

@@ -22,7 +22,7 @@ from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, META, VALUES, read_class
 from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import ReplayError, make_replay
+from kerneltune.adopt.replay import Replay, ReplayError, make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.cli import app, console
@@ -263,6 +263,22 @@ def test_tune_of_classes_that_sizes_do_not_tell_apart_writes_a_table(
     startup.recorder().flush()
     startup.uninstall()
     assert len(tune_capture(tmp_path / "cap", Progress()).tuned) == 2
+
+
+def test_tune_writes_its_table_where_a_kernel_cannot_be_kept_compiled(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_sums(tmp_path, (4, 96))
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such target")
+
+    monkeypatch.setattr(Replay, "compile", refuse)
+    notes: list[str] = []
+    monkeypatch.setattr(Progress, "note", lambda _self, text: notes.append(text))
+    assert len(tune_capture(tmp_path, Progress()).tuned) == 1
+    assert (tmp_path / "served" / f"{GPU}.json").is_file()
+    assert [note for note in notes if note.startswith("a compiled kernel of row_sum 4x96") and "no such target" in note]
 
 
 def test_tune_command_prints_each_class_against_its_author_and_the_table_file(
