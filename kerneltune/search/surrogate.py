@@ -179,15 +179,15 @@ def _noise(theta: Array) -> float:
 
 
 def _coordinates(pool: Sequence[Mapping[str, Any]]) -> Array:
-    """Return (configs, coordinates) in [0, 1]; powers of two are evenly spaced, each word of a knob is a coordinate."""
+    """Return (configs, coordinates) in [0, 1]: powers of two evenly spaced, on both sides of 0; a coordinate for each word."""
     columns = []
     for knob in pool[0]:
         values = [config[knob] for config in pool]
         distinct = sorted(set(values), key=repr)
         if all(isinstance(value, bool | int | float) for value in distinct):
-            numbers = np.log2(np.maximum(np.array(values, dtype=float), 0.0) + 0.5)
-            spread = float(np.ptp(numbers))
-            columns.append((numbers - numbers.min()) / spread if spread else np.zeros(len(pool)))
+            numbers = np.array(values, dtype=float)
+            logs = np.sign(numbers) * np.log2(1.0 + 2.0 * np.abs(numbers))
+            columns.append((logs - logs.min()) / (np.ptp(logs) or 1.0))
         else:
             columns += [np.array([value == other for value in values], dtype=float) for other in distinct]
     return np.column_stack(columns)

@@ -10,6 +10,7 @@ import optuna
 import pytest
 
 from kerneltune.search import FiniteGPSampler, ListSampler
+from kerneltune.search.surrogate import Surrogate
 
 CONFIGS = [
     {"block": block, "warps": warps, "fast": fast}
@@ -147,3 +148,10 @@ def test_sampler_asked_for_a_knob_outside_of_the_list_raises() -> None:
     study = optuna.create_study(sampler=ListSampler(CONFIGS))
     with pytest.raises(ValueError, match=r"^stages: .*: expected a knob of the list: block, warps, fast$"):
         study.ask().suggest_categorical("stages", (1, 2))
+
+
+def test_surrogate_of_a_knob_with_negative_values_tells_them_apart() -> None:
+    surrogate = Surrogate([{"skew": skew} for skew in (-8, -4, -1, 0, 1, 4)])
+    surrogate.fit([0, 3, 4, 5], [40.0, 10.0, 12.0, 20.0])
+    far, near = surrogate.improvement([1, 2])
+    assert near > 2 * far
