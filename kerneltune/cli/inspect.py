@@ -256,8 +256,8 @@ def _show(rows: Sequence[StaticRow]) -> None:
             show(f"  {kernel}")
             show_table(tuple(lines[0]), [tuple(line.values()) for line in lines])
         for row in of_config:
-            if row.error:
-                show(f"  {row.target}: {row.error}")
+            if row.error or not row.kernels:
+                show(f"  {row.target}: {row.error or 'launches no kernel in this case'}")
         show("")
     if any(row.kernels for row in rows):
         show_wrapped(_LEGEND, "")

@@ -110,6 +110,17 @@ def test_inspect_of_a_case_without_a_cached_config_compiles_the_default(compiled
     assert (task.case.name, chosen) == ("te-8192x4096", task.variant.default_config(task.case))
 
 
+def test_inspect_of_a_case_without_a_launch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(runs: list[Run], targets: list[str], *_: Any) -> Survey:
+        task = runs[0].task
+        label = (task.op.name, task.variant.name, f"{task.case.name} {task.case.label}", task.policy)
+        return Survey("3.7.1", tuple(StaticRow(*label, target, {}) for target in targets))
+
+    monkeypatch.setattr(survey, "survey", empty)
+    result = run("inspect", "rmsnorm_fwd", "M=0", "N=4096", "--variant", "optimized", "--target", "sm_90")
+    assert (result.exit_code, "  sm_90: launches no kernel in this case\n" in result.stdout) == (0, True), result.output
+
+
 def test_inspect_of_a_config_that_does_not_compile_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
         ((task, config),) = runs
