@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kerneltune import records
-from kerneltune.forked import Fork, Tell
+from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
 from kerneltune.journals import with_finished_rows
 from kerneltune.measuring.check import CaseError, meta_inputs
@@ -154,7 +154,7 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
     return [outcome for job in jobs for outcome in outcomes[job]]
 
 
-def _derived_checks(plan: Plan, _tell: Tell) -> tuple[list[SweepCase], list[str], dict[str, set[Fact]]]:
+def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[Fact]]]:
     """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
     derived, lines, bench, facts = [], [], cases_by_op(plan.cases()), {}
     for op, cases in cases_by_op(plan.cases("check")).items():

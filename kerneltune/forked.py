@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
@@ -21,13 +22,19 @@ from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
 from kerneltune.processes import WorkerStoppedError, end, start
 
 T = TypeVar("T")
-Tell = Callable[[object], None]
-"""Function that sends an object from a fork to its parent."""
+_PARENT: ContextVar[Connection | None] = ContextVar("parent", default=None)
+"""Pipe to the parent of this process, if this process is a fork."""
 _PR_SET_PDEATHSIG = 1
 
 
 class ForkCrashedError(RuntimeError):
     """Report that a fork ended before its function returned."""
+
+
+def tell(note: object) -> None:
+    """Send an object from a fork to its parent, where it is the fork's `last_note`; do nothing in a process that is no fork."""
+    if (parent := _PARENT.get()) is not None:
+        parent.send((note, None))
 
 
 def shared_bytes(count: int) -> Any:
@@ -42,10 +49,10 @@ class Fork(Generic[T]):
 
     Attributes:
         pipe: can be read when the fork tells something, returns or ends.
-        last_note: the last object that the function passed to its argument `tell`; None before the first.
+        last_note: the last object that the function passed to `tell`; None before the first.
     """
 
-    def __init__(self, work: Callable[[Tell], T]) -> None:
+    def __init__(self, work: Callable[[], T]) -> None:
         if "triton" in sys.modules:  # Triton's imports at the first launch of a process: 0.03 of the 0.04 s of a small launch
             with suppress(ImportError):
                 importlib.import_module("triton.experimental.gluon")
@@ -95,13 +102,13 @@ class Fork(Generic[T]):
 def run_forked(work: Callable[[], object]) -> None:
     """Call a function in a fork of this process and wait for its end; raise as `Fork.result` does, but return nothing."""
 
-    def call(_tell: Tell) -> None:
+    def call() -> None:
         work()
 
     Fork(call).result()
 
 
-def _work_and_exit(pipe: Connection, work: Callable[[Tell], Any]) -> None:
+def _work_and_exit(pipe: Connection, work: Callable[[], Any]) -> None:
     """Call a function, send its result or its exception, and end the process without running atexit."""
     import torch
 
@@ -113,8 +120,8 @@ def _work_and_exit(pipe: Connection, work: Callable[[Tell], Any]) -> None:
         torch.set_num_threads(1)  # the other threads are not in the fork
         faulthandler.disable()  # the parent reports the crash
         try:
-            value = work(lambda note: pipe.send((note, None)))
-            pipe.send((None, (value, None, None)))
+            _PARENT.set(pipe)
+            pipe.send((None, (work(), None, None)))
         except BaseException as error:  # whatever it is, this process ends
             if type(error) is SystemExit:
                 error = ForkCrashedError(f"{place_in_kernel([error])}ended the process: SystemExit: {error.code}")

@@ -14,7 +14,7 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
-from kerneltune.forked import Fork, ForkCrashedError, Tell, run_forked, shared_bytes
+from kerneltune.forked import Fork, ForkCrashedError, run_forked, shared_bytes, tell
 from kerneltune.processes import WorkerStoppedError
 
 
@@ -71,7 +71,7 @@ def test_fork_that_exits_is_an_error() -> None:
 
 
 def test_fork_that_sigterm_ends_is_not_to_blame() -> None:
-    def end(tell: Tell) -> None:
+    def end() -> None:
         tell(os.getpid())
         signal.pause()
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kerneltune.errors import first_line
-from kerneltune.forked import Fork, ForkCrashedError, Tell
+from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, Launches
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, only_calls_torch
@@ -71,7 +71,7 @@ def _shortened_in_fork(
 
 
 def _shortened(
-    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float, tell: Tell
+    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
 ) -> tuple[list[Case], set[Fact]]:
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
@@ -98,7 +98,7 @@ def _shortened(
                 wanted = {fact for fact in of_case - known if (fact.kind == "whole") is of_whole}
                 cases = smaller.of(case, of_whole, partial(_has_one_of, launches, wanted)) if wanted else ()
                 for candidate, its in launches(it for it in cases if check_cost(op, it) <= most):
-                    if its.num_programs <= most_programs and its & wanted and not _obstacle(op, candidate, tell):
+                    if its.num_programs <= most_programs and its & wanted and not _obstacle(op, candidate):
                         derived.append(candidate)
                         known |= its
                         wanted -= its
@@ -267,7 +267,7 @@ def _with_value(case: Case, name: str, value: Any) -> Case:
     return replace(case, name=named, options=tuple((option, value if option == name else old) for option, old in case.options))
 
 
-def _obstacle(op: Op, case: Case, _tell: Tell) -> str:
+def _obstacle(op: Op, case: Case) -> str:
     """Return why a case has no inputs or no expected values, or why host code refuses its sizes; empty if it can be checked."""
     made = Checker.make(op, case)
     if isinstance(made, Outcome):

@@ -9,7 +9,7 @@ from functools import partial
 from multiprocessing.connection import wait
 
 from kerneltune.errors import place_of
-from kerneltune.forked import Fork, ForkCrashedError
+from kerneltune.forked import Fork, ForkCrashedError, tell
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.check import check_only
@@ -20,8 +20,6 @@ from kerneltune.records import grouped
 from kerneltune.spec import Case
 from kerneltune.task import Outcome, Run, Task
 
-Begin = Callable[[Outcome], None]
-"""Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
 _ADDRESSES_S = 3.0
@@ -37,7 +35,8 @@ class Job:
     Attributes:
         label: name of the checks on one line.
         task: the variant, and the case of the outcomes that name no case.
-        work: function that runs the checks.
+        work: function that runs the checks. Before each check it passes `tell` the outcome that the check has if it ends the
+            process; the cause is appended to the reason.
         runs: the runs of a case that the job checks, with an outcome for each; empty for other checks. If a run ends the process,
             each run is checked in a process of its own.
         is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
@@ -48,7 +47,7 @@ class Job:
 
     label: str
     task: Task
-    work: Callable[[Begin], list[Outcome]]
+    work: Callable[[], list[Outcome]]
     runs: Sequence[Run] = ()
     is_largest: bool = False
     cost: int = 1
@@ -60,16 +59,16 @@ def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     task = runs[0].task
     needed = needed_bytes(task.op, task.case)
-    return Job(task.case_label, task, lambda _begin: check_only(runs), runs, cost=len(runs), needed=needed)
+    return Job(task.case_label, task, partial(check_only, runs), runs, cost=len(runs), needed=needed)
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
     """Return the job that checks pairs of config and case; see `check_pairs`."""
     op, variant = task.op, task.variant
 
-    def work(begin: Begin) -> list[Outcome]:
+    def work() -> list[Outcome]:
         fitting = [case for case in cases if memory_obstacle(op, case) is None]
-        return check_pairs(op, variant, fitting, partial(check_cost, op), begin)
+        return check_pairs(op, variant, fitting, partial(check_cost, op))
 
     cost = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
     needed = max((needed_bytes(op, case) for case in cases), default=0)
@@ -83,14 +82,14 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
     outcome names config and case. Check cases tell the limits of whole numbers in inputs.
     """
 
-    def work(begin: Begin) -> list[Outcome]:
+    def work() -> list[Outcome]:
         note(*facts)
         begun_s = time.thread_time()
         for number, config in enumerate(around_default(task.variant, task.case)):
             if number and time.thread_time() - begun_s > _ADDRESSES_S:
                 break
             failed = Outcome("failed", "", config, task.case)
-            begin(failed)
+            tell(failed)
             with noting(for_others=number == 0):
                 lines = address_errors(task.op, task.case, task.variant, config, check_cases)
             if lines:
@@ -103,8 +102,8 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
 def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
     """Return the job that perturbs outputs; see `mutate`."""
 
-    def work(begin: Begin) -> list[Outcome]:
-        begin(Outcome("failed", f"{task.op.name} {task.variant.name}: "))
+    def work() -> list[Outcome]:
+        tell(Outcome("failed", f"{task.op.name} {task.variant.name}: "))
         return mutate(task.op, task.variant, cases)
 
     return Job(f"{task.op.name}, mutations", task, work)
@@ -113,7 +112,7 @@ def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
 def compare_job(task: Task, cases: Sequence[Case]) -> Job:
     """Return the job that fails if `compare` accepts any values of an output; see `mutate`."""
 
-    def work(_begin: Begin) -> list[Outcome]:
+    def work() -> list[Outcome]:
         ignored = ignored_outputs(task.op, task.variant, cases)
         reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
         return [Outcome("failed", reason, task.default)] if ignored else []
@@ -144,9 +143,9 @@ def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
             fork.end()
 
 
-def _work(job: Job, begin: Begin) -> tuple[list[Outcome], set[Fact]]:
+def _work(job: Job) -> tuple[list[Outcome], set[Fact]]:
     with noting() as facts:
-        return job.work(begin), facts
+        return job.work(), facts
 
 
 def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from kerneltune.forked import Fork, ForkCrashedError, Tell
+from kerneltune.forked import Fork, ForkCrashedError, tell
 from kerneltune.interpreter.facts import Fact, Launches
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, FirstSeen, host_folder
@@ -54,13 +54,7 @@ def check_cost(op: Op, case: Case) -> float:
     return 0.2 + op.traffic(case).total / 1e6
 
 
-def check_pairs(
-    op: Op,
-    variant: Variant,
-    cases: Sequence[Case],
-    cost: Callable[[Case], float],
-    begin: Callable[[Outcome], None] = lambda _outcome: None,
-) -> list[Outcome]:
+def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[[Case], float]) -> list[Outcome]:
     """Check the covering pairs of a variant within a time limit; the pairs with new facts, and a pair of each case, run twice.
 
     Return the failed pairs, and last an outcome whose reason says how much was checked:
@@ -69,7 +63,6 @@ def check_pairs(
     Args:
         cases: the check cases of the operator.
         cost: the cost of a check of a case without its programs, in MB of traffic.
-        begin: gets the outcome of each pair if the pair ends the process.
     """
     configs = configs_by_case(variant, cases)
     launches = _launched_in_fork(op, variant, sorted(configs, key=cost))
@@ -87,7 +80,7 @@ def check_pairs(
             continue
         if time.thread_time() - begun_s > COVERING_S or len(failures) >= _MOST_FAILURES:
             break
-        begin(Outcome("failed", "", config, case))
+        tell(Outcome("failed", "", config, case))
         if is_first:
             checkers[case] = Checker.make(op, case, first_seen=first_seen, has_gaps=True)
         if isinstance(checker := checkers[case], Outcome):
@@ -219,7 +212,7 @@ def around_default(variant: Variant, case: Case) -> Iterator[Config]:
 def _launched_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case, dict[Config, Launches]]:
     """Return the launches around the default config of each case; the fork's host code keeps buffers without memory."""
 
-    def work(_tell: Tell) -> dict[Case, dict[Config, Launches]]:
+    def work() -> dict[Case, dict[Config, Launches]]:
         return {case: launched(op, variant, case, around_default(variant, case)) for case in cases}
 
     with suppress(ForkCrashedError):

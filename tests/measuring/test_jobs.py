@@ -57,7 +57,7 @@ def test_job_that_needs_more_than_its_share_of_the_memory_runs_alone(tmp_path: P
         return []
 
     needs = {"large": 101, "larger": 300, "a": 100, "b": 0}
-    works = [replace(job, label=name, work=lambda _, name=name: timed(name), needed=needs[name], runs=()) for name in needs]
+    works = [replace(job, label=name, work=lambda name=name: timed(name), needed=needs[name], runs=()) for name in needs]
     assert {job.label for job, _ in run_jobs(works)} == set(needs)
     lines = [line.split() for line in log.read_text().splitlines()]
     spans = {name: (float(began), float(ended)) for name, began, ended in lines}
