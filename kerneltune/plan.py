@@ -68,8 +68,8 @@ class Options:
         configs: folder of the config cache; None for the usual folder.
         results: folder of the records.
         workers: number of compile processes; None for the number of cores.
-        renews: cached configs that are searched again: none; `stale`, the stale and outdated configs, see `tune.run`; `all`,
-            which also tries configs with transient failures again.
+        retune: which cached configs are searched again: none if empty; `stale` and outdated configs, see `tune.run`; or `all`,
+            which also evaluates configs with transient failures again.
         exhaustive: measure every config of a space, and choose none.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
         max_cases: most rows of the family's sweep file.
@@ -83,7 +83,7 @@ class Options:
     configs: Path | None = None
     results: Path = field(default_factory=lambda: sweep_file.results_root(None))
     workers: int | None = None
-    renews: Literal["", "stale", "all"] = ""
+    retune: Literal["", "stale", "all"] = ""
     exhaustive: bool = False
     gpus: str = ""
     max_cases: int = MAX_CASES

@@ -134,7 +134,7 @@ def tune_capture(
         capture = read_capture(root)
         by_digest = {launch_class.digest: launch_class for launch_class in capture.classes}
         chosen = [by_digest[launch_class.digest] for launch_class in chosen]
-    options = Options(workers=workers, renews="all" if force else "")
+    options = Options(workers=workers, retune="all" if force else "")
     until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)

@@ -119,7 +119,7 @@ def getter_command(
 
     share = budget / sum(case.is_searched for case in facts.cases)
     options = o.make_options(
-        policy=policy, budget_s=share, trials=trials, renews="all" if force else None, until_gain=0.01, workers=workers
+        policy=policy, budget_s=share, trials=trials, retune="all" if force else None, until_gain=0.01, workers=workers
     )
     with Reporter() as progress:
         calls = tune_getter(out, options, progress)

@@ -94,7 +94,7 @@ def command(
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
         family, wanted, max_cases=max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
-        renews="all" if force else "stale" if stale else None,
+        retune="all" if force else "stale" if stale else None,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, gpus=gpus,
         configs=configs, results=results, workers=workers,
@@ -116,10 +116,10 @@ def command(
 
 def _show_forecast(plan: Plan) -> None:
     """Print the cases and configs that `tune` would search on this machine, by variant, and about how long it takes."""
-    from kerneltune.tune.run import expected_work, missing
+    from kerneltune.tune.run import expected_work, tasks_to_search
 
     here, budget_s, ops = device.current(), plan.options.search.budget_s, {entry.op for entry in plan.cases()}
-    tasks, kept = missing(plan, Progress())
+    tasks, kept = tasks_to_search(plan, Progress())
     works = [(task, *expected_work(task, plan.options)) for task in tasks]
     for (op, variant), of_variant in grouped(works, lambda work: (work[0].op.name, work[0].variant.name)).items():
         counts = f"{counted(len(of_variant), 'case')}, {sum(configs for _, configs, _ in of_variant)} configs"

@@ -23,13 +23,13 @@ _TRANSFERRED = 16
 def candidates(task: Task, store: "TrialStore", options: Options) -> Candidates:
     """Return the configs that a search may try: the default, then the space.
 
-    If the other 16-bit type was searched, its fastest configs stand for the space, unless `renews` is `all`. A search begins with
+    If the other 16-bit type was searched, its fastest configs stand for the space, unless `retune` is `all`. A search begins with
     the default, the promising configs, and the cached configs of this case and of the nearest cases.
     """
     space, default = checked_space(task), task.default
     offered = {default, *space}
     other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
-    if options.renews != "all" and other in task.op.dtypes:
+    if options.retune != "all" and other in task.op.dtypes:
         ranked = store.ranked(replace(task, case=replace(task.case, dtype=other)))
         if len(ranked) > max(_TRANSFERRED, len(store.ranked(task))):
             space = [config for values in ranked[:_TRANSFERRED] if (config := task.variant.config_from(values)) in offered]

@@ -42,7 +42,7 @@ def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> list[Tu
     options = plan.options
     gpus = visible_gpus(options.gpus) if options.gpus else []
     device.require_gpu("tune")
-    tasks, num_kept = missing(plan, progress)
+    tasks, num_kept = tasks_to_search(plan, progress)
     results = [TuningResult("kept")] * num_kept
     if tasks:
         results += Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress, until)
@@ -50,10 +50,10 @@ def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> list[Tu
     return results
 
 
-def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
+def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     """Return the tasks of a plan to search on this GPU model, and how many tasks keep their config.
 
-    A task is searched if the cache lacks its config, or with `renews` if the config is stale or outdated. All spaces and config
+    A task is searched if the cache lacks its config, or with `retune` if the config is stale or outdated. All spaces and config
     files are checked before anything is measured or written.
     """
     options, tasks, here = plan.options, _tasks(plan), device.current().slug
@@ -62,13 +62,13 @@ def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
         if path.exists():
             cache.load_strict(path)
     chosen = tasks
-    if options.renews != "all" and not options.exhaustive:
+    if options.retune != "all" and not options.exhaustive:
         states = [_state(task, options) for task in tasks]
         num_cached = len(tasks) - states.count("lacking")
-        for state, text in _KEPT.items() if not options.renews else ():
+        for state, text in _KEPT.items() if not options.retune else ():
             if count := states.count(state):
                 progress.note(f"{count} of {num_cached} cached configs {text}")
-        searched = ("lacking", "stale", "outdated") if options.renews else ("lacking",)
+        searched = ("lacking", "stale", "outdated") if options.retune else ("lacking",)
         chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
     for task in chosen:
         checked_space(task)

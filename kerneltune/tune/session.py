@@ -83,16 +83,13 @@ class TuningSession:
         self._entered: ExitStack | None = None
 
     def tuner(self, task: Task) -> Tuner:
-        """Return a tuner of a task that knows the stored trials.
-
-        `renews` all forgets transient failures.
-        """
+        """Return a tuner of a task that knows the stored trials, without transient failures if `retune` is `all`."""
         options = self.options
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
             from kerneltune.search.trials import open_store  # imports Optuna, which takes 0.4 s
 
-            store = open_store(task.op, task.variant, options.results, options.renews == "all")
+            store = open_store(task.op, task.variant, options.results, options.retune == "all")
             self._stores[task.op.name, task.variant.name] = store
         return Tuner(task, store, self.worker, self.queue, options)
 

@@ -88,8 +88,7 @@ class Tuner:
 
     Attributes:
         requests: thread that sends requests to the worker in order; the GPU does not wait for decisions of this process.
-        options: limits of the search, and the folder of configs. If the other 16-bit type was searched before, only its best
-            configs are tried, unless `renews` is all or the space has further knob values.
+        options: limits of the search, and the folder of configs.
         compilers: number of configs that compile at the same time.
         program_registers: registers of all threads of the largest program of every compiled config.
     """

@@ -128,7 +128,7 @@ def test_tune_passes_all_options_on(engine: dict[str, Any], tmp_path: Path) -> N
     result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
     options = engine["options"]
-    assert (options.renews, options.search.sampler, options.search.trials, options.configs) == ("all", "random", 5, tmp_path)
+    assert (options.retune, options.search.sampler, options.search.trials, options.configs) == ("all", "random", 5, tmp_path)
 
 
 @pytest.mark.usefixtures("engine")

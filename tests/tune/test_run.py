@@ -111,7 +111,7 @@ def test_run_tune_forced_tries_crashed_configs_again(
             moment.setattr(Pool, "submit", submit)
         (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
         assert entry.config["block"] != 2048
-    forced = replace(options, renews="all")
+    forced = replace(options, retune="all")
     (entry,) = entries_of(run_tune(load_plan(OPS, selection, forced), Progress()))
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
@@ -124,7 +124,7 @@ def test_run_tune_forced_tries_crashed_configs_again(
     assert _appended(path) == kept  # nothing is left to be tried again
 
 
-@pytest.mark.parametrize(("asked", "tried"), [({}, 17), ({"renews": "all"}, 40)])
+@pytest.mark.parametrize(("asked", "tried"), [({}, 17), ({"retune": "all"}, 40)])
 def test_run_tune_forced_searches_the_whole_space(
     asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +241,7 @@ def test_run_tune_with_a_broken_config_file_raises_before_it_measures(
     path.parent.mkdir(parents=True)
     path.write_text('{"schema": 7}')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
-    for changes in ({}, {"renews": "all"}, {"renews": "stale"}):
+    for changes in ({}, {"retune": "all"}, {"retune": "stale"}):
         with pytest.raises(ValueError, match=f"^{path}: schema: 7: expected 1$"):
             run_tune(load_plan(OPS, selection, replace(options, **changes)), Progress())
     assert path.read_text() == '{"schema": 7}'
@@ -264,11 +264,11 @@ def test_run_tune_keeps_stale_configs_unless_told_to_search_them(selection: Sele
         "1 of 1 cached configs are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)"
     )
     cache.store(H200.slug, old, options.configs)
-    (again,) = entries_of(run_tune(load_plan(OPS, selection, replace(options, renews="stale")), Spoken(notes)))
+    (again,) = entries_of(run_tune(load_plan(OPS, selection, replace(options, retune="stale")), Spoken(notes)))
     assert again.config == entry.config
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
     assert len(notes) == 1
-    fresh = run_tune(load_plan(OPS, selection, replace(options, renews="stale")), Progress())
+    fresh = run_tune(load_plan(OPS, selection, replace(options, retune="stale")), Progress())
     assert [result.status for result in fresh] == ["kept"]
 
 
