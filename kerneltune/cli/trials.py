@@ -95,7 +95,7 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     if dead:
         more = f" and {hidden} more" if hidden else ""
         show_wrapped(f"  never within 2 %: {', '.join(dead[: len(dead) - hidden])}{more}")
-    few, worst, is_exact = insight.portfolio(cases)
+    few, worst, is_exact = insight.set_cover(cases)
     keep, how = "keeps" if len(few) == 1 else "keep", "" if is_exact else ", perhaps not the fewest"
     good = f"every case ({len(cases)}) within 2 % of its best (worst {100 * worst:.1f} %{how})"
     show_wrapped(f"  {counted(len(few), 'config')} {keep} {good}")

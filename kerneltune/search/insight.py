@@ -1,4 +1,4 @@
-"""Analyse the trials of searches: regret, importance of knobs, values that never win, ties, the smallest portfolio."""
+"""Analyse the trials of searches: regret, importance of knobs, values that never win, ties, the fewest configs for all cases."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ NEAR = 0.02
 TIE = 0.01
 """Fraction over the best time up to which the times of a screen cannot distinguish configs."""
 _MOST_S = 10.0
-"""Seconds of the search for a portfolio, after which the smallest known portfolio counts as perhaps not the fewest."""
+"""Seconds of the search for a set cover, after which the smallest known cover is returned."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -76,10 +76,10 @@ def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
     return sorted((knobs for knobs, time in times.items() if time <= (1 + TIE) * best), key=lambda knobs: times[knobs])
 
 
-def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> tuple[list[Knobs], float, bool]:
-    """Return the smallest set with a config within 2 % of the best time of every case, by an integer program.
+def set_cover(cases: Sequence[Mapping[Knobs, float]]) -> tuple[list[Knobs], float, bool]:
+    """Return the fewest configs of which one is within 2 % of the best time of every case, by an integer program.
 
-    Return the largest remaining gap as well, and whether the set is surely the smallest.
+    Return the largest remaining gap as well, and whether they are surely the fewest.
     """
     best = [min(times.values()) for times in cases]
     configs = list(dict.fromkeys(knobs for times in cases for knobs in times))

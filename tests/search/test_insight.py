@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kerneltune import cache, device, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
-from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
+from kerneltune.search.insight import dead_values, importances, regret, set_cover, sparkline, ties
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
 from kerneltune.task import Evaluation, Task, store_path
@@ -50,21 +50,21 @@ def test_ties_are_configs_within_1_percent_of_the_best() -> None:
     assert ties({knobs(1, 1): 10.05, knobs(2, 1): 10.0, knobs(3, 1): 10.2}) == [knobs(2, 1), knobs(1, 1)]
 
 
-def test_portfolio_is_the_smallest_where_the_greedy_one_is_larger() -> None:
+def test_set_cover_is_the_smallest_where_the_greedy_one_is_larger() -> None:
     """Greed takes the config of four cases first, and then needs two more; two configs of three cases do."""
     a, b, c = knobs(1, 1), knobs(2, 1), knobs(3, 1)
     good: dict[insight.Knobs, set[int]] = {a: {0, 1, 2}, b: {3, 4, 5}, c: {1, 2, 3, 4}}
     cases: list[dict[insight.Knobs, float]] = [
         {config: 10.0 if case in covered else 20.0 for config, covered in good.items()} for case in range(6)
     ]
-    configs, worst, is_exact = portfolio(cases)
+    configs, worst, is_exact = set_cover(cases)
     assert set(configs) == {a, b}
     assert is_exact
     assert worst == 0.0
 
 
-def test_portfolio_returns_the_largest_remaining_gap() -> None:
-    configs, worst, _ = portfolio([{knobs(1, 1): 10.15, knobs(2, 1): 10.0}, {knobs(1, 1): 5.0}])
+def test_set_cover_returns_the_largest_remaining_gap() -> None:
+    configs, worst, _ = set_cover([{knobs(1, 1): 10.15, knobs(2, 1): 10.0}, {knobs(1, 1): 5.0}])
     assert configs == [knobs(1, 1)]
     assert worst == pytest.approx(0.015)
 
@@ -114,11 +114,11 @@ def test_tune_command_ends_with_a_short_form_of_trials(tmp_path: Path, monkeypat
     assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
 
 
-def test_portfolio_without_a_solution_in_time_has_the_best_config_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_cover_without_a_solution_in_time_has_the_best_config_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(insight, "milp", lambda *_, **__: SimpleNamespace(x=None, status=1))
     first, second, third = ((("block", block),) for block in (1, 2, 3))
     cases = [{first: 1.0, second: 1.5, third: 1.01}, {second: 2.0, third: 2.03}]
-    assert portfolio(cases) == ([first, second], 0.0, False)
+    assert set_cover(cases) == ([first, second], 0.0, False)
 
 
 @pytest.mark.parametrize(
