@@ -203,7 +203,7 @@ def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any]
 
             save_file(dict(values), part / VALUES)
         stored = {"format": FORMAT, **{entry.name: getattr(launch_class, entry.name) for entry in fields(launch_class)}}
-        (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
+        (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=builtin), indent=1))
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def _has_more(launch_class: LaunchClass, folder: Path) -> bool:
     return not (has_values or launch_class.lacks_values) or (launch_class.choice is not None and present.choice is None)
 
 
-def _builtin(value: Any) -> Any:
+def builtin(value: Any) -> Any:
     """Return a value of a subclass of a plain type, such as torch's version, as the plain type."""
     return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 

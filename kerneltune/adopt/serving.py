@@ -399,7 +399,7 @@ class Server:
                 author = self._list_of(autotuner)
                 lists = ServedAutotuner(author, author.configs)
                 if author.kernel is not None and author.is_tuned:  # the program may yet choose from a list that was not tuned
-                    autotuner.configs = lists.shown = author.to_triton_configs(author.kernel.portfolio[:1]) or author.configs
+                    autotuner.configs = lists.shown = author.to_triton_configs(author.kernel.shared[:1]) or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, lists)
             return lists
 

@@ -7,14 +7,14 @@ import bisect
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import FORMAT, read_json
+from kerneltune.adopt.folder import FORMAT, builtin, read_json
 from kerneltune.files import locked, read_bytes, replace_text
 from kerneltune.nearness import log2_distance
 
@@ -72,8 +72,7 @@ class RowFinder(Generic[V]):
         return min(rows, key=lambda row: log2_distance(row[0], wanted), default=(None, None))[1]
 
 
-@dataclass(frozen=True, slots=True)
-class TableKernel:
+class TableKernel(msgspec.Struct, frozen=True, rename={"shared": "portfolio"}):
     """Hold the configs of a kernel in a table.
 
     Attributes:
@@ -81,8 +80,8 @@ class TableKernel:
         package: version of the package that holds the kernel; empty if unknown.
         is_plain: whether no autotuner wraps the kernel.
         globals: plain values of globals that the kernel reads, as JSON; empty in tables of earlier versions.
-        portfolio: the config for torch.compile, which cannot tell launches apart, so that it is correct in all classes; empty for
-            none; of tables of earlier versions the first.
+        shared: the config of all classes for torch.compile, which cannot tell launches apart; empty if no config is correct in
+            all. Tables of earlier versions have several, the best first.
     """
 
     module: str
@@ -93,9 +92,9 @@ class TableKernel:
     package: str
     keys: tuple[str, ...]
     groups: tuple[Group, ...]
-    portfolio: tuple[StoredConfig, ...]
+    shared: tuple[StoredConfig, ...]
     is_plain: bool = False
-    globals: dict[str, Any] = field(default_factory=dict)
+    globals: dict[str, Any] = {}
 
     def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder[ServingRow]:
         """Return the finder of the rows of an author's key and element types; of no row where the table has none."""
@@ -137,7 +136,10 @@ def write_table(root: Path, table: ServingTable) -> str:
     Equal tables have equal files.
     """
     path = table_path(root, table.device)
-    text = json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
+    text = (
+        json.dumps({"format": FORMAT, **msgspec.to_builtins(table, enc_hook=builtin), "digest": ""}, indent=1, sort_keys=True)
+        + "\n"
+    )
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifest = path.parent / MANIFEST
     with locked(manifest):  # another host may write the table of its GPU

@@ -290,10 +290,10 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
         for classes in grouped(tuned, lambda tuned_class: operator_name(tuned_class.launch_class)).values():
             first, groups = classes[0].launch_class, tuple(table_groups(classes, worker))
             digests = (first.source, first.bytecode, first.configs, first.versions.get("package", ""))
-            shared = None if first.is_plain else shared_config(classes)
-            portfolio = () if shared is None else (shared,)
+            best = None if first.is_plain else shared_config(classes)
+            shared = () if best is None else (best,)
             name = first.kernel
-            about = (*digests, first.keys, groups, portfolio, first.is_plain, first.globals)
+            about = (*digests, first.keys, groups, shared, first.is_plain, first.globals)
             kernels.append(TableKernel(name.module, name.name, *about))
     here = device.current()
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))

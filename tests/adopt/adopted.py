@@ -68,7 +68,7 @@ def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[StoredConfig], 
     )
     fields: dict[str, Any] = {"module": first.kernel.module, "name": first.kernel.name, "package": first.versions["package"]}
     fields |= {name: getattr(first, name) for name in ("source", "bytecode", "configs", "keys", "globals")}
-    fields |= {"groups": groups, "portfolio": (configs[0],)}
+    fields |= {"groups": groups, "shared": (configs[0],)}
     return TableKernel(**(fields | changes))
 
 

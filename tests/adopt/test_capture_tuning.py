@@ -121,7 +121,7 @@ def test_tune_adds_omitted_sizes_to_the_key_if_they_gain(tmp_path: Path, h200: t
     (group,) = table.kernels[0].groups
     assert group.split == ("M",)
     assert {row.sizes["M"]: row.configs[0].kwargs["BLOCK"] for row in group.rows} == {4: 64, 64: 256}
-    assert len(table.kernels[0].portfolio) == 1
+    assert len(table.kernels[0].shared) == 1
 
 
 MIXED = """
@@ -203,7 +203,7 @@ def test_table_of_classes_without_a_common_config_has_none_for_torch_compile(
     tune_capture(tmp_path, Progress())
     table = read_table(tmp_path, GPU)
     assert table is not None
-    assert table.kernels[0].portfolio == ()
+    assert table.kernels[0].shared == ()
     listed = example().row_sum.configs
     startup.install(tmp_path)
     assert startup.server().attach(example().row_sum).shown == listed

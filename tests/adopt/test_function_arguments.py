@@ -120,7 +120,7 @@ def test_capture_of_a_function_that_no_module_holds_is_refused(
 def test_plain_kernel_is_served_by_function(tmp_path: Path, module: Any) -> None:
     classes = captured(tmp_path, module.applied, module.relu, module.doubled, BLOCK=32)
     chosen = next(one.config for one in classes[1].candidates if one.config.num_warps == 8)
-    write_table(tmp_path, kernel_of(classes[1:], [chosen], is_plain=True, portfolio=()))
+    write_table(tmp_path, kernel_of(classes[1:], [chosen], is_plain=True, shared=()))
     startup.install(tmp_path, misses=None)
     assert launch(module.applied, module.relu, BLOCK=32) == [0.0, 0.0, 0.0, 1.0, 2.0]
     assert launch(module.applied, module.doubled, BLOCK=32) == [-4.0, -2.0, 0.0, 2.0, 4.0]
@@ -131,7 +131,7 @@ def test_plain_kernel_is_served_by_function(tmp_path: Path, module: Any) -> None
 def test_autotuned_kernel_with_the_function_in_its_key_is_served_by_function(tmp_path: Path, module: Any) -> None:
     classes = captured(tmp_path, module.tuned, module.relu, module.doubled)
     second = classes[1].candidates[1].config
-    write_table(tmp_path, kernel_of(classes[1:], [second], portfolio=()))
+    write_table(tmp_path, kernel_of(classes[1:], [second], shared=()))
     startup.install(tmp_path, misses=None, miss="nearest")
     for function in (module.doubled, module.relu, module.doubled):
         launch(module.tuned, function)

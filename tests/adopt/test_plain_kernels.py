@@ -187,7 +187,7 @@ class OutOfResources(Exception):  # noqa: N818
 def serve(folder: Path, launches: list[LaunchClass], warps: int) -> Any:
     """Write a table that serves the first class with these warps, and serve it."""
     chosen = next(one.config for one in launches[0].candidates if one.config.num_warps == warps)
-    write_table(folder, kernel_of(launches[:1], [chosen], is_plain=True, portfolio=()))
+    write_table(folder, kernel_of(launches[:1], [chosen], is_plain=True, shared=()))
     startup.install(folder, misses=None)
     return startup.server()
 
@@ -282,7 +282,7 @@ def test_capture_of_a_launch_without_options_has_those_of_the_backend(
     launches = captured(tmp_path / "cap", module, 64)
     own = launches[0].candidates[0].config
     assert (own.num_warps, own.num_stages) == (4, 2)  # NVIDIA's backend has 3 stages
-    write_table(tmp_path / "cap", kernel_of(launches, [dataclasses.replace(own, num_stages=3)], is_plain=True, portfolio=()))
+    write_table(tmp_path / "cap", kernel_of(launches, [dataclasses.replace(own, num_stages=3)], is_plain=True, shared=()))
     startup.install(tmp_path / "cap", misses=None)
     launched_options.clear()
     launch(module, 64)
@@ -315,7 +315,7 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
         table = read_table(folder, GPU)
         assert table is not None
         (kernel,) = table.kernels
-        assert (kernel.is_plain, len(kernel.groups), kernel.portfolio) == (True, 2, ())
+        assert (kernel.is_plain, len(kernel.groups), kernel.shared) == (True, 2, ())
         startup.install(folder, miss="error", misses=None)
         launched_options.clear()
         assert launch(module, 96).tolist() == [2.0 * n for n in range(96)]
@@ -480,7 +480,7 @@ def test_serving_plans_launches_with_and_without_an_optional_tensor_once_each(
     startup.uninstall()
     launches = read_capture(tmp_path).classes
     chosen = next(one.config for one in launches[0].candidates if one.config.num_warps == 8 and one.grid is not None)
-    write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, portfolio=()))
+    write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, shared=()))
     planned: list[Any] = []
     monkeypatch.setattr(
         kernels, "plan_key", lambda *args, **launched_options: planned.append(args) or plan_key(*args, **launched_options)
