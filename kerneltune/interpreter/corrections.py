@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kerneltune.interpreter.facts import note_here, turns_of
+from kerneltune.interpreter.facts import iterations_of, note_here
 from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
 
 _USED = (
@@ -158,7 +158,7 @@ def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
 
     is_wide = any(getattr(bound, "dtype", None) is tl.int64 for bound in bounds)
     dtype, values = (tl.int64, np.int64) if is_wide else (tl.int32, np.int32)
-    return (tl.core.tensor(TensorHandle(np.array([turn], values), dtype), dtype) for turn in turns_of(range(*bounds)))
+    return (tl.core.tensor(TensorHandle(np.array([at], values), dtype), dtype) for at in iterations_of(range(*bounds)))
 
 
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 from kerneltune.interpreter.faults import statement
 
 Kind = Literal[
-    "launch", "call", "branch", "condition", "choice", "true", "false", "no turn", "one turn", "two turns", "two programs",
+    "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
+    "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "whole",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
@@ -21,7 +22,7 @@ _TEXTS: Mapping[str, str] = {
     "branch": "{text} in {where}",
     "condition": "{text} at {where}",
     "choice": "{text} at {where}",
-    "two turns": "two turns of the loop at {where}",
+    "two iterations": "two iterations of the loop at {where}",
     "two programs": "two programs of {text} along axis {where}",
     "tf32": "products of fp32 are rounded to tf32, {where}",
     "division": "`/` of fp32 is not exact on a GPU, {where}: tl.div_rn is",
@@ -31,7 +32,7 @@ _TEXTS: Mapping[str, str] = {
     "whole": "{text}, {where}",
 }
 """Texts of the kinds that users and tests see."""
-_TURNS: Sequence[Kind] = ("no turn", "one turn", "two turns")
+_ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
 _OF_CODE = ("launch", "call", "branch")
 
 
@@ -46,7 +47,7 @@ class Fact(NamedTuple):
     | condition | an `if` whose side arguments do not tell | text | PATH:LINE |
     | choice | a minimum or maximum of two values that arguments do not tell | text | PATH:LINE |
     | true, false | the side that a condition takes; the second, the first operand of a choice | | PATH:LINE |
-    | no turn, one turn, two turns | how often a loop turns, where two are two or more | | PATH:LINE |
+    | no, one, two iteration(s) | the iterations of a loop, where two are two or more | | PATH:LINE |
     | two programs | two or more programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
@@ -74,7 +75,7 @@ _NOTED: ContextVar[Launches | None] = ContextVar("noted", default=None)
 WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
 """Set while a launch runs on tensors without memory: only its addresses count."""
 _LONG_LOOP = 128
-"""Turns of a loop that a launch without memory runs at most, half of them the first and half the last, as a launch has 2 s."""
+"""Most iterations of a loop that a launch without memory runs, half of them the first and half the last, as a launch has 2 s."""
 
 
 @contextmanager
@@ -102,21 +103,21 @@ def note_here(kind: Kind) -> None:
     note(Fact(kind, "", f"{file}:{line}"))
 
 
-def turns_of(turns: range) -> Sequence[int]:
-    """Note the turns of the loop that begins, and return them; in a launch without memory, of a long loop the first and last."""
-    note_here(_TURNS[min(len(turns), 2)])
-    is_whole = len(turns) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
-    return turns if is_whole else [*turns[: _LONG_LOOP // 2], *turns[-_LONG_LOOP // 2 :]]
+def iterations_of(loop: range) -> Sequence[int]:
+    """Note how many iterations a loop has that begins, and return those to run: without memory the first and last of many."""
+    note_here(_ITERATIONS[min(len(loop), 2)])
+    is_whole = len(loop) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
+    return loop if is_whole else [*loop[: _LONG_LOOP // 2], *loop[-_LONG_LOOP // 2 :]]
 
 
 def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
-    """Return loops that no check turns twice, axes that have two programs in no check, and facts of bench cases alone.
+    """Return loops without two iterations in any check, axes without two programs in any check, and facts of bench cases alone.
 
-    A loop with a single turn and an axis with a single program in the largest cases are left out. Because launches without
-    memory load zeros, a loop without a turn there has an unknown number of turns.
+    A loop with one iteration and an axis with one program in the largest cases are left out. Because launches without memory
+    load zeros, a loop without an iteration there may have any number of iterations.
     """
-    loops = (fact._replace(kind="two turns") for fact in checks | largest if fact.kind in _TURNS)
-    wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one turn") not in largest}
+    loops = (fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS)
+    wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}
     few = (wanted | {fact for fact in largest if fact.kind in ("two programs", *_OF_CODE)}) - checks
     unknown = {fact.text for fact in few if fact.kind in ("launch", "call")}
     hidden = "call" if any(fact.kind == "launch" for fact in few) else ""

@@ -23,8 +23,8 @@ _LONG = 64
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
 _FAR = 16
-"""Factor over the longest size of an axis in check cases above which a size comes last: it may be the turns of a loop, 1 ms each,
-which the traffic of a case does not tell."""
+"""Factor over the longest size of an axis in check cases above which a size comes last: a loop may have so many iterations, 1 ms
+each, which the traffic of a case does not tell."""
 _FEW_PROGRAMS = 512
 """Programs that a derived case may have in any case: they take the interpreter half a second."""
 _LAUNCHES_S = 10.0
@@ -129,7 +129,7 @@ class _SmallerCases:
         """Yield a case with smaller sizes, the cheapest first, by powers of two; and last, sizes far above those of check cases.
 
         Args:
-            of_whole: whether whole blocks are sought: from the least sizes, which make the fewest turns of loops.
+            of_whole: whether whole blocks are sought: from the least sizes, which make the fewest iterations of loops.
             is_new: whether a case has a fact that is sought.
         """
         cheapest = sorted(self.by_cost, key=partial(check_cost, self.op))[:1]

@@ -158,9 +158,9 @@ def shifted(name: str, M: int, N: int, shift: int = 0) -> Case:
 @pytest.mark.parametrize(
     ("checked", "largest", "missing"),
     [
-        (shifted("one", 1, 64), shifted("large", 100, 4096), {"turns of the loop", "programs of _sums along axis 0"}),
+        (shifted("one", 1, 64), shifted("large", 100, 4096), {"iterations of the loop", "programs of _sums along axis 0"}),
         (shifted("long", 1, 65), shifted("large", 100, 4096), {"programs of _sums along axis 0"}),
-        (shifted("rows", 2, 64), shifted("large", 100, 4096), {"turns of the loop"}),
+        (shifted("rows", 2, 64), shifted("large", 100, 4096), {"iterations of the loop"}),
         (shifted("one", 1, 64), shifted("small", 1, 64), set()),
     ],
     ids=["both", "axis", "loop", "neither"],
@@ -172,8 +172,8 @@ def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, la
     assert outcomes(*work) == [[Outcome("checked")], []]
     named = "; ".join(coverage_lines(work))
     assert named.startswith("summed: no check has ") == bool(missing)
-    assert {name for name in ("turns of the loop", "programs of _sums along axis 0") if name in named} == missing
-    assert ("test_jobs.py:" in named) == ("turns of the loop" in missing)
+    assert {name for name in ("iterations of the loop", "programs of _sums along axis 0") if name in named} == missing
+    assert ("test_jobs.py:" in named) == ("iterations of the loop" in missing)
 
 
 def test_coverage_names_nothing_that_parts_of_a_crashed_job_reached() -> None:
