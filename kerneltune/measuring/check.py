@@ -21,7 +21,7 @@ from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import refusing_launches, strict
-from kerneltune.measuring.layouts import names_by_storage, noting_layouts, with_gaps
+from kerneltune.measuring.layouts import ELEMENTS, EVERY_OUTER_AXIS, ROWS, names_by_storage, noting_layouts, with_gaps
 from kerneltune.measuring.memory import affordable, memory_obstacle, out_of_memory_reason
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -261,23 +261,26 @@ class Checker:
         rows for the stride of an input. `reshape(-1, N)` copies the first inputs, and takes the second as they are.
         """
         matrices = with_gaps(self.inputs) if host_folder(self.op) else {}
-        rows = dict.fromkeys(matrices, 1)
-        accepted, outputs, lines = self._run_apart(variant, config, {name: int(it.ndim == 2) for name, it in matrices.items()})
+        rows = dict.fromkeys(matrices, ROWS)
+        widest = {name: ROWS if matrix.ndim == 2 else EVERY_OUTER_AXIS for name, matrix in matrices.items()}
+        accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, widest)
         if accepted and accepted != rows and not lines:
-            accepted, outputs, lines = self._run_apart(variant, config, rows)
+            accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, rows)
         return (outputs, lines) if accepted else self.run(variant, config)
 
-    def _run_apart(self, variant: Variant, config: Config, gaps: dict[str, int]) -> tuple[dict[str, int], Outputs, list[str]]:
-        """Run a variant on inputs with gaps where host code accepts them; return also the gaps that it accepts.
+    def _run_with_accepted_gaps(
+        self, variant: Variant, config: Config, gaps: dict[str, int]
+    ) -> tuple[dict[str, int], Outputs, list[str]]:
+        """Run a variant on inputs with gaps where host code accepts gaps; return the accepted gaps, outputs and errors.
 
-        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. Where it
-        refuses gaps, gaps around an axis more are tried. Where it accepts none, there are no outputs and no errors.
+        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. If it
+        refuses the gaps of an input, gaps around one more axis are tried. If it accepts none, there are no outputs and no errors.
         """
         while gaps:
-            apart = copy(self)
-            apart.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
-            with noting_layouts(apart.inputs, host_folder(self.op)) as read:
-                outputs, lines = apart.run(variant, config)
+            gapped = copy(self)  # `compare` still gets the inputs without gaps
+            gapped.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
+            with noting_layouts(gapped.inputs, host_folder(self.op)) as read:
+                outputs, lines = gapped.run(variant, config)
             if not lines:
                 return gaps, outputs, lines
             last = next((name for name in reversed(read) if name in gaps), None)
@@ -294,10 +297,13 @@ class Checker:
         return gaps, outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
 
     def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
-        """Return inputs that `known` lacks, and gets, of which elements may not lie apart, though host code accepts it."""
+        """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.
+
+        known: names of inputs that were judged before, which are left out; gets the names of the others.
+        """
         names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
         known.update(names)
-        return [name for name in names if self._run_apart(variant, config, {name: -1})[2]]
+        return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS})[2]]
 
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""

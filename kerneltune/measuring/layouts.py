@@ -11,13 +11,16 @@ import torch
 from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Inputs
 
+EVERY_OUTER_AXIS, ROWS, ELEMENTS = 0, 1, -1
+"""Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows."""
+
 
 def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs:
     """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
 
     Args:
-        around: number of inner axes of an input around which gaps lie: 1 for gaps between rows, as without it, 2 for gaps between
-            matrices; 0 for gaps at every outer axis, so that no stride tells another; -1 for gaps between elements and rows.
+        around: place of the gaps of an input, `ROWS` without it: one of the constants, or the number of inner axes around which
+            the gaps lie, such as 2 for gaps between matrices.
     """
     copies: dict[str, torch.Tensor] = {}
     owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
@@ -26,12 +29,13 @@ def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs
             continue
         order = sorted(range(value.ndim), key=value.stride)
         if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
-            strides, inner = [0] * value.ndim, (around or {}).get(name, 1)
-            step = 2 if inner < 0 else 1
+            strides, inner = [0] * value.ndim, (around or {}).get(name, ROWS)
+            step = 2 if inner == ELEMENTS else 1
             for number, axis in enumerate(order, 1):
                 strides[axis] = step
                 step *= value.shape[axis]
-                step += (32 * (len(copies) + 1)) // value.element_size() if inner == 0 or number == abs(inner) else 0
+                if inner == EVERY_OUTER_AXIS or number == abs(inner):
+                    step += (32 * (len(copies) + 1)) // value.element_size()
             memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
             copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
     return copies
