@@ -23,7 +23,7 @@ from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep_file import SweepCase
 from kerneltune.sweep_run import measure_batches
 from kerneltune.task import Task, changed, knobs_of
-from kerneltune.tune.run import renew
+from kerneltune.tune.run import renew_configs
 from kerneltune.tune.session import TuningResult
 from kerneltune.wording import counted, differing, first_of, pairs
 
@@ -47,18 +47,18 @@ class StaleFamily:
     """Hold the cases of a family whose records are stale.
 
     Attributes:
-        cases: number of selected bench cases.
+        num_cases: number of selected bench cases.
         stale: cases with a variant that has no record, or a record of other code or another config, or a failed own variant;
             with their ranks: 0 for a headline case, 1 for a case with records, 2 for a case that nobody measured.
         seconds_a_case: seconds that a case took when the records were made.
-        orphans: number of records whose case is not in the sweep file.
+        num_orphans: number of records whose case is not in the sweep file.
     """
 
     plan: Plan
-    cases: int
+    num_cases: int
     stale: Mapping[SweepCase, int]
     seconds_a_case: float
-    orphans: int
+    num_orphans: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,20 @@ class Stale:
 
     Attributes:
         gpu: folder name of the GPU.
-        cached: number of cached configs, by operator.
+        num_cached: number of cached configs, by operator.
         configs: entries of stale configs, the most used first.
         families: the families with their stale cases.
         plans: the plan of each family that was examined.
     """
 
     gpu: str
-    cached: Mapping[str, int]
+    num_cached: Mapping[str, int]
     configs: tuple[CacheEntry, ...]
     families: tuple[StaleFamily, ...]
     plans: tuple[Plan, ...]
 
     @property
-    def cases(self) -> int:
+    def num_cases(self) -> int:
         """Return the number of cases with stale records, of all families."""
         return sum(len(family.stale) for family in self.families)
 
@@ -237,7 +237,7 @@ def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 
-def refresh(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, TuningResult]], list[Record], Stale]:
+def renew(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, TuningResult]], list[Record], Stale]:
     """Time stale configs against their default and store the faster, then measure stale cases again.
 
     Return the configs that were timed with their results, the new records, and the configs and cases that are still stale.
@@ -248,7 +248,7 @@ def refresh(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, Tu
     """
     budget_s = stale.plans[0].options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
-    renewals = renew(stale.plans[0].ops, stale.plans[0].options, stale.configs, progress, until) if stale.configs else []
+    renewals = renew_configs(stale.plans[0].ops, stale.plans[0].options, stale.configs, progress, until) if stale.configs else []
     if renewals:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_batches(list(_batches(stale)), progress, until)

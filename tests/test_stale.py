@@ -101,37 +101,37 @@ def stored(options: Options) -> dict[int, cache.CacheEntry]:
 def test_find_stale_returns_configs_and_records_with_headlines_first(selection: Selection, options: Options) -> None:
     stale_parts = find(selection, options)
     assert [entry.case.axes[0][1] for entry in stale_parts.configs] == [1048576, 524288, 2097152]
-    assert stale_parts.cached == {"stream": 3}
+    assert stale_parts.num_cached == {"stream": 3}
     assert [entry.case.name for entry in stale_parts.families[0].stale] == ["first", "other", "last"]
-    assert (stale_parts.families[0].cases, stale_parts.cases, stale_parts.families[0].orphans) == (3, 3, 0)
+    assert (stale_parts.families[0].num_cases, stale_parts.num_cases, stale_parts.families[0].num_orphans) == (3, 3, 0)
     one = find(replace(selection, cases=("other",)), options)
     assert [entry.case.name for entry in one.families[0].stale] == ["other"]
     assert [entry.case.axes[0][1] for entry in one.configs] == [524288]
     other = find(selection, options, "nvidia_h100")
-    assert (other.gpu, other.cached, other.configs, other.families) == ("nvidia_h100", {}, (), ())
+    assert (other.gpu, other.num_cached, other.configs, other.families) == ("nvidia_h100", {}, (), ())
 
 
-def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Selection, options: Options) -> None:
+def test_renew_leaves_nothing_stale_and_replaces_a_slower_config(selection: Selection, options: Options) -> None:
     before = stored(options)
     stale_parts = find(selection, options)
-    renewals, _, remaining = stale.refresh(stale_parts, Progress())
+    renewals, _, remaining = stale.renew(stale_parts, Progress())
     assert [result.entry is not None and result.entry.config == entry.config for entry, result in renewals] == [True, True, False]
     assert measured == ["first", "other", "last"]
-    assert (remaining.configs, remaining.cases) == ((), 0)
+    assert (remaining.configs, remaining.num_cases) == ((), 0)
     now = stored(options)
     assert [now[size].config for size in (524288, 1048576)] == [before[size].config for size in (524288, 1048576)]
     default = OPS["stream"].variants[0].default_config(now[2097152].case)
     assert now[2097152].config == {"block": default.block, "warps": default.warps, "ctas": default.ctas} != SLOW
     assert {row.source_hash for row in recorded(options)} == {OPS["stream"].variants[0].source_hash}
-    assert stale.refresh(remaining, Progress())[:2] == ([], [])
+    assert stale.renew(remaining, Progress())[:2] == ([], [])
     assert measured == ["first", "other", "last"]
 
 
 def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
     before, rows = stored(options), recorded(options)
-    renewals, _, remaining = stale.refresh(find(selection, replace(options, search=Search(0.0))), Progress())
+    renewals, _, remaining = stale.renew(find(selection, replace(options, search=Search(0.0))), Progress())
     assert renewals == []
-    assert (len(remaining.configs), remaining.cases, measured) == (3, 3, [])
+    assert (len(remaining.configs), remaining.num_cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)
 
 
@@ -141,11 +141,11 @@ def test_cases_with_records_are_measured_before_cases_without(selection: Selecti
     kept = [row for row in recorded(options) if row.case != "other"]
     path.unlink()
     records.append(path, kept)
-    stale.refresh(find(selection, options), Progress())
+    stale.renew(find(selection, options), Progress())
     assert measured == ["first", "last", "other"]
 
 
-def test_interrupted_refresh_keeps_the_cases_it_measured(
+def test_interrupted_renewal_keeps_the_cases_it_measured(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def second_interrupts(*arguments: Any) -> list[Record]:
@@ -156,16 +156,16 @@ def test_interrupted_refresh_keeps_the_cases_it_measured(
     with monkeypatch.context() as patch:
         patch.setattr(sweep_run, "compare_in_worker", second_interrupts)
         with pytest.raises(KeyboardInterrupt):
-            stale.refresh(find(selection, options), Progress())
+            stale.renew(find(selection, options), Progress())
     remaining = find(selection, options)
     assert (remaining.configs, [entry.case.name for entry in remaining.families[0].stale]) == ((), ["other", "last"])
-    stale.refresh(remaining, Progress())
+    stale.renew(remaining, Progress())
     assert measured == ["first", "other", "last"]
 
 
 def test_case_whose_config_has_changed_is_stale(selection: Selection, options: Options) -> None:
-    *_, remaining = stale.refresh(find(selection, options), Progress())
-    assert remaining.cases == 0
+    *_, remaining = stale.renew(find(selection, options), Progress())
+    assert remaining.num_cases == 0
     cache.store(GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
     (family,) = find(selection, options).families
     assert [entry.case.name for entry in family.stale] == ["first"]
@@ -193,7 +193,7 @@ def test_sweep_stale_lists_stale_cases_and_then_measures_them(selection: Selecti
 
 def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, options: Options) -> None:
     """Such a case must not end the list of all families with an error, though the config of a call is looked up."""
-    stale.refresh(find(selection, options), Progress())
+    stale.renew(find(selection, options), Progress())
     (variant,) = OPS["stream"].variants
     refusing = replace(variant, valid=lambda case, _config: "too short" if case["read"] == 524288 else None)
     operators = {**OPS, "stream": replace(OPS["stream"], variants=(refusing,))}
@@ -203,7 +203,7 @@ def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, opt
 
 def test_case_is_not_stale_for_a_peer_that_does_not_support_it(selection: Selection, options: Options) -> None:
     """Expect no row of a peer for a case that it does not support: no measurement can give it a time there."""
-    stale.refresh(find(selection, options), Progress())
+    stale.renew(find(selection, options), Progress())
     (own,) = OPS["stream"].variants
     refuses = {"unsupported": lambda case: "too short" if case["read"] == 524288 else None, "requires": ("json",)}
     operators = {**OPS, "stream": replace(OPS["stream"], variants=(own, replace(own, name="peer", **refuses)))}
@@ -238,7 +238,7 @@ def test_sweep_stale_without_a_gpu_lists_records_of_a_gpu_without_configs(
     assert re.search(r"^nvidia_l4 +cases +tiny +3 +3 ", text, re.MULTILINE), text
 
 
-def test_refresh_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_once(
+def test_renew_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_once(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Notes(Progress):
@@ -251,13 +251,13 @@ def test_refresh_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_onc
     notes: list[str] = []
     before = recorded(options)
     monkeypatch.setattr(sweep_run, "compare_in_worker", unimported)
-    _, new, remaining = stale.refresh(find(selection, options), Notes())
-    assert (len(new), recorded(options), remaining.cases) == (3, before, 3)
+    _, new, remaining = stale.renew(find(selection, options), Notes())
+    assert (len(new), recorded(options), remaining.num_cases) == (3, before, 3)
     variant = OPS["stream"].variants[0].name
     assert notes == [f"{variant} cannot be imported: ImportError: x: cases with an earlier time of it stay stale"]
 
 
-def refreshed(selection: Selection, options: Options) -> tuple[int, str]:
+def renewed(selection: Selection, options: Options) -> tuple[int, str]:
     """Return the exit code of `sweep --stale`, and its output without line breaks."""
     folders = ["--configs", str(options.configs), "--results", str(options.results)]
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders])
@@ -275,14 +275,14 @@ def test_config_that_does_not_run_is_dropped_and_the_default_serves(
     else:
         cache.store(GPU, replace(stored(options)[2097152], config={"block": 1024}), options.configs)
         problem = f"config of {OPS['stream'].variants[0].name}: expected the knobs ['block', 'ctas', 'warps'], got ['block']"
-    code, text = refreshed(selection, options)
+    code, text = renewed(selection, options)
     assert code == 1
     assert f"dropped: {LABEL} read=2097152 write=1048576 int32 none: {problem}" in text
     assert "2 as good as their default, 0 slower, which the default replaces, 1 that no longer run" in text
     assert "`kerneltune tune` searches their cases" in text
     assert text.endswith("nothing is stale for nvidia_h200")
     assert set(stored(options)) == {524288, 1048576}
-    code, text = refreshed(selection, options)
+    code, text = renewed(selection, options)
     assert (code, "dropped" in text) == (0, False)
 
 
@@ -291,7 +291,7 @@ def test_config_that_does_not_run_is_kept_while_its_default_does_not(
 ) -> None:
     monkeypatch.setattr(Bench, "crashed", staticmethod(lambda _config: True))
     before = stored(options)
-    code, text = refreshed(selection, options)
+    code, text = renewed(selection, options)
     assert (code, stored(options)) == (1, before)
     assert f"failed: {LABEL} read=2097152 write=1048576 int32 none: crashed: took longer than 60 s" in text
     assert "3 configs and" in text
@@ -305,7 +305,7 @@ def test_config_that_crashes_once_is_timed_again(selection: Selection, options: 
         return len(measured_slow) == 1 and config == measured_slow[0]
 
     monkeypatch.setattr(Bench, "crashed", staticmethod(crashes_first))
-    code, text = refreshed(selection, options)
+    code, text = renewed(selection, options)
     assert (code, len(measured_slow)) == (0, 2)
     assert "2 as good as their default, 1 slower, which the default replaces, 0 that no longer run" in text
 
@@ -322,7 +322,7 @@ def test_sweep_stale_without_records_and_stale_configs_exits_with_2(
 
 
 def test_sweep_stale_of_fresh_records_prints_one_line(selection: Selection, options: Options) -> None:
-    stale.refresh(find(selection, options), Progress())
+    stale.renew(find(selection, options), Progress())
     folders = ["--configs", str(options.configs), "--results", str(options.results)]
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", "--check-only", *folders])
     assert (result.exit_code, "".join(result.stdout.split())) == (0, f"nothingisstalefor{GPU}in{options.results}")

@@ -69,7 +69,7 @@ def command(
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         ops = o.load_ops()
-        return _refresh(ops, o.make_selection(ops, family, wanted), o.make_options(configs=configs, results=results, **fields))
+        return _renew(ops, o.make_selection(ops, family, wanted), o.make_options(configs=configs, results=results, **fields))
     if not family:
         from kerneltune.cli import without_family
 
@@ -108,7 +108,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
     end_if_failed(r for r in swept.records if not plan.ops[r.op].variant(r.variant).is_peer)
 
 
-def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> None:
+def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> None:
     """List the stale configs and records, and on a GPU measure them again."""
     from kerneltune import stale
 
@@ -126,13 +126,13 @@ def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> N
         raise ValueError(f"results: {options.results}: no records of {', '.join(gpus) or 'any GPU'} that could be stale")
     elif not works:
         show_wrapped(f"nothing is stale for {', '.join(gpus)} in {options.results}")
-    for gpu, family in ((of_gpu.gpu, family) for of_gpu in by_gpu for family in of_gpu.families if family.orphans):
-        note(f"{gpu}: {family.plan.family}: {counted(family.orphans, 'record')} of no case of {family.plan.sweep.path}")
+    for gpu, family in ((of_gpu.gpu, family) for of_gpu in by_gpu for family in of_gpu.families if family.num_orphans):
+        note(f"{gpu}: {family.plan.family}: {counted(family.num_orphans, 'record')} of no case of {family.plan.sweep.path}")
     if not works:
         return
     (of_this_gpu,) = by_gpu
     with Reporter() as progress:
-        renewals, measured, remaining = stale.refresh(of_this_gpu, progress)
+        renewals, measured, remaining = stale.renew(of_this_gpu, progress)
     broken = [(entry, result) for entry, result in renewals if result.status in ("failed", "dropped")]
     num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
     show_wrapped(
@@ -143,10 +143,10 @@ def _refresh(ops: Mapping[str, Op], selection: Selection, options: Options) -> N
         show_wrapped(f"{result.status}: {entry.op} {entry.variant} {entry.case.label}: {result.reason}")
     if any(result.status == "dropped" for _, result in broken):
         show_wrapped("calls no longer run with the dropped configs; `kerneltune tune` searches their cases")
-    counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.cases, 'case')} are stale"
+    counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.num_cases, 'case')} are stale"
     show_wrapped(
         f"{counts}; the same command goes on there"
-        if remaining.configs or remaining.cases
+        if remaining.configs or remaining.num_cases
         else f"nothing is stale for {here.slug}"
     )
     end_if_failed(r for r in measured if not ops[r.op].variant(r.variant).is_peer)
@@ -161,9 +161,11 @@ def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
     rows = []
     for of_gpu in by_gpu:
         of_op = Counter(entry.op for entry in of_gpu.configs)
-        stale = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(of_gpu.cached.items())]
-        stale += [("cases", f.plan.family, len(f.stale), f.cases, f.seconds_a_case * len(f.stale)) for f in of_gpu.families]
-        stale.append(("all", "", len(of_gpu.configs) + of_gpu.cases, sum(row[3] for row in stale), sum(row[4] for row in stale)))
+        stale = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(of_gpu.num_cached.items())]
+        stale += [("cases", f.plan.family, len(f.stale), f.num_cases, f.seconds_a_case * len(f.stale)) for f in of_gpu.families]
+        stale.append(
+            ("all", "", len(of_gpu.configs) + of_gpu.num_cases, sum(row[3] for row in stale), sum(row[4] for row in stale))
+        )
         rows += [
             Row((of_gpu.gpu, kind, name, count, known, seconds / 60)) for kind, name, count, known, seconds in stale if count
         ]

@@ -28,7 +28,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.task import Run, Task, knob_pairs
-from kerneltune.tune.run import renew, run_tune
+from kerneltune.tune.run import renew_configs, run_tune
 from kerneltune.tune.tuner import Tuner
 from kerneltune.worker import WorkerCrashedError
 
@@ -321,7 +321,7 @@ def test_renewal_times_stale_entries_of_this_gpu_again(
         stale = [replace(entry, **changes)]
         return [
             (result.entry is not None and result.entry.config == before.config, result.reason)
-            for before, result in renew(OPS, options, stale, Progress(), until)
+            for before, result in renew_configs(OPS, options, stale, Progress(), until)
         ]
 
     def stored() -> cache.CacheEntry:
@@ -360,7 +360,7 @@ def test_renewal_with_a_damaged_journal_ends_before_it_measures(
     path.write_text('{"op_code": 0}\nno trial\n')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(ValueError, match=rf"^{path}:2: not a trial: 'no trial'; move the file away to start anew$"):
-        renew(OPS, options, [entry], Progress())
+        renew_configs(OPS, options, [entry], Progress())
 
 
 # spaces that make no sense
