@@ -1,4 +1,4 @@
-"""Start fresh processes in sequence, or many processes fast. Every process ends with the process that started it.
+"""Start processes of this package, fresh or forked. Every process ends with the process that started it.
 
 A process keeps its temporary folder locked. If SIGKILL ends the process, the lock ends, and the next process that makes a folder
 removes this folder.
@@ -12,11 +12,10 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -40,12 +39,6 @@ _STARTING = Lock()
 """Held while this process starts the server."""
 _LOOK_S = 0.25
 _EXIT_GRACE_S = 5.0
-_BOUND = """import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    if os.getppid() != {parent}:
-        os._exit(1)
-"""
 
 
 class WorkerStoppedError(Exception):
@@ -110,72 +103,6 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
         if error is not None:
             raise error
         yield result
-
-
-def run_program(
-    command: Sequence[str], *, timeout_s: float | None = None, must_succeed: bool = False, **options: Any
-) -> subprocess.CompletedProcess[Any]:
-    """Run a program to its end and return its output. An interrupt kills it with all processes that it started.
-
-    Args:
-        command: the program and its arguments.
-        timeout_s: seconds after which the program is killed.
-        must_succeed: another exit code than 0 is an error, with the last line that the program says.
-        options: options of subprocess.Popen.
-    """
-    name = Path(command[0]).name
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    try:
-        with subprocess.Popen(command, start_new_session=True, **pipes | options) as process:
-            try:
-                output, errors = process.communicate(timeout=timeout_s)
-            except BaseException:  # an interrupt as well
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                raise
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{name} took longer than {error.timeout:g} s") from None
-    except OSError as error:
-        raise ValueError(f"cannot run {command[0]}: {error.strerror}") from error
-    if must_succeed and process.returncode:
-        raise ValueError(f"{name} says: {(os.fsdecode(errors).strip().splitlines() or ['nothing'])[-1]}")
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-def git(folder: Path, *arguments: str) -> bytes:
-    """Return the output of git in a folder."""
-    output: bytes = run_program(["git", "-C", str(folder), *arguments], must_succeed=True).stdout
-    return output
-
-
-@functools.cache
-def commit(root: Path = Path(__file__).parents[1]) -> str:
-    """Return the commit of the source that runs, with `+` where the package differs from it.
-
-    Outside a checkout of this package, return the commit that `git archive` wrote into `.git_archival.txt`, or `unknown`. An
-    installation below the checkout of another project counts as outside.
-
-    Args:
-        root: the folder that holds the package.
-    """
-    with suppress(ValueError):  # no git, or no checkout
-        top, head = git(root, "rev-parse", "--show-toplevel", "--short", "HEAD").decode().splitlines()
-        if Path(top) == root.resolve():
-            return head + ("+" if git(root, "status", "--porcelain", "kerneltune") else "")
-    archived = root / ".git_archival.txt"
-    node = archived.read_text().strip() if archived.exists() else ""
-    return "unknown" if not node or "$" in node else node
-
-
-def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a fresh process, with the package of the folder `cwd`, and return its errors and exit code.
-
-    The folders of PYTHONPATH are searched after `cwd`, because they may hold the dependencies. The process is killed as soon as
-    the calling thread ends, also by SIGKILL (Linux).
-    """
-    command = [sys.executable, "-c", _BOUND.format(parent=os.getpid()) + code, *arguments]
-    env = {**env, "PYTHONPATH": os.pathsep.join([str(cwd), *filter(None, [env.get("PYTHONPATH")])])}
-    return run_program(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, text=True)
 
 
 def _answer(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser
-from kerneltune.processes import commit
+from kerneltune.programs import commit
 from kerneltune.records import Status, TrialStatus
 from kerneltune.spec import Case, Config, Op, TaskKey, Variant
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kerneltune.processes import run_program
+from kerneltune.programs import run_to_end
 
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SourceCounters")
@@ -166,7 +166,7 @@ def _number(text: str) -> float | None:
 
 def _run(command: Sequence[str]) -> str:
     """Run a command, and return its output and error streams in a single text."""
-    output: str = run_program(command, timeout_s=_TIMEOUT_S, stderr=subprocess.STDOUT, text=True).stdout
+    output: str = run_to_end(command, timeout_s=_TIMEOUT_S, stderr=subprocess.STDOUT, text=True).stdout
     return output
 
 

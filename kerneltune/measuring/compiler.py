@@ -23,7 +23,7 @@ from typing import Any
 from kerneltune.compat import failing_line
 from kerneltune.errors import first_line, line_of_inputs, statement_in
 from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
-from kerneltune.processes import run_program
+from kerneltune.programs import run_to_end
 from kerneltune.spec import Config, Inputs
 from kerneltune.task import Task
 from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError
@@ -356,4 +356,4 @@ def _resource_report(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return str(run_program([str(tool), "-res-usage", file.name], must_succeed=True, text=True).stdout)
+        return str(run_to_end([str(tool), "-res-usage", file.name], must_succeed=True, text=True).stdout)

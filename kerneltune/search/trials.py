@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines, writing
-from kerneltune.processes import commit
+from kerneltune.programs import commit
 from kerneltune.records import TrialStatus
 from kerneltune.spec import MOST, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
 from kerneltune.task import Evaluation, Knobs, Task, Trial, knob_pairs, knobs_of, present, store_path

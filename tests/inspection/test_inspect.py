@@ -110,7 +110,7 @@ def test_inspect_of_a_case_without_a_cached_config_compiles_the_default(compiled
     assert (task.case.name, chosen) == ("te-8192x4096", task.variant.default_config(task.case))
 
 
-def test_inspect_of_a_case_without_a_launch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_of_a_case_without_a_launch_tells_each_target(monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(runs: list[Run], targets: list[str], *_: Any) -> Survey:
         task = runs[0].task
         label = (task.op.name, task.variant.name, f"{task.case.name} {task.case.label}", task.policy)
