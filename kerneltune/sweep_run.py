@@ -13,9 +13,10 @@ from pathlib import Path
 from kerneltune import device, records
 from kerneltune.files import replace_text
 from kerneltune.journals import journalled, with_finished_rows
+from kerneltune.measuring.assembly import TARGETS, Target
 from kerneltune.measuring.check import check_only
 from kerneltune.measuring.compare import ceiling_task, make_record
-from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
+from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
 from kerneltune.plan import CHECK_POLICY, Plan
 from kerneltune.processes import WorkerStoppedError

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool, CompileResult
+from kerneltune.measuring.assembly import TARGETS
+from kerneltune.measuring.compiler import CompileJob, CompilePool, CompileResult
 
 
 def no_inputs(*, device: str) -> Mapping[str, Any]:

@@ -20,7 +20,8 @@ GUIDE = ROOT / "docs" / "your_own_kernel.md"
 COMPILE = """
 from functools import partial
 from kerneltune import ops
-from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
+from kerneltune.measuring.assembly import TARGETS
+from kerneltune.measuring.compiler import CompilePool, compile_job
 from kerneltune.task import Task
 from kerneltune.spec import Case
 

@@ -474,7 +474,7 @@ def test_sweep_with_an_unwritable_results_folder_raises_one_line(stream_sweep: S
 AHEAD = """
 from kerneltune import ops
 from kerneltune.sweep_run import compile_ahead
-from kerneltune.measuring.compiler import TARGETS
+from kerneltune.measuring.assembly import TARGETS
 from kerneltune.task import Run, Task
 from kerneltune.spec import Case
 

@@ -16,7 +16,7 @@ from kerneltune.cli.progress import Reporter
 from kerneltune.files import in_checkout
 from kerneltune.inspection import static
 from kerneltune.inspection.static import StaticRow, Survey
-from kerneltune.measuring.assembly import LIMITS
+from kerneltune.measuring.assembly import TARGETS
 from kerneltune.plan import Selection
 from kerneltune.records import grouped
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
@@ -146,10 +146,10 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
 
 
 def _targets(names: list[str] | None) -> list[str]:
-    """Return the given targets, in the order of `LIMITS`; all targets if none is given."""
+    """Return the given targets, in the order of `TARGETS`; all targets if none is given."""
     for name in names or ():
-        o.choice("target", name, (*LIMITS, _ALL))
-    return [name for name in LIMITS if not names or _ALL in names or name in names]
+        o.choice("target", name, (*TARGETS, _ALL))
+    return [name for name in TARGETS if not names or _ALL in names or name in names]
 
 
 def _is_wanted(row: StaticRow, wanted: Selection) -> bool:

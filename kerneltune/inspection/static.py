@@ -13,7 +13,7 @@ from typing import Any
 from kerneltune import device
 from kerneltune.errors import unknown
 from kerneltune.files import bad, decode_versioned, read_bytes, replace_text
-from kerneltune.measuring.assembly import LIMITS, Kernel, occupancy_of
+from kerneltune.measuring.assembly import TARGETS, Kernel, occupancy_of
 
 SCHEMA = 1
 
@@ -33,8 +33,8 @@ class StaticRow:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a target whose limits are unknown, and for a case in another form than `case_parts` reads."""
-        if self.target not in LIMITS:
-            raise unknown("target", self.target, LIMITS)
+        if self.target not in TARGETS:
+            raise unknown("target", self.target, TARGETS)
         self.case_parts()
 
     @property

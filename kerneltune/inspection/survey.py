@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
-from kerneltune.measuring.assembly import Kernel, occupancy_of
-from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job, is_picklable
+from kerneltune.measuring.assembly import TARGETS, Kernel, occupancy_of
+from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job, is_picklable
 from kerneltune.plan import Selection
 from kerneltune.progress import Progress
 from kerneltune.spec import Case, Op

@@ -1,6 +1,6 @@
 """Read registers, spills and the width of every access to global memory from assembly, and the programs that an SM holds.
 
-The functions are pure. Their inputs are PTX, amdgcn, the resource report of cuobjdump, and the limits of an architecture. The
+The functions are pure. Their inputs are PTX, amdgcn, the resource report of cuobjdump, and targets. The
 module knows neither the grid nor the resources that the driver reserves.
 """
 
@@ -18,6 +18,8 @@ _GCN = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", re.MULTILINE
 _GCN_BITS = re.compile(r"(?:lds_)?(?:(dword)(?:x(\d))?|b(\d+)|([us]?byte|[ui]8)|(u?short|short|[ui]16))")
 _DEFAULT_BITS = 32
 _REGISTER_UNIT = 8
+MAX_THREADS = 1024
+"""Threads of the largest program, on every target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +114,36 @@ def _ordered(counts: Counter[tuple[str, int]]) -> tuple[Access, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """List the resources of an SM.
+class Target:
+    """Describe a target: triton's backend, architecture and warp size, and the resources of an SM.
 
     Attributes:
         partitions: schedulers (SIMDs) of the SM, over which the warps of a program are distributed.
         registers: registers per lane in a partition; a warp takes them in units of 8.
         warps: most warps in a partition.
         programs: most programs.
-        program_warps: most warps of one program: 1024 threads.
         shared_bytes: shared memory (LDS) of the SM.
         shared_unit: a program takes shared memory in units of so many bytes.
         reserved_bytes: shared memory that every program loses to the system.
         scalar_registers: largest number per warp with which a partition still holds `warps - 1` warps; 0: no limit.
     """
 
+    backend: str
+    arch: int | str
+    warp_size: int
     partitions: int
     registers: int
     warps: int
     programs: int
-    program_warps: int
     shared_bytes: int
     shared_unit: int
     reserved_bytes: int = 0
     scalar_registers: int = 0
+
+    @property
+    def program_bytes(self) -> int:
+        """Return the shared memory that a program may use."""
+        return self.shared_bytes - self.reserved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +158,11 @@ class Occupancy:
 
 # CUDA C++ Programming Guide, "Features and Technical Specifications per Compute Capability"; CDNA 3 and 4 ISA guides and
 # LLVM's AMDGPUUsage: 512 VGPRs per lane and 8 waves per SIMD; above 100 SGPRs a SIMD holds 7 waves.
-_HOPPER = Limits(4, 512, 16, 32, 32, 233472, 128, reserved_bytes=1024)
-LIMITS = {
-    "sm_90": _HOPPER,
-    "sm_100": _HOPPER,
-    "gfx942": Limits(4, 512, 8, 16, 16, 65536, 512, scalar_registers=100),
-    "gfx950": Limits(4, 512, 8, 16, 16, 163840, 1280, scalar_registers=100),
+TARGETS = {
+    "sm_90": Target("cuda", 90, 32, 4, 512, 16, 32, 233472, 128, reserved_bytes=1024),
+    "sm_100": Target("cuda", 100, 32, 4, 512, 16, 32, 233472, 128, reserved_bytes=1024),
+    "gfx942": Target("hip", "gfx942", 64, 4, 512, 8, 16, 65536, 512, scalar_registers=100),
+    "gfx950": Target("hip", "gfx950", 64, 4, 512, 8, 16, 163840, 1280, scalar_registers=100),
 }
 
 
@@ -165,14 +172,14 @@ def occupancy_of(kernel: Kernel, target: str) -> Occupancy:
     A partition holds `w = min(warps, registers per lane // registers rounded up to 8)` warps, the SM
     `partitions * w // warps of a program` programs, and no more than its shared memory and its program slots allow.
     """
-    limits = LIMITS[target]
+    limits = TARGETS[target]
     units = max(1, cdiv(kernel.registers, _REGISTER_UNIT))
     slots = {"warps": limits.warps, "registers": limits.registers // (units * _REGISTER_UNIT)}
     if kernel.scalar_registers > limits.scalar_registers > 0:
         slots["scalar registers"] = limits.warps - 1
     programs = {name: limits.partitions * held // kernel.warps for name, held in slots.items()}
     programs["program slots"] = limits.programs
-    if kernel.warps > limits.program_warps:
+    if kernel.warps * limits.warp_size > MAX_THREADS:
         programs = {"threads of a program": 0}
     if kernel.shared_bytes:
         needed = cdiv(kernel.shared_bytes, limits.shared_unit) * limits.shared_unit + limits.reserved_bytes

@@ -22,7 +22,8 @@ from typing import Any
 
 from kerneltune.compat import failing_line
 from kerneltune.errors import first_line, line_of_inputs, statement_in
-from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.measuring import assembly as code
+from kerneltune.measuring.assembly import MAX_THREADS, TARGETS, Kernel, Target
 from kerneltune.programs import run_to_end
 from kerneltune.spec import Config, Inputs
 from kerneltune.task import Task
@@ -35,30 +36,10 @@ _REFUSAL = re.compile("(CompilationError|UnsupportedLanguageConstruct|CompileTim
 """Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
 _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 """Errors of pickling a job whose functions are no functions of a module."""
-_MAX_THREADS = 1024
-"""Threads of the largest program, on every target."""
 _STORES = {0x386, 0x986, 0x388, 0x988, 0x387, 0x987, 0x385, 0x985, 0x844}
 """The lowest twelve bits of the store instructions of sm_90 and sm_100: STG, STS, STL and ST without and with a uniform base, and
 STSM, as cuobjdump names them. Bits 32 to 39 are the stored register, or the first of several stored registers."""
 _STACK_POINTER = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Describe a target: triton's backend, architecture and warp size, and the shared memory that a program may use."""
-
-    backend: str
-    arch: int | str
-    warp_size: int
-    shared_bytes: int
-
-
-TARGETS = {
-    "sm_90": Target("cuda", 90, 32, 232448),
-    "sm_100": Target("cuda", 100, 32, 232448),
-    "gfx942": Target("hip", "gfx942", 64, 65536),
-    "gfx950": Target("hip", "gfx950", 64, 163840),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +230,14 @@ def _refuse_early(
     if stages is None:
         return "", ""
     threads = options.num_warps * target.warp_size
-    if threads > _MAX_THREADS:
-        raise OutOfResources(threads, _MAX_THREADS, "threads")
+    if threads > MAX_THREADS:
+        raise OutOfResources(threads, MAX_THREADS, "threads")
     to_llir = stages["llir"]
 
     def checked(source: Any, metadata: Any) -> Any:
         llir = to_llir(source, metadata)
-        if metadata["shared"] > target.shared_bytes:
-            raise OutOfResources(metadata["shared"], target.shared_bytes, "shared memory")
+        if metadata["shared"] > target.program_bytes:
+            raise OutOfResources(metadata["shared"], target.program_bytes, "shared memory")
         return llir
 
     stages["llir"] = checked
@@ -299,7 +280,7 @@ class _DryDriver:
         return 0
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
-        return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
+        return {"max_shared_mem": self.target.program_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
     def launcher_cls(self, _source: Any, metadata: Any) -> Callable[..., None]:
         """Return the launcher of a kernel, which Triton loads next."""
@@ -308,15 +289,15 @@ class _DryDriver:
 
     def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
         kernel = self._loading.kernel = self._kernel(self._loading.metadata, binary)
-        return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
+        return 0, 0, kernel.registers, kernel.spill_bytes, MAX_THREADS
 
     def _kernel(self, metadata: Any, binary: bytes) -> Kernel:
         if self.target.backend == "cuda":
             assembly, stray_stores = _assembly(metadata, "ptx"), _stray_stores(binary)
-            usage, accesses = sass_usage(_resource_report(binary)), ptx_accesses(assembly)
+            usage, accesses = code.sass_usage(_resource_report(binary)), code.ptx_accesses(assembly)
         else:
             assembly, stray_stores = _assembly(metadata, "amdgcn"), 0
-            usage, accesses = gcn_usage(assembly), gcn_accesses(assembly)
+            usage, accesses = code.gcn_usage(assembly), code.gcn_accesses(assembly)
         registers, spill_bytes, scalar_registers = usage
         return Kernel(
             metadata.name, metadata.num_warps, registers, spill_bytes, metadata.shared, scalar_registers, accesses,
@@ -334,7 +315,7 @@ def _assembly(metadata: Any, kind: str) -> str:
 
 def _stray_stores(cubin: bytes) -> int:
     """Count the instructions that store the stack pointer, see `Kernel`."""
-    words = (word for code in _code(cubin) for (word, _) in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16]))
+    words = (word for section in _code(cubin) for (word, _) in struct.iter_unpack("<QQ", section[: len(section) // 16 * 16]))
     return sum(word & 0xFFF in _STORES and word >> 32 & 0xFF == _STACK_POINTER for word in words)
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal
 from kerneltune import cache, device
 from kerneltune.errors import first_line, statement_in
 from kerneltune.files import UnwritableError
+from kerneltune.measuring.assembly import TARGETS
 from kerneltune.measuring.compare import obstacle
-from kerneltune.measuring.compiler import TARGETS, CompilePool
+from kerneltune.measuring.compiler import CompilePool
 from kerneltune.plan import Options
 from kerneltune.processes import WorkerStoppedError, start_server
 from kerneltune.progress import Progress

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
-from kerneltune.measuring.assembly import LIMITS, occupancy_of
+from kerneltune.measuring.assembly import TARGETS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.plan import Options
 from kerneltune.search.loop import Candidates, Search, explore, times_of
@@ -320,6 +320,6 @@ def _resident(compiled: CompileResult) -> int:
     GPU with unknown limits every number fits.
     """
     arch = device.current().arch
-    programs = [(kernel.cooperative, occupancy_of(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
+    programs = [(kernel.cooperative, occupancy_of(kernel, arch).programs) for kernel in compiled.kernels if arch in TARGETS]
     together = [fitting for cooperative, fitting in programs if cooperative]
     return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)

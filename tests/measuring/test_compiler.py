@@ -16,7 +16,8 @@ import triton
 from asserting import every
 from subprocesses import TESTS, environment, interrupted_stops
 
-from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
+from kerneltune.measuring.assembly import TARGETS
+from kerneltune.measuring.compiler import CompilePool, CompileResult, Kernel
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.worker import Worker
 
@@ -52,7 +53,7 @@ def test_pool_compiles_kernels_for_sm_90_in_the_order_of_jobs(answers: dict[str,
 
 def test_pool_tries_a_job_of_a_killed_worker_once_more_and_then_fails_it(answers: dict[str, Any]) -> None:
     errors = [one["error"] for one in answers["killed"]]
-    disk = "pool_jobs.py:61: OSError: [Errno 28] No space left on device"
+    disk = "pool_jobs.py:62: OSError: [Errno 28] No space left on device"
     assert errors == ["", "", "the compiler died: exit code 9, twice", disk, "", "", "", ""]
     assert [one["crashed"] for one in answers["killed"]] == [False, False, True, True, False, False, False, False]
 
@@ -87,7 +88,7 @@ def test_compile_result_has_registers_spills_and_shared_memory(answers: dict[str
         assert 16 <= kernel["registers"] <= 255, kernel
         assert kernel["registers"] * kernel["warps"] * THREADS <= REGISTER_FILE, kernel
         assert kernel["spill_bytes"] == 0, kernel
-        assert 0 <= kernel["shared_bytes"] <= TARGETS["sm_90"].shared_bytes, kernel
+        assert 0 <= kernel["shared_bytes"] <= TARGETS["sm_90"].program_bytes, kernel
     assert [kernel["warps"] for kernel in (*bwd, *stream, *plain, *transposed)] == [4, 8, 8, 4, 8, 4]
     # only before the transpose are rows split over programs that wait for each other
     assert [kernel["cooperative"] for kernel in (*bwd, *stream, *plain, *transposed)] == [False] * 4 + [True, False]

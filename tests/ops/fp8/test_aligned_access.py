@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
+from kerneltune.measuring.assembly import TARGETS
+from kerneltune.measuring.compiler import CompileJob, CompilePool
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig
 
