@@ -14,27 +14,18 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
-from kerneltune.processes import WorkerStoppedError, end, start
+from kerneltune.processes import WorkerStoppedError, end, notes_to, start
 
 T = TypeVar("T")
-_PARENT: ContextVar[Connection | None] = ContextVar("parent", default=None)
-"""Pipe to the parent of this process, if this process is a fork."""
 _PR_SET_PDEATHSIG = 1
 
 
 class ForkCrashedError(RuntimeError):
     """Report that a fork ended before its function returned."""
-
-
-def tell(note: object) -> None:
-    """Send an object from a fork to its parent, where it is the fork's `last_note`; do nothing in a process that is no fork."""
-    if (parent := _PARENT.get()) is not None:
-        parent.send((note, None))
 
 
 def shared_bytes(count: int) -> Any:
@@ -49,7 +40,7 @@ class Fork(Generic[T]):
 
     Attributes:
         pipe: can be read when the fork tells something, returns or ends.
-        last_note: the last object that the function passed to `tell`; None before the first.
+        last_note: the last object that the function passed to `processes.tell`; None before the first.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -120,7 +111,7 @@ def _work_and_exit(pipe: Connection, work: Callable[[], Any]) -> None:
         torch.set_num_threads(1)  # the other threads are not in the fork
         faulthandler.disable()  # the parent reports the crash
         try:
-            _PARENT.set(pipe)
+            notes_to(lambda note: pipe.send((note, None)))
             pipe.send((None, (work(), None, None)))
         except BaseException as error:  # whatever it is, this process ends
             if type(error) is SystemExit:

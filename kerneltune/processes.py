@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -37,6 +38,7 @@ _SERVER = "KERNELTUNE_FORK_SERVER"
 """Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""
 _STARTING = Lock()
 """Held while this process starts the server."""
+_TELL: ContextVar[Callable[[object], None]] = ContextVar("tell", default=lambda _note: None)
 _LOOK_S = 0.25
 _EXIT_GRACE_S = 5.0
 
@@ -72,6 +74,16 @@ def start(
     process.start()
     theirs.close()
     return process, pipe
+
+
+def tell(note: object) -> None:
+    """Send a note to the parent, before a step that may crash, if this process is a fork or answers requests of a worker."""
+    _TELL.get()(note)
+
+
+def notes_to(send: Callable[[object], None]) -> None:
+    """Let `tell` send the notes of this process, which begins, by a function."""
+    _TELL.set(send)
 
 
 def end(process: BaseProcess, grace_s: float = 0.0) -> int | None:

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any, Self
 
 from kerneltune.errors import first_line
-from kerneltune.processes import WorkerStoppedError, end, start
+from kerneltune.processes import WorkerStoppedError, end, notes_to, start
 
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes after SIGTERM: 255 if the server of processes got the signal, too."""
@@ -51,8 +51,8 @@ class Worker:
 
     After a crash, or an exception of the object, which may still hold memory of the GPU, the next request starts another process.
     One thread sends requests. Another thread may call `stop`, or leave the context. A request raises WorkerCrashedError if the
-    process crashes over it, and WorkerStoppedError if the worker is stopped. The object may call its attribute `tell` with a text
-    before a step that may crash; the error then has the text, and the time limit of the request begins anew.
+    process crashes over it, and WorkerStoppedError if the worker is stopped. The object may `tell` a text before a step that
+    may crash; the error then has the text, and the time limit of the request begins anew.
 
     Attributes:
         state: state of the process.
@@ -184,7 +184,7 @@ def _serve(
 ) -> None:
     """Answer requests in the worker's process until the process has a problem or the parent closes the pipe."""
     served = make()
-    served.tell = pipe.send
+    notes_to(pipe.send)
     with suppress(EOFError, OSError):  # the parent has closed the pipe
         pipe.send("")  # ready for the first request, whose time limit begins now
         while True:

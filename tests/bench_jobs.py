@@ -3,13 +3,14 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kerneltune.measuring.compare import Compared
+from kerneltune.processes import tell
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Outcome, Run, Task
@@ -94,16 +95,14 @@ class FakeCheck(FakeBench):
 class FakeCompare(FakeBench):
     """Takes 10 µs for every variant; the launch of `pr593` in the case `big` does what the environment says."""
 
-    tell: Callable[[str], None]
-
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
         """Launch the variants in turn."""
         timed = [task for task, _ in runs if task.variant.name not in untimed]
         for task in timed:
-            self.tell(task.variant.name)
+            tell(task.variant.name)
             if (task.case.name, task.variant.name) == ("big", "pr593"):
                 _do(os.environ[DOES])
-        self.tell("")
+        tell("")
         return Compared({task.variant.name: np.linspace(9.9, 10.1, 15) for task in timed}, dict(untimed))
 
 

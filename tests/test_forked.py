@@ -14,8 +14,8 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
-from kerneltune.forked import Fork, ForkCrashedError, run_forked, shared_bytes, tell
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.forked import Fork, ForkCrashedError, run_forked, shared_bytes
+from kerneltune.processes import WorkerStoppedError, tell
 
 
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (32, 64)], key=["N"])

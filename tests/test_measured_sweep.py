@@ -219,7 +219,7 @@ def test_stale_case_that_a_variant_cannot_run_with_any_config_fails_in_its_row(
     op = replace(OP, variants=(BASELINE, replace(OPTIMIZED, valid=refused)))
     stream = replace(OPS["stream"], variants=(replace(OPS["stream"].variants[0], valid=refused),))
     monkeypatch.setattr(sweep_run, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
-    monkeypatch.setattr(GpuWorker, "compare", lambda _worker, *request: FakeCompare.compare(SimpleNamespace(tell=str), *request))
+    monkeypatch.setattr(GpuWorker, "compare", lambda _worker, *request: FakeCompare.compare(SimpleNamespace(), *request))
     (tmp_path / "norm.yaml").write_text(RMSNORM.replace("rmsnorm_fwd, ", "") + "  - {name: other, M: 32, N: 128}\n")
     (plan,) = plans_of({op.name: op, "stream": stream}, Selection(str(tmp_path / "norm.yaml")), options)
     rows = measure_batches([(plan, plan.cases())], Progress(), 1e300)

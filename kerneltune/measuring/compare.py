@@ -1,7 +1,7 @@
 """Check the variants of one case, time them in rounds interleaved with the ceiling, and make records of the outcomes."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker, broken_context
 from kerneltune.measuring.memory import affordable, gpu_free_bytes, memory_obstacle
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
+from kerneltune.processes import tell
 from kerneltune.records import Record, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
@@ -50,40 +51,34 @@ def obstacle(task: Task) -> str | None:
     return memory_obstacle(task.op, task.case)
 
 
-def time_runs(
-    runs: Sequence[Run],
-    ceiling: Run | None,
-    untimed: Mapping[str, Outcome] = MappingProxyType({}),
-    tell: Callable[[str], None] = lambda _name: None,
-) -> Compared:
+def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome] = MappingProxyType({})) -> Compared:
     """Check every variant of a case, and time the correct variants in the same interleaved run.
 
     The first correct variant is timed twice, the second time as `SELF`. A variant or ceiling that runs out of memory is skipped.
-    If the shared inputs do not fit in memory, all variants are skipped.
+    If the shared inputs do not fit in memory, all variants are skipped. Before the first launch of a variant or of the ceiling,
+    `tell` gets its name; before all are timed together, an empty name.
 
     Args:
         runs: runs of one case; a variant with two runs is timed like a variant with one run.
         ceiling: the streaming operator that moves as many bytes, timed as `CEILING`.
         untimed: outcomes of variants that failed elsewhere and are not launched here.
-        tell: function that gets the name of each variant, and of the ceiling, before it is launched alone; then, before
-            all are timed together, an empty name.
 
     Raises:
         RuntimeError: a launch broke the GPU context of this process.
     """
     outcomes = dict(untimed)
     left = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
-    _check(runs[0].task, left, outcomes, tell)
+    _check(runs[0].task, left, outcomes)
     torch.cuda.empty_cache()
-    contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes, tell)
-    samples = _sample(contenders, ceiling, tell) if contenders else {}
+    contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes)
+    samples = _sample(contenders, ceiling) if contenders else {}
     torch.cuda.empty_cache()
     if isinstance(samples, Outcome):
         return Compared({}, dict.fromkeys(left, samples) | outcomes)
     return Compared(samples, outcomes)
 
 
-def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], tell: Callable[[str], None]) -> None:
+def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome]) -> None:
     """Check variants of a task's case; add variants that cannot be timed to `untimed`."""
     reason = obstacle(task)
     checker = Checker.make(task.op, task.case, "cuda") if reason is None else Outcome("skipped", reason)
@@ -109,7 +104,7 @@ def _require_context(reason: str) -> None:
         raise RuntimeError(reason)
 
 
-def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], tell: Callable[[str], None]) -> dict[str, Contender]:
+def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome]) -> dict[str, Contender]:
     """Capture variants of one case, the first variant twice; add variants that cannot be timed to `untimed`."""
     contenders: dict[str, Contender] = {}
     if not runs:
@@ -142,7 +137,7 @@ def _capture(
         return Outcome("failed", reason)
 
 
-def _sample(contenders: dict[str, Contender], ceiling: Run | None, tell: Callable[[str], None]) -> dict[str, Samples] | Outcome:
+def _sample(contenders: dict[str, Contender], ceiling: Run | None) -> dict[str, Samples] | Outcome:
     """Time the contenders, and in the same rounds the ceiling, if its inputs fit in memory."""
     if ceiling is not None:
         tell(CEILING)

@@ -9,13 +9,14 @@ from functools import partial
 from multiprocessing.connection import wait
 
 from kerneltune.errors import place_of
-from kerneltune.forked import Fork, ForkCrashedError, tell
+from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.check import check_only
 from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
 from kerneltune.measuring.mutations import ignored_outputs, mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs
+from kerneltune.processes import tell
 from kerneltune.records import grouped
 from kerneltune.spec import Case
 from kerneltune.task import Outcome, Run, Task

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from kerneltune.forked import Fork, ForkCrashedError, tell
+from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, Launches
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, FirstSeen, host_folder
 from kerneltune.measuring.lookups import look_up_failures
+from kerneltune.processes import tell
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome

@@ -41,10 +41,6 @@ class GpuBench:
     """Check and time configs on the GPU of this process.
 
     Inputs and reference of a case stay in memory until a request for another case, or `close`.
-
-    Attributes:
-        tell: function that `compare` calls with the name of each variant before it launches the variant alone, and with an
-            empty name before it launches all variants.
     """
 
     def __init__(self, cores: frozenset[int] | None = None) -> None:
@@ -52,7 +48,6 @@ class GpuBench:
 
         cores: cores that this thread keeps to once both are open and inputs are made; None for all.
         """
-        self.tell: Callable[[str], None] = lambda _name: None
         self._cores = cores
         self._task: Task | None = None
         self._checker: Checker | None = None
@@ -137,7 +132,7 @@ class GpuBench:
         """Check and time variants of a case, see `measuring.compare.time_runs`."""
         self.close()
         self._launchable.result()
-        return time_runs(runs, ceiling, untimed, self.tell)
+        return time_runs(runs, ceiling, untimed)
 
     def close(self) -> None:
         """Free the memory of inputs and reference."""

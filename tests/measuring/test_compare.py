@@ -85,11 +85,12 @@ def test_comparison_ends_at_a_variant_that_breaks_the_gpu_context(gpu: None, mon
     """The variant costs its own row alone, where a process that knows of it measures the rest."""
     monkeypatch.setattr(compare, "broken_context", lambda: "AcceleratorError: an illegal memory access was encountered")
     launched: list[str] = []
+    monkeypatch.setattr(compare, "tell", launched.append)
     with pytest.raises(RuntimeError, match=r"^y differs$"):
-        compare.time_runs(RUNS, None, tell=launched.append)
+        compare.time_runs(RUNS, None)
     assert launched == ["baseline", "pr593"]
     launched.clear()
-    samples, untimed = compare.time_runs(RUNS, None, {"pr593": ("failed", "it faults")}, launched.append)
+    samples, untimed = compare.time_runs(RUNS, None, {"pr593": ("failed", "it faults")})
     assert untimed == {"pr593": ("failed", "it faults")}
     assert list(samples) == ["baseline", compare.SELF, "optimized"]
     assert launched == ["baseline", "optimized", "baseline", "optimized", ""]
@@ -101,8 +102,9 @@ def test_comparison_with_a_fault_while_all_are_timed_blames_no_variant(gpu: None
 
     monkeypatch.setattr(compare, "time_contenders", faults)
     launched: list[str] = []
+    monkeypatch.setattr(compare, "tell", launched.append)
     with pytest.raises(RuntimeError, match="illegal"):
-        compare.time_runs(RUNS, None, tell=launched.append)
+        compare.time_runs(RUNS, None)
     assert launched[-1] == ""
 
 
@@ -206,8 +208,9 @@ def test_check_whose_inputs_cannot_be_restored_fails() -> None:
     checker.inputs = {**checker.inputs, "amax": Gone()}
     checker.inputs_before["amax"] = torch.zeros(1)
     variant = op.variants[0]
+    line = Gone.reshape.__code__.co_firstlineno + 1
     assert checker.errors(variant, variant.default_config(CASE)) == [
-        "the launch failed: test_compare.py:202: RuntimeError: CUDA error: an illegal memory access was encountered"
+        f"the launch failed: test_compare.py:{line}: RuntimeError: CUDA error: an illegal memory access was encountered"
     ]
 
 
