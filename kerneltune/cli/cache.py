@@ -74,8 +74,8 @@ def explain(
     case: Annotated[list[str], o.argument("CASE...", "A bench case by name, or sizes and options such as M=8192 N=3584.")],
     gpu: o.Gpu = None,
     variant: o.VariantName = "optimized",
-    dtype: Annotated[str | None, o.option("--dtype", "NAME", "Element type, where CASE is sizes.", callback=o.whole_name)] = None,
-    quant: Annotated[str | None, o.option("--quant", "NAME", "Quantization mode.")] = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
     configs: o.ReadConfigs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import STDOUT, deliver, width
-from kerneltune.cli.files import SUFFIX, record_files, selected, tables_of_devices
+from kerneltune.cli.files import SUFFIX, load_some, record_files, selected, tables_of_devices
 from kerneltune.cli.progress import Reporter
 from kerneltune.plan import Selection, load_plan
 from kerneltune.records import Record, grouped, load
@@ -107,12 +107,7 @@ def _loaded(files: Sequence[Path], family: str | None, results: Path | None = No
     """Return the records of the named files, of a single family if a family is named; without files, see `record_files`."""
     if not files:
         return [record for path in record_files(results, family) for record in load(path)]
-    records = []
-    for path in files:
-        rows = load(path)
-        if not rows:
-            raise ValueError(f"{path}: no records")
-        records += rows
+    records = [record for path in files for record in load_some(path)]
     families = by_family(records)
     return records if family is None else families[o.choice("family", family_name(family), families)]
 

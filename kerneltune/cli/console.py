@@ -47,37 +47,36 @@ def width() -> int:
     return console.width if console.is_terminal or "COLUMNS" in os.environ else _PIPED_WIDTH
 
 
-def show(text: str) -> None:
+def show(text: str, target: Console = console) -> None:
     """Print a text without markup and wrapping."""
-    console.print(printable(text.rstrip("\n")), markup=False, soft_wrap=True)
+    target.print(printable(text.rstrip("\n")), markup=False, soft_wrap=True)
 
 
-def show_wrapped(text: str, indent: str = "  ") -> None:
+def show_wrapped(text: str, indent: str = "  ", target: Console = console) -> None:
     """Print the words of a text, wrapped to the width, with an indent from the second line on."""
-    show("\n".join(wrapped(text, width(), indent)))
+    show("\n".join(wrapped(text, width(), indent)), target)
 
 
 def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], target: Console = console) -> None:
     """Print a table of texts, columns of numbers right-aligned; cells wrap if the output is too narrow."""
-    target.print(Table.of_texts(head, rows).text(width()).rstrip("\n"), markup=False, soft_wrap=True)
+    show(Table.of_texts(head, rows).text(width()), target)
 
 
 def note(text: str) -> None:
     """Print a remark that is no part of the result."""
-    messages.print(printable(text), markup=False, soft_wrap=True)
+    show(text, messages)
 
 
 def error_line(text: str) -> None:
     """Print an error on a single line."""
-    messages.print(printable(" ".join(text.split())), markup=False, soft_wrap=True)
+    note(" ".join(text.split()))
 
 
 def end_if_failed(records: Iterable[Record]) -> None:
     """Print a line for each mistake of failed records; end with exit code 1 if a record failed."""
     lines = failure_lines(record for record in records if record.status == "failed")
     for line in lines:
-        text = " ".join(f"failed: {line}".split())
-        messages.print(printable("\n".join(wrapped(text, width()))), markup=False, soft_wrap=True)
+        show_wrapped(" ".join(f"failed: {line}".split()), target=messages)
     if lines:
         raise typer.Exit(1)
 

@@ -89,18 +89,25 @@ def tables_of_devices(records: Sequence[Record]) -> list[Table]:
     return tables
 
 
+def load_some(path: Path) -> list[Record]:
+    """Return the records of a file, one or more."""
+    if not (records := load(path)):
+        raise ValueError(f"{path}: no records")
+    return records
+
+
 def load_baseline(name: str, counterpart: Path) -> list[Record]:
-    """Return the records of a baseline.
+    """Return the records of a baseline, one or more.
 
     Args:
         name: a file, `REV:PATH` with a path as git takes it, or `REV` for the file `counterpart` in that revision.
         counterpart: the records that are compared with the baseline.
 
     Raises:
-        ValueError: neither a file nor a revision has this name, or a record is broken; the message is one line.
+        ValueError: neither a file nor a revision has this name, or it has no record or a broken one.
     """
     if (name and Path(name).exists()) or (name.endswith(SUFFIX) and ":" not in name):
-        return load(Path(name))
+        return load_some(Path(name))
     revision, _, inside = name.partition(":")
     folder = Path() if inside else counterpart.parent
     inside = inside or f"./{counterpart.name}"
@@ -111,4 +118,6 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     except ValueError as error:
         expected = f"expected a {SUFFIX} file, or a revision in which the records are committed"
         raise ValueError(f"baseline: {name!r}: no such file, and {error}: {expected}") from error
-    return parse(data.splitlines(keepends=True), f"{revision}:{inside}")
+    if not (records := parse(data.splitlines(keepends=True), f"{revision}:{inside}")):
+        raise ValueError(f"{name}: no records")
+    return records

@@ -12,7 +12,7 @@ from kerneltune.cache import path_of
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import STDOUT, end_if_failed, error_line, note, show, width, write
-from kerneltune.cli.files import SUFFIX, load_baseline, selected
+from kerneltune.cli.files import SUFFIX, load_baseline, load_some, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.device import require_gpu, slug
 from kerneltune.files import append_lines
@@ -101,11 +101,8 @@ def _judged(
     from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
 
-    records = load(new)  # first, because git would blame the baseline if the new file is missing
+    records = load_some(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
-    for name, side in ((baseline, against), (new, records)):
-        if not side:
-            raise ValueError(f"{name}: no records")
     selected([*against, *records], wanted)  # a name that neither side has is an error
     records, against = ([record for record in side if wanted.takes(record.key)] for side in (records, against))
     families = {record.family or new.stem for record in records}
@@ -142,8 +139,6 @@ def _measured(
 
     require_gpu("gate --run")
     against = load_baseline(baseline, options.records_folder / f"{family_name(selection.family)}.jsonl")
-    if not against:
-        raise ValueError(f"{baseline}: no records")
     _require_usable_configs(against, options.configs)
     if save is not None:
         _require_mergeable(save)

@@ -19,8 +19,8 @@ _KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
 def command(
     name: Annotated[str | None, o.argument("[OP]", "Show this operator's variants and knobs.")] = None,
     sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "Knobs for this size, like M=8192.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", callback=o.whole_name, help="Knobs for this element type.")] = None,
-    quant: Annotated[str | None, typer.Option("--quant", help="Knobs for this quantization mode.")] = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
     index: Annotated[bool, typer.Option("--index", hidden=True, help="Write the index of operators that is shipped.")] = False,
 ) -> None:
     """List the operators, or show an operator's variants and the values of their knobs."""

@@ -111,6 +111,8 @@ def whole_name(value: Any) -> Any:
 Dtypes = Annotated[
     list[str] | None, option("--dtype", "NAME", "Only this element type, like bf16; may be repeated.", callback=whole_name)
 ]
+Dtype = Annotated[str | None, option("--dtype", "NAME", "Element type of the case, like bf16.", callback=whole_name)]
+Quant = Annotated[str | None, option("--quant", "NAME", "Quantization mode of the case.")]
 Quants = Annotated[list[str] | None, option("--quant", "NAME", "Only this quantization mode; may be repeated.")]
 VariantNames = Annotated[
     list[str] | None, option("--variant", "NAME", "Only variants or peers whose name matches, like 'rowwise*'; may be repeated.")

@@ -19,19 +19,16 @@ from kerneltune.task import Task
 _STALLS = 5
 _LINES = 8
 
-ConfigA = Annotated[str | None, o.option("--config-a", "JSON", "A's config, else the cached or default one.")]
-ConfigB = Annotated[str | None, o.option("--config-b", "JSON", "B's config, else the cached or default one.")]
-
 
 def command(
     op: o.OpName,
     a: Annotated[str, o.argument("A", "A variant or peer.")],
     b: Annotated[str, o.argument("B", "A second variant or peer, or A again with --config-b.")],
     case: Annotated[str | None, o.option("--case", "NAME", "A case of a sweep, the first if not given.")] = None,
-    dtype: Annotated[str | None, o.option("--dtype", "NAME", "The case's element type.", callback=o.whole_name)] = None,
-    quant: Annotated[str | None, o.option("--quant", "NAME", "The case's quantization mode.")] = None,
-    config_a: ConfigA = None,
-    config_b: ConfigB = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    config_a: Annotated[str | None, o.option("--config-a", "JSON", "A's config, else the cached or default one.")] = None,
+    config_b: Annotated[str | None, o.option("--config-b", "JSON", "B's config, else the cached or default one.")] = None,
 ) -> None:
     """Show DRAM throughput, L2 hits, bank conflicts, occupancy and stalls of A beside B. Needs a GPU and ncu.
 
