@@ -12,7 +12,7 @@ from kerneltune import records
 from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
 from kerneltune.journals import with_finished_rows
-from kerneltune.measuring.check import CaseError, meta_inputs
+from kerneltune.measuring.check import CaseError, is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.measuring.derived import derived_cases
@@ -128,7 +128,7 @@ class _JobRunner:
         largest: dict[tuple[str, str, str], Run] = {}
         for run in sorted(runs, key=lambda run: run.task.op.traffic(run.task.case).total):
             task = run.task
-            if not (_is_shipped(task.op) and not task.op.origin) and not task.variant.unsupported(task.case):
+            if not (is_shipped(task.op) and not task.op.origin) and not task.variant.unsupported(task.case):
                 largest[task.op.name, task.variant.name, task.case.quant] = run
         if not (runs := list(largest.values())):
             return []
@@ -174,7 +174,7 @@ def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, 
     for op, cases in check_cases.items():
         tasks = plan.check_tasks(op, cases[0])
         jobs += [pairs_job(task, cases) for task in tasks]
-        if not _is_shipped(plan.ops[op]):
+        if not is_shipped(plan.ops[op]):
             jobs += [compare_job(task, cases) for task in tasks if not task.variant.part][:1]
     for op, cases in cases_by_op(plan.cases()).items():
         for case in _largest(plan.ops[op], cases):
@@ -188,11 +188,6 @@ def _largest(op: Op, cases: Sequence[Case]) -> list[Case]:
     by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
     longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis, _size in by_bytes[-1].axes]
     return list(dict.fromkeys([by_bytes[-1], *(case for case in longest if op.traffic(case).total > _MOST_OFFSET)]))
-
-
-def _is_shipped(op: Op) -> bool:
-    """Return whether an operator is this project's or a captured kernel."""
-    return op.module.startswith("kerneltune.")
 
 
 def _failure_key(record: Record) -> object:

@@ -90,6 +90,8 @@ def space(_case: Case) -> dict[str, tuple[object, ...]]:
 def _run(mistake: str, sums: dict[str, torch.Tensor], values: Inputs, config: Knobs) -> Outputs:
     x = values["x"]
     M, N = x.shape
+    if x.stride(1) != 1:
+        raise ValueError("elements of a row must be adjacent")
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     rows = torch.zeros(1, device=x.device)
     if mistake == "atomics_without_reset":

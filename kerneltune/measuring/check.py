@@ -351,6 +351,11 @@ def check_only(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | N
     return outcomes
 
 
+def is_shipped(op: Op) -> bool:
+    """Return whether an operator is this project's or a captured kernel."""
+    return op.module.startswith("kerneltune.")
+
+
 def host_folder(op: Op) -> str:
     """Return the folder of an operator's module, whose host code launches its kernels; empty for a capture or without a file."""
     file = getattr(sys.modules.get(op.module), "__file__", None) if op.origin is None else None

@@ -19,7 +19,7 @@ from dataclasses import replace
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, Launches
 from kerneltune.interpreter.modes import unlaunched
-from kerneltune.measuring.check import Checker, FirstSeen, host_folder
+from kerneltune.measuring.check import Checker, FirstSeen, host_folder, is_shipped
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.processes import tell
 from kerneltune.records import grouped
@@ -104,16 +104,20 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
 def _wrong_layouts(
     op: Op, variant: Variant, checkers: Mapping[Case, Checker | Outcome], configs: Mapping[Case, Sequence[Config]]
 ) -> list[Outcome]:
-    """Return an outcome that names the inputs whose elements may not lie apart, though host code raises nothing.
+    """Return failures for inputs whose elements may not lie apart, though host code raises nothing; for shipped operators lines.
 
     Each input is judged in the first case that has it.
     """
-    known, wrong = set[str](), list[str]()
+    known, outcomes = set[str](), list[Outcome]()
     for case, checker in checkers.items():
-        if isinstance(checker, Checker) and min((size for _axis, size in case.axes), default=0) > 1:
-            wrong += checker.wrong_layouts(variant, configs[case][0], known)
-    text = f"{op.name} {variant.name}: wrong, without an error, where elements within a row of {', '.join(wrong)} lie apart"
-    return [Outcome("checked", text)] if wrong else []
+        if isinstance(checker, Outcome) or min((size for _axis, size in case.axes), default=0) <= 1:
+            continue
+        if wrong := ", ".join(checker.wrong_layouts(variant, config := configs[case][0], known)):
+            text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
+            ways = f"{text}: use stride(-1) in the kernel, or raise ValueError or call .contiguous() in the host function"
+            of_shipped = Outcome("checked", f"{op.name} {variant.name}: {text}")
+            outcomes.append(of_shipped if is_shipped(op) else Outcome("failed", ways, config, case))
+    return outcomes
 
 
 def _coverage(

@@ -33,6 +33,8 @@ def _softmax(x_ptr, y_ptr, N, stride, BLOCK: tl.constexpr, MISTAKE: tl.constexpr
 
 def softmax(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
     x = inputs["x"]
+    if x.stride(-1) != 1:
+        raise ValueError("elements of a row must be adjacent")
     y = torch.empty_strided(x.shape, x.stride(), device=x.device)
     _softmax[(x.shape[0],)](x, y, x.shape[1], x.stride(0), config.block, mistake)
     return {"y": y}
@@ -65,6 +67,8 @@ def _rope(q_ptr, cos_ptr, sin_ptr, H, half, position_stride, head_stride, BLOCK:
 
 def rope(mistake: str, inputs: Inputs, _config: Knobs) -> Outputs:
     q = inputs["qkv"][:, :2]
+    if q.stride(-1) != 1:
+        raise ValueError("elements of a head must be adjacent")
     S, H, D = q.shape
     _rope[(S * H,)](
         q, inputs["cos"], inputs["sin"], H, D // 2, q.stride(0), q.stride(1), triton.next_power_of_2(D // 2), mistake

@@ -21,6 +21,12 @@ interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="pai
 CASES = [case_of("one", 1, 1), case_of("odd", 7, 33), case_of("wide", 4, 2048), case_of("no-rows", 0, 64)]
 
 
+_LYING_APART = (
+    "wrong, without an error, where elements within a row of {} lie apart: use stride(-1) in the kernel, or raise ValueError or "
+    "call .contiguous() in the host function"
+)
+
+
 def elements(case: Case) -> float:
     return 1.0 + case["M"] * case["N"]
 
@@ -178,6 +184,8 @@ def _strided(mistake: str, inputs: Inputs, _config: None) -> Outputs:
     y = torch.empty(x.shape)
     if mistake == "refused" and not x.is_contiguous():
         raise ValueError("x must be contiguous")
+    if x.stride(1) != 1 and mistake != "apart":
+        raise ValueError("elements of a row must be adjacent")
     stride = x.shape[1] if mistake == "refused" else x.stride(0)
     if mistake == "in place if contiguous":
         y, stride = x.contiguous(), x.shape[1]
@@ -245,14 +253,22 @@ def test_check_of_pairs_finds_wrong_strides_of_matrices_with_gaps_that_host_code
 
 
 @interpreted
-@pytest.mark.parametrize("mistake", ["", "refused"])
-def test_input_whose_elements_may_not_lie_apart_is_named_unless_host_code_refuses_it(mistake: str) -> None:
+@pytest.mark.parametrize("mistake", ["", "refused", "apart"])
+def test_input_whose_elements_may_not_lie_apart_fails_unless_host_code_refuses_it(mistake: str) -> None:
     op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
+    wrong = pairs.check_pairs(op, variant, CASES, elements)
+    assert wrong == ([] if mistake != "apart" else [Outcome("failed", _LYING_APART.format("x"), None, CASES[1])])
+
+
+@interpreted
+def test_layout_that_a_shipped_operator_takes_wrong_is_a_line_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "is_shipped", lambda _op: True)
+    variant = replace(KNOBLESS, run=partial(_strided, "apart"))
     named = "scaled knobless: wrong, without an error, where elements within a row of x lie apart"
-    assert [outcome.reason for outcome in pairs.check_pairs(op, variant, CASES, elements)] == [named] * (not mistake)
+    assert pairs.check_pairs(op_with(""), variant, CASES, elements) == [Outcome("checked", named)]
 
 
-def test_each_input_may_be_named_whose_elements_may_not_lie_apart_in_a_case_that_has_it() -> None:
+def test_each_input_whose_elements_may_not_lie_apart_fails_in_a_case_that_has_it() -> None:
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         given = _inputs(case, device=device, seed=seed)
         return {**given, "more": None if case.name == "odd" else given["x"] + 1.0}
@@ -264,8 +280,7 @@ def test_each_input_may_be_named_whose_elements_may_not_lie_apart_in_a_case_that
     reference = lambda given: {"y": given["x"] + (0.0 if given["more"] is None else given["more"])}  # noqa: E731
     op = replace(op_with(""), inputs=inputs, reference=reference)
     found = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES, elements)
-    named = "scaled knobless: wrong, without an error, where elements within a row of more lie apart"
-    assert [outcome.reason for outcome in found] == [named]
+    assert [outcome.reason for outcome in found] == [_LYING_APART.format("more")]
 
 
 @interpreted
