@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
-from kerneltune.processes import WorkerStoppedError, end, notes_to, start
+from kerneltune.processes import WorkerStoppedError, end, start, telling
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
@@ -111,8 +111,9 @@ def _work_and_exit(pipe: Connection, work: Callable[[], Any]) -> None:
         torch.set_num_threads(1)  # the other threads are not in the fork
         faulthandler.disable()  # the parent reports the crash
         try:
-            notes_to(lambda note: pipe.send((note, None)))
-            pipe.send((None, (work(), None, None)))
+            with telling(lambda note: pipe.send((note, None))):
+                value = work()
+            pipe.send((None, (value, None, None)))
         except BaseException as error:  # whatever it is, this process ends
             if type(error) is SystemExit:
                 error = ForkCrashedError(f"{place_in_kernel([error])}ended the process: SystemExit: {error.code}")

@@ -81,9 +81,14 @@ def tell(note: object) -> None:
     _TELL.get()(note)
 
 
-def notes_to(send: Callable[[object], None]) -> None:
-    """Let `tell` send the notes of this process, which begins, by a function."""
-    _TELL.set(send)
+@contextmanager
+def telling(send: Callable[[object], None]) -> Iterator[None]:
+    """Let `tell` send notes by a function."""
+    token = _TELL.set(send)
+    try:
+        yield
+    finally:
+        _TELL.reset(token)
 
 
 def end(process: BaseProcess, grace_s: float = 0.0) -> int | None:

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any, Self
 
 from kerneltune.errors import first_line
-from kerneltune.processes import WorkerStoppedError, end, notes_to, start
+from kerneltune.processes import WorkerStoppedError, end, start, telling
 
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes after SIGTERM: 255 if the server of processes got the signal, too."""
@@ -184,8 +184,7 @@ def _serve(
 ) -> None:
     """Answer requests in the worker's process until the process has a problem or the parent closes the pipe."""
     served = make()
-    notes_to(pipe.send)
-    with suppress(EOFError, OSError):  # the parent has closed the pipe
+    with suppress(EOFError, OSError), telling(pipe.send):  # the parent has closed the pipe
         pipe.send("")  # ready for the first request, whose time limit begins now
         while True:
             method, arguments = pipe.recv()
