@@ -1,7 +1,7 @@
 """Plan the work of a command: the operators, the selected part of a sweep, and the options of the run."""
 
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
 from kerneltune.search.loop import Search
 from kerneltune.spec import Case, Op, TaskKey, Variant
-from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase
+from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase, cases_by_op
 from kerneltune.task import Task
 
 RunFile = Literal["check", "check.journal", "journal"]
@@ -52,6 +52,22 @@ class Selection:
         is_left_out: the variant, such as a peer, belongs to it only if the selection names variants.
         """
         return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants) if self.variants else not is_left_out
+
+    def require_match(self, field: str, present: Iterable[str], place: str = "") -> None:
+        """Raise ValueError for a name or pattern of a field that matches no present value; a message ends with the place."""
+        names = getattr(self, f"{field}s")
+        values = list(dict.fromkeys(present)) if names else []
+        for name in names:
+            if name not in values and not (field in ("case", "variant") and fnmatch.filter(values, name)):
+                raise unknown(field, name, values, place)
+
+    def require_names(self, ops: Collection[Op], place: str = "") -> None:
+        """Raise ValueError for a name, or a pattern of variants, that no operator has; see `require_match`."""
+        self.require_match("op", (op.name for op in ops), place)
+        among = [op for op in ops if not self.ops or op.name in self.ops]
+        self.require_match("dtype", (dtype for op in among for dtype in op.dtypes), place)
+        self.require_match("quant", (quant for op in among for quant in op.quants), place)
+        self.require_match("variant", (variant.name for op in among for variant in op.variants), place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +178,10 @@ class Plan:
 
 def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | None = None) -> Plan:
     """Load the sweep of a selection's family, and check that the selection has a case."""
-    for name in selection.ops:
-        if name not in ops:
-            raise unknown("op", name, ops)
     options = options or Options()
     loaded = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
     entries = (*loaded.check, *loaded.bench)
-    for name in selection.variants:
-        present = dict.fromkeys(variant.name for entry in entries for variant in ops[entry.op].variants)
-        if not fnmatch.filter(present, name):
-            raise unknown("variant", name, present, f" in family {loaded.family}")
+    selection.require_names([ops[name] for name in cases_by_op(entries)], f" in family {loaded.family}")
     for entry in require_case(selection, loaded.path, entries):
         check_case(ops[entry.op], entry.case)
     return Plan(ops, loaded, selection, options)

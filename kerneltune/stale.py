@@ -20,7 +20,7 @@ from kerneltune.plan import Options, Plan, Selection, require_case
 from kerneltune.progress import Progress
 from kerneltune.records import Record, grouped
 from kerneltune.spec import Case, Op, TaskKey
-from kerneltune.sweep_file import SweepCase
+from kerneltune.sweep_file import SweepCase, cases_by_op
 from kerneltune.sweep_run import measure_batches
 from kerneltune.task import Task, changed, knobs_of
 from kerneltune.tune.run import renew_configs
@@ -89,7 +89,9 @@ def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> l
     """Return the plan of the selected family, or of each family where none is selected."""
     names = [selection.family] if selection.family else sweep_file.families()
     loaded = [sweep_file.load(sweep_file.find(name), ops, options.max_cases) for name in names]
-    require_case(selection, selection.family or "families", [sweep_case for family in loaded for sweep_case in family.bench])
+    entries = [entry for family in loaded for entry in family.bench]
+    selection.require_names([ops[name] for name in cases_by_op(entries)])
+    require_case(selection, selection.family or "families", entries)
     return [Plan(ops, family, selection, options) for family in loaded]
 
 

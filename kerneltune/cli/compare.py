@@ -95,7 +95,7 @@ def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Pa
 
     for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or ops for v in ops[op].variants))
-    selection = o.make_selection(ops, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
+    selection = replace(wanted, variants=tuple(dict.fromkeys((a, b))))
     with Reporter() as progress:
         measured = measure_live(load_plan(ops, selection, options), progress, "compare --run", repeat=1 + (a == b))
     if a == b:

@@ -28,7 +28,7 @@ def selected(rows: Sequence[T], wanted: Selection, key_of: Callable[[T], TaskKey
     """Return the rows, such as records or configs, that the options select; a name that no row has is an error."""
     keys = [key_of(row) for row in rows]
     for field in ("op", "dtype", "quant", "variant", "case"):
-        o.require_match(wanted, field, (key.op if field == "op" else key.fields[field] for key in keys))
+        wanted.require_match(field, (key.op if field == "op" else key.fields[field] for key in keys))
     return [row for row, key in zip(rows, keys, strict=True) if wanted.takes(key)]
 
 

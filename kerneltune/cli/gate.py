@@ -86,12 +86,11 @@ def command(
     processes = _PROCESSES if processes is None else processes
     for path in filter(None, (junit, markdown)):
         o.require_writable(path.parent)
-    options = o.make_options(run or "", results, policy=policy, peers=peers, configs=configs)
-    selection = o.make_selection(o.load_ops(), str(run), wanted)
+    plan = o.make_plan(run or "", wanted, results=results, policy=policy, peers=peers, configs=configs)
     if update:
-        _update(baseline, selection, options, processes)
+        _update(baseline, plan.selection, plan.options, processes)
     else:
-        _report(_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations)
+        _report(_measured(baseline, plan.selection, plan.options, processes, margin, save), junit, markdown, annotations)
 
 
 def _judged(

@@ -166,17 +166,17 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: 
     uncached = {name for name in names if not cached_runs([ops[name]], configs, gpu)}
     cached = tuple(sorted(names - uncached))
     runs = _runs(replace(wanted, ops=cached), None, gpu, configs) if cached else []
-    selection = o.make_selection(ops, "gate", wanted)
+    wanted.require_names(ops.values())
     for row in {(row.op, row.variant, row.case): row for row in rows if row.op in uncached}.values():
         name, sizes, dtype, quant = row.case_parts()
         op = ops[row.op]
         try:
             case = o.case_of_sizes(op, sizes, dtype, quant, whole=True)
-            of_variant = replace(selection, variants=(op.variant(row.variant).name,))
+            of_variant = replace(wanted, variants=(op.variant(row.variant).name,))
         except ValueError as error:
             raise ValueError(f"{file}: case: {row.case!r}: {error}") from error
         of_case = default_runs(op, [replace(case, name=name)], of_variant)
-        runs += _selected(of_case, selection)
+        runs += _selected(of_case, wanted)
     if not runs:
         raise ValueError(f"{file}: no row of this selection")
     return runs
@@ -193,46 +193,46 @@ def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | 
         example = " ".join([*(wanted.ops or ("OP",)), *case.split(",")])
         raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {example}")
     ops = o.load_ops()
-    selection = o.make_selection(ops, "inspect", wanted)
-    selected_ops: list[Op] = [ops[name] for name in selection.ops or ops]
-    if not any(variant.config for op_ in selected_ops for variant in op_.variants if selection.takes_variant(variant.name)):
+    wanted.require_names(ops.values())
+    selected_ops: list[Op] = [ops[name] for name in wanted.ops or ops]
+    if not any(variant.config for op_ in selected_ops for variant in op_.variants if wanted.takes_variant(variant.name)):
         named = f" of such a name: {', '.join(wanted.variants)}" if wanted.variants else ""
-        raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
+        raise ValueError(f"nothing to compile: {' '.join(wanted.ops)} has no variant with knobs{named}")
     if sizes:
-        return _sized_runs(selected_ops[0], sizes, selection)  # sizes follow an operator
+        return _sized_runs(selected_ops[0], sizes, wanted)  # sizes follow an operator
     folder = str(readable(Path(gpu), configs))
     runs = cached_runs(selected_ops, configs, gpu)
-    selected_runs = _selected(runs, selection)
+    selected_runs = _selected(runs, wanted)
     if wanted.ops and not selected_runs:
         for op in selected_ops:
             cases = dict.fromkeys(swept_cases(op.name))
-            runs += default_runs(op, cases, selection)
-        selected_runs = _selected(runs, selection)
+            runs += default_runs(op, cases, wanted)
+        selected_runs = _selected(runs, wanted)
         if selected_runs:
             note(f"{folder} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
     if selected_runs:
         return selected_runs
     for field in ("variant", "dtype", "quant", "case") if runs else ():
-        o.require_match(selection, field, (run.task.key.fields[field] for run in runs))
-    of_ops = f" of {', '.join(selection.ops)}" if selection.ops else ""
+        wanted.require_match(field, (run.task.key.fields[field] for run in runs))
+    of_ops = f" of {', '.join(wanted.ops)}" if wanted.ops else ""
     advice = "" if sizes is None else ": name sizes, like M=4096"
     raise ValueError(f"nothing to compile: {folder} has no config{of_ops}{' of this selection' if runs else ''}{advice}")
 
 
-def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:
+def _sized_runs(op: Op, sizes: list[str], wanted: Selection) -> list[Run]:
     """Return the default configs for given sizes, of the first element type and mode that are selected."""
     from kerneltune.inspection.survey import default_runs
 
-    if selection.cases:
-        raise ValueError(f"case: {selection.cases[0]!r}: expected sizes or --case, one of them")
-    case = o.case_of_sizes(op, sizes, (selection.dtypes or op.dtypes)[0], (selection.quants or op.quants)[0], whole=True)
-    if runs := _selected(default_runs(op, [case], selection), selection):
+    if wanted.cases:
+        raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
+    case = o.case_of_sizes(op, sizes, (wanted.dtypes or op.dtypes)[0], (wanted.quants or op.quants)[0], whole=True)
+    if runs := _selected(default_runs(op, [case], wanted), wanted):
         return runs
     raise ValueError(f"nothing to compile: {op.name} has no such variant with knobs for {case.label}")
 
 
-def _selected(runs: list[Run], selection: Selection) -> list[Run]:
-    return [run for run in runs if selection.takes(run.task.key)]
+def _selected(runs: list[Run], wanted: Selection) -> list[Run]:
+    return [run for run in runs if wanted.takes(run.task.key)]
 
 
 def _with_config(runs: list[Run], text: str | None) -> list[Run]:

@@ -1,6 +1,5 @@
 """Declare the options that several commands share, and check their values."""
 
-import fnmatch
 import functools
 import inspect
 import os
@@ -177,15 +176,6 @@ def refuse(expected: str, **options: Any) -> None:
             first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
             shown = "" if value is True else f"{first!r}: "
             raise ValueError(f"{name.replace('_', '-')}: {shown}{expected}")
-
-
-def require_match(wanted: Selection, field: str, present: Iterable[str]) -> None:
-    """Raise ValueError for a name or pattern of a selection's field that matches no present value."""
-    patterns = getattr(wanted, f"{field}s")
-    values = list(dict.fromkeys(present)) if patterns else []
-    for pattern in patterns:
-        if not fnmatch.filter(values, pattern):
-            choice(field, pattern, values)
 
 
 def percent(field: str, text: str | None) -> float | None:
@@ -376,20 +366,10 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
     return Case("x".join(map(str, axes.values())), tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 
-def make_selection(ops: Mapping[str, Op], family: str, wanted: Selection) -> Selection:
-    """Return the selection with its family, after checking its names."""
-    names = [name for name in ops if name in captured_ops()] if capture_of(family) else list(ops)
-    among = [ops[choice("op", name, names)] for name in wanted.ops or names]
-    require_match(wanted, "dtype", (dtype for op in among for dtype in op.dtypes))
-    require_match(wanted, "quant", (quant for op in among for quant in op.quants))
-    require_match(wanted, "variant", (variant.name for op in among for variant in op.variants))
-    return replace(wanted, family=family)
-
-
 def make_plan(family: str, wanted: Selection, **options: Any) -> Plan:
     """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
-    of_run, ops = make_options(family, **options), load_ops()
-    return load_plan(ops, make_selection(ops, family, wanted), of_run)
+    of_run = make_options(family, **options)
+    return load_plan(load_ops(), replace(wanted, family=family), of_run)
 
 
 def make_options(family: str = "", results: Path | None = None, **fields: Any) -> Options:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +70,7 @@ def command(
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         ops = o.load_ops()
-        return _renew(ops, o.make_selection(ops, family, wanted), o.make_options(configs=configs, results=results, **fields))
+        return _renew(ops, replace(wanted, family=family), o.make_options(configs=configs, results=results, **fields))
     if not family:
         from kerneltune.cli import without_family
 

@@ -493,8 +493,11 @@ def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
     captured(tmp_path, (4, 96), pattern="row_sum")
     file = write_capture_sweep(read_capture(tmp_path))
     (name,) = [op.name for op in operators(str(tmp_path))]
-    assert run("sweep", file, "--variant", "nope").stderr == "error: variant: 'nope': expected one of baseline, optimized\n"
-    assert run("sweep", file, "--op", "").stderr == f"error: op: '': expected one of {name}\n"
+    assert (
+        run("sweep", file, "--variant", "nope").stderr
+        == "error: variant: 'nope': expected one of baseline, optimized in family captured\n"
+    )
+    assert run("sweep", file, "--op", "").stderr == f"error: op: '': expected one of {name} in family captured\n"
     assert f"{tmp_path}/results/*/captured.jsonl" in run("--captured", tmp_path, "compare", "--family", file).stderr
     assert run("--captured", tmp_path, "cache", "list").stdout == f"no entries in {tmp_path}/configs\n"
     message = f"error: nothing to compile: {name} has no variant with knobs of such a name: baseline\n"
