@@ -182,7 +182,7 @@ class Checker:
         return []
 
     def _differing(self, key: tuple[object, ...], answer: object) -> tuple[object, Case] | None:
-        """Return the answer to a question in the first case and this case, if the answer is another now; see `FirstSeen`."""
+        """Return the first answer to a question, with its case, if the answer is another now; else None. See `FirstSeen`."""
         first = self._first_seen.setdefault(key, (answer, self.case))
         return first if first[0] != answer else None
 

@@ -21,7 +21,7 @@ from kerneltune.task import Outcome, Run, Task, knobs_of, stamp
 
 
 class Compared(NamedTuple):
-    """Hold the result of a comparison, of which records are made: by variant its times (rounds,), or why it has none."""
+    """Hold the result of a comparison by variant: its times (rounds,), or the outcome of a variant without times."""
 
     samples: dict[str, Samples]
     untimed: dict[str, Outcome]

@@ -32,12 +32,15 @@ _LAUNCHES_S = 10.0
 
 
 def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple[list[Case], list[str], set[Fact]]:
-    """Return check cases for what only bench cases have, a text for each value without a case, and the facts of bench cases.
+    """Derive check cases for the values and facts that only bench cases have.
 
-    For each type, mode and option, a check case of medium cost takes the value, or another check case if the operator has no
-    inputs or no reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check
-    case. No derived case costs more than _MOST_COST times the costliest check case: the bench cases of a workload are models of
-    real size. Values of captured kernels are fixed.
+    For each element type, mode and value of an option that no check case has, a check case of medium cost takes it; another check
+    case, if the operator has no inputs or no reference for the first. If an axis is the longest in bench cases alone, it takes
+    the longest size of a check case. No derived case costs more than _MOST_COST times the costliest check case: the bench cases
+    of a workload are models of real size. Values of captured kernels are fixed.
+
+    Returns:
+        The derived cases, a text for each value without a case, and the facts of bench cases.
     """
     derived, without = list[Case](), list[str]()
     by_cost = sorted((case for case in check if op.traffic(case).total), key=partial(check_cost, op))
@@ -111,11 +114,11 @@ def _shortened(
 
 @dataclass(frozen=True, slots=True)
 class _SmallerCases:
-    """Give a bench case smaller sizes, those of check cases among them.
+    """Reduce the sizes of a bench case.
 
     Attributes:
-        by_cost: the check cases, those of medium cost first; before them the same with longer sizes in place of 1, as a single
-            row or column hides mistakes.
+        by_cost: the check cases with longer sizes in place of 1, because a single row or column hides mistakes; then the check
+            cases as they are. Cases of medium cost come first.
         cases: all check cases and bench cases.
         costliest: the cost of the costliest check case.
     """
@@ -126,10 +129,10 @@ class _SmallerCases:
     costliest: float
 
     def of(self, case: Case, of_whole: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
-        """Yield a case with smaller sizes, the cheapest first, by powers of two; and last, sizes far above those of check cases.
+        """Yield copies of a case with smaller sizes: the cheapest first; last, sizes far above the sizes of check cases.
 
         Args:
-            of_whole: whether whole blocks are sought: from the least sizes, which make the fewest iterations of loops.
+            of_whole: whether whole blocks are sought. Copies with the least sizes then come first: their loops are the shortest.
             is_new: whether a case has a fact that is sought.
         """
         cheapest = sorted(self.by_cost, key=partial(check_cost, self.op))[:1]
@@ -157,7 +160,7 @@ def _without_ones(case: Case, others: Sequence[Case]) -> Case:
 
 
 def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
-    """Yield a case with the sizes of each other case except a few."""
+    """Yield copies of a case that keep some sizes, and take smaller sizes of one of the other cases for the rest."""
     for num_kept in range(1, len(case.axes)):
         for other, kept in itertools.product(others, itertools.combinations(dict(case.axes), num_kept)):
             sizes = {axis: size if axis in kept else min(size, other[axis]) for axis, size in case.axes}
@@ -168,12 +171,14 @@ def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
 def _with_least_sizes(
     case: Case, others: Sequence[Case], steps: Mapping[str, int], is_new: Callable[[Case], bool]
 ) -> Iterator[Case]:
-    """Yield a case with the sizes of each other case except the least size of an axis that is new: 4097 for a branch above 4096.
+    """Yield, for each other case and axis, a copy with the other sizes and the least size of the axis with which it is new.
+
+    For a branch above 4096, the size is 4097. The search halves an interval, as larger sizes are usually new, too. For whole
+    blocks they are not, so that steps times powers of two are tried before.
 
     Args:
-        steps: the greatest common divisor of the sizes of an axis.
-        is_new: whether a case is new; if it is, then so is a case whose size of the axis is larger, but for whole blocks, of
-            which `step` times a power of two is tried.
+        steps: axis -> greatest common divisor of its sizes, of which only multiples are tried.
+        is_new: whether a case has a fact that is sought.
     """
     for other, (axis, size) in itertools.product(others, case.axes):
         sized = partial(_with_size, case, other, axis)
@@ -217,7 +222,7 @@ def _launches(
 ) -> Iterator[tuple[Case, Launches]]:
     """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
 
-    Cases whose launches depend on values are left out. Whole blocks of any size are one fact.
+    Cases whose launches depend on values are left out. Facts of whole blocks lose the size of the block.
 
     Args:
         variants: own variants whose launches are known without values.
@@ -247,7 +252,7 @@ def _size(case: Case) -> int:
 
 
 def _longest(case: Case) -> list[str]:
-    """Return the axis that is longer than all other axes, if there is such an axis."""
+    """Return the longest axis in a list; an empty list if several axes are the longest."""
     axes = [axis for axis, size in case.axes if size == _size(case)]
     return axes if len(axes) == 1 else []
 
@@ -282,10 +287,10 @@ def _obstacle(op: Op, case: Case) -> str:
 
 
 def _first_checkable(op: Op, cases: Iterable[Case], most: float) -> tuple[list[Case], str]:
-    """Return the first case that costs `most` at most, that an own variant supports, and that has inputs and expected values.
+    """Return the first case that can be checked, in a list; else an empty list, and why the last case cannot be checked.
 
-    A case that host code of an own variant refuses by a ValueError does not count. Forks make the values. Without such a case
-    return the last reason.
+    A case can be checked if it costs at most `most`, if an own variant supports it, if the operator has inputs and expected
+    values for it, which forks make, and if host code of no own variant refuses it by a ValueError.
     """
     reason = "no check case to derive a case from"
     for case in cases:

@@ -1,7 +1,8 @@
 """Choose and check pairs of config and check case, beside the default config of each case.
 
-Every knob value meets every class of cases and every value of the other knobs, in few pairs. First come pairs whose launches have
-facts that no default config has. These pairs, and a pair of each case, run twice.
+Every knob value meets every class of cases and every value of the other knobs, in few pairs: a covering array, whose interactions
+are called meetings here. First come pairs whose launches have facts that no default config has. These pairs, and a pair of each
+case, run twice.
 """
 
 import dataclasses
@@ -203,7 +204,7 @@ def launched(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) ->
 
 
 def around_default(variant: Variant, case: Case) -> Iterator[Config]:
-    """Yield the default config, and for each other value of a knob a valid config that differs in at most one more knob."""
+    """Yield the default config, and for each other value of a knob a valid config with it and at most one more changed knob."""
     default = variant.default_config(case)
     yield default
     offered = [(knob, value) for knob, of_knob in variant.space(case).items() for value in of_knob] if variant.config else []
@@ -228,7 +229,7 @@ def _launched_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[C
 def _with_new_facts(launches: Mapping[Case, Mapping[Config, Launches]], of_whole_blocks: bool) -> list[Pair]:
     """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
 
-    Facts of whole blocks, which hide no mistake in a ragged one, count for blocks whose size is the value of a knob.
+    of_whole_blocks: whether facts of whole blocks count, of blocks whose size is the value of a knob; or all other facts.
     """
 
     def facts_of(config: Config, of_config: Launches) -> set[Fact]:
@@ -294,10 +295,10 @@ def _meetings(config: Config, names: frozenset[str]) -> frozenset[Meeting]:
 
 
 def _classes_by_case(configs: Iterable[Case]) -> dict[Case, frozenset[str]]:
-    """Return the names of each case's classes, and `_OTHER_KNOBS` where values of two knobs meet.
+    """Return the names of the classes of each case, and `_OTHER_KNOBS` if values of two knobs shall meet in the case.
 
-    They meet in no empty case, and of tiny cases in the wide ones alone. A wide case with a size of 1 is left out if other cases
-    are left: with every tile size it has one tile in that axis.
+    They shall not meet in an empty case, in a tiny case that is not wide, or, if other cases remain, in a wide case with a size
+    of 1: with every tile size it has one tile in that axis.
     """
     members_of = classes(cases := list(configs))
     of_case = {case: {name for name, members in members_of.items() if case in members} for case in cases}
