@@ -68,9 +68,9 @@ class LastElements:
 
         Args:
             kernel: the name of the kernel.
-            others: given if only corners of the grid ran, the accesses where loads give other numbers: if all loads or stores are
-                no longer the same, they have no facts. A last element that is left out is told if the grid's last program has
-                accesses. If all programs ran, the last may have none.
+            others: the accesses of a second run, whose loads give other numbers, if only the corners of the grid ran; else None.
+                Loads or stores that differ between the runs give no facts. A last element then counts as left out only if the
+                grid's last program accesses the argument, and if programs do not take rows in turns.
         """
         for what, kinds in _KINDS.items():
             for name, of in self.of[what].items() if others is None or others.of[what] == self.of[what] else ():

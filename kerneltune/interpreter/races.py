@@ -3,7 +3,8 @@
 Because the interpreter runs programs in sequence, a race changes no value. Each releasing atomic ends a segment of its program's
 run. A program acquires the released segments of an address by an atomic on the address or a volatile load of it. An access is
 ordered after a segment if its program acquired the segment before. Two accesses of different programs to an element conflict if
-they have no order and are either a plain store with any access, or an atomic with a plain load.
+they have no order and are either a plain store with any access, or an atomic with a plain load. So happens-before is computed
+by a vector clock of each program, `_known`, and a shadow of each storage.
 """
 
 from collections.abc import Callable, Sequence
