@@ -80,7 +80,7 @@ def _is_size(name: str) -> bool:
     return not any(part in name.lower() for part in _NO_SIZES)
 
 
-def left_out(classes: Sequence[LaunchClass]) -> list[str]:
+def varying_sizes(classes: Sequence[LaunchClass]) -> list[str]:
     """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
     differing: dict[str, None] = {}
     for alike in grouped(filter(lambda launch_class: launch_class.list_size > 1, classes), LaunchClass.told_apart).values():
@@ -110,7 +110,7 @@ def seed_hint(classes: Sequence[LaunchClass]) -> str:
     return f"{count}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
-def omitted(launch_class: LaunchClass) -> list[str]:
+def unkeyed_dimensions(launch_class: LaunchClass) -> list[str]:
     """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
     shapes = [argument.tensor.shape for argument in launch_class.arguments if argument.tensor is not None]
     dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
@@ -161,9 +161,9 @@ def _of_kernel(classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]
         yield f"key names what no launch gives, which triton.autotune leaves out: {', '.join(unknown)}"
     if hint := seed_hint(classes):
         yield hint
-    if varying := left_out(classes):
+    if varying := varying_sizes(classes):
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
-    if sizes := [name for name in omitted(first) if name not in varying]:
+    if sizes := [name for name in unkeyed_dimensions(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
     chosen = {config for launch_class in classes for config in wins.get(launch_class.digest, ())}
     never = [candidate.config for candidate in first.candidates if candidate.is_listed and candidate.config not in chosen]

@@ -284,7 +284,7 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
 
 def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return head and rows of the table of kernels, the most expensive first; with modules where kernels of two share a name."""
-    from kerneltune.adopt.overview import left_out, omitted
+    from kerneltune.adopt.overview import unkeyed_dimensions, varying_sizes
 
     head: tuple[str, ...] = ("kernel", "classes", "launches", "time %", "configs", "key", "key leaves out")
     shares = capture.shares()
@@ -294,8 +294,8 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
     for classes in kernels:
         share = sum(shares[launch_class.digest] for launch_class in classes)
         first = classes[0]
-        varying = left_out(classes)
-        out = [*(f"{name}*" for name in varying), *(name for name in omitted(first) if name not in varying)]
+        varying = varying_sizes(classes)
+        out = [*(f"{name}*" for name in varying), *(name for name in unkeyed_dimensions(first) if name not in varying)]
         count = sum(capture.count(launch_class).launches for launch_class in classes)
         key = "(plain)" if first.is_plain else " ".join(first.keys) or "-"
         cells = (str(len(classes)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")

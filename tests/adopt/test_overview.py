@@ -10,7 +10,7 @@ from kerneltune.adopt import overview
 from kerneltune.adopt.arguments import Argument
 from kerneltune.adopt.folder import LaunchClass, ProcessNotes
 from kerneltune.adopt.kernels import KernelName
-from kerneltune.adopt.overview import Capture, findings, left_out, omitted
+from kerneltune.adopt.overview import Capture, findings, unkeyed_dimensions, varying_sizes
 
 
 @pytest.fixture
@@ -22,18 +22,18 @@ def launches(tmp_path: Path) -> list[LaunchClass]:
 
 
 def test_omitted_lists_dimensions_of_tensors(launches: list[LaunchClass]) -> None:
-    assert omitted(launches[0]) == ["M"]
+    assert unkeyed_dimensions(launches[0]) == ["M"]
 
 
 def test_left_out_lists_sizes_but_no_seeds(launches: list[LaunchClass]) -> None:
     first, second = launches
     changed = dataclasses.replace(second, arguments=(*second.arguments[:-2], Argument("seed", "value", 5)))
-    assert left_out([first, changed]) == ["M", "NUM_SMS", "x_ptr.0", "y_ptr.0"]
+    assert varying_sizes([first, changed]) == ["M", "NUM_SMS", "x_ptr.0", "y_ptr.0"]
 
 
 def test_left_out_of_a_kernel_with_one_config_is_empty(launches: list[LaunchClass]) -> None:
     alone = [dataclasses.replace(one, list_size=1) for one in launches]
-    assert (left_out(alone), omitted(alone[0])) == ([], [])
+    assert (varying_sizes(alone), unkeyed_dimensions(alone[0])) == ([], [])
 
 
 def test_lint_names_omitted_sizes_beside_those_that_differ(tmp_path: Path, launches: list[LaunchClass]) -> None:
