@@ -5,7 +5,6 @@ are called meetings here. First come pairs whose launches have facts that no def
 case, run twice.
 """
 
-import dataclasses
 import functools
 import heapq
 import itertools
@@ -25,7 +24,7 @@ from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.processes import tell
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.task import Outcome
+from kerneltune.task import Outcome, knob_pairs
 from kerneltune.wording import counted
 
 Pair = tuple[Config, Case]
@@ -211,7 +210,7 @@ def around_default(variant: Variant, case: Case) -> Iterator[Config]:
     for knob, value in offered:
         if value != getattr(default, knob):
             changed = ({other: its} | {knob: value} for other, its in ((knob, value), *offered))
-            configs = (dataclasses.replace(default, **values) for values in changed)
+            configs = (replace(default, **values) for values in changed)
             yield from itertools.islice((config for config in configs if variant.valid(case, config) is None), 1)
 
 
@@ -233,7 +232,7 @@ def _with_new_facts(launches: Mapping[Case, Mapping[Config, Launches]], of_whole
     """
 
     def facts_of(config: Config, of_config: Launches) -> set[Fact]:
-        sizes = {str(value) for _knob, value in values(config)}
+        sizes = {str(value) for _knob, value in knob_values(config)}
         if of_whole_blocks:
             return {fact for fact in of_config if fact.kind == "whole" and fact.where in sizes}
         return {fact for fact in of_config if fact.kind != "whole"}
@@ -254,8 +253,8 @@ def _cost_of_pair(of_case: float, launches: Mapping[Config, Launches], config: C
         return of_case
     default, *_ = launches
     base, factor = max(1, launches[default].num_programs), 1.0
-    for value in values(config) - values(default):
-        factor *= next((launches[it].num_programs / base for it in launches if value in values(it)), 1.0)
+    for value in knob_values(config) - knob_values(default):
+        factor *= next((launches[it].num_programs / base for it in launches if value in knob_values(it)), 1.0)
     return of_case + _PROGRAM_COST * base * factor
 
 
@@ -290,7 +289,7 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
 
 def _meetings(config: Config, names: frozenset[str]) -> frozenset[Meeting]:
     """Return each value of a config with the name of each class, and if values meet, each two values."""
-    of_knobs = sorted(values(config))
+    of_knobs = sorted(knob_values(config))
     return frozenset((name, *its) for name in names for its in itertools.combinations(of_knobs, 1 + (name == _OTHER_KNOBS)))
 
 
@@ -321,8 +320,6 @@ def unmet(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def values(config: Config) -> frozenset[Value]:
+def knob_values(config: Config) -> frozenset[Value]:
     """Return the knobs of a config with their values; empty for a variant without knobs."""
-    if config is None:
-        return frozenset()
-    return frozenset((knob.name, getattr(config, knob.name)) for knob in dataclasses.fields(config))
+    return frozenset(knob_pairs(config))
