@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
-from kerneltune.spec import MOST, Knob, Measure, Name, Option, Role, Size, TaskKey
+from kerneltune.spec import LARGEST_MEASURE, Knob, Measure, Name, Option, Role, Size, TaskKey
 from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ K = TypeVar("K")
 
 _LEAST_US = 1e-6
 """Least time of a record in µs, below a clock cycle of any GPU: ratios of times stay finite."""
-_Time = Annotated[float, Meta(ge=_LEAST_US, le=MOST)]
+_Time = Annotated[float, Meta(ge=_LEAST_US, le=LARGEST_MEASURE)]
 _Rounds = Annotated[Sequence[_Time], Meta(min_length=1)]
 
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device", "family")
@@ -382,8 +382,8 @@ def _check_names(record: Record) -> None:
 def _check_measures(record: Record) -> None:
     for name in (*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES):
         value = getattr(record, name)
-        if value is not None and not 0 <= value <= MOST:
-            raise bad(name, value, f"a number from 0 to {MOST:g}, or null")
+        if value is not None and not 0 <= value <= LARGEST_MEASURE:
+            raise bad(name, value, f"a number from 0 to {LARGEST_MEASURE:g}, or null")
     if record.n is None or record.samples_us is None:
         return
     samples = sum(map(len, record.samples_us))

@@ -29,13 +29,13 @@ Space = Mapping[str, tuple[Any, ...]]
 """Knob -> its values; a config takes a single value of each knob."""
 Option = bool | int | float | str
 Role = Literal["", "own", "peer", "part"]
-MOST = 1e15
+LARGEST_MEASURE = 1e15
 """Upper bound of every measured figure in µs, GB/s or per cent; in µs it is 30 years."""
 _LARGEST = (1 << 63) - 1
 Name = Annotated[str, Meta(min_length=1)]
 Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
 Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
-Measure = Annotated[float, Meta(ge=0, le=MOST)]
+Measure = Annotated[float, Meta(ge=0, le=LARGEST_MEASURE)]
 Knob = bool | Whole | float | str
 
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"

@@ -29,7 +29,7 @@ from kerneltune.errors import first_line
 from kerneltune.files import append_lines, writing
 from kerneltune.programs import commit
 from kerneltune.records import TrialStatus
-from kerneltune.spec import MOST, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
+from kerneltune.spec import LARGEST_MEASURE, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
 from kerneltune.task import Evaluation, Knobs, Task, Trial, knob_pairs, knobs_of, present, store_path
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
@@ -225,7 +225,7 @@ def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
         for name, field in _RESULT.items():
             text = text.replace(f"`$.{field}`", f"`$.{name}`")
         raise ValueError(f"{path}: not a trial: {text}; {_MOVE}") from error
-    if time_us is not None and not 0 < time_us < MOST:
+    if time_us is not None and not 0 < time_us < LARGEST_MEASURE:
         raise ValueError(f"{path}: not a trial: time_us: {time_us!r}: expected microseconds above 0, or null; {_MOVE}")
     return trial
 

@@ -21,7 +21,7 @@ from kerneltune.measuring.memory import affordable, out_of_memory_reason
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.records import Record
-from kerneltune.spec import MOST, Config
+from kerneltune.spec import LARGEST_MEASURE, Config
 from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.worker import State, Worker, WorkerCrashedError
@@ -107,7 +107,9 @@ class GpuBench:
             while len(times) < samples and not (best_us and times[0] > _REJECTED_AT * best_us):
                 times.append(screened.sample_us())
             time_us = float(np.median(times))
-            return Evaluation("passed", time_us) if 0 < time_us < MOST else Evaluation("failed", reason=f"measured {time_us} µs")
+            if not 0 < time_us < LARGEST_MEASURE:
+                return Evaluation("failed", reason=f"measured {time_us} µs")
+            return Evaluation("passed", time_us)
         except RuntimeError as error:
             if out_of_memory_reason(error):
                 raise
