@@ -134,15 +134,15 @@ class Plan:
 
     def cases(self, section: Section = "bench") -> list[SweepCase]:
         """Return the selected cases of a section."""
-        entries = self.sweep.bench if section == "bench" else self.sweep.check
-        return [entry for entry in entries if self.selection.takes_case(entry.op, entry.case)]
+        sweep_cases = self.sweep.bench if section == "bench" else self.sweep.check
+        return [sweep_case for sweep_case in sweep_cases if self.selection.takes_case(sweep_case.op, sweep_case.case)]
 
     def headline(self, section: Section = "bench") -> list[SweepCase]:
         """Return at most ten selected headline cases; if the family has none, at most ten selected cases across the file."""
         chosen = self.cases(section)
-        entries = list(filter(self.sweep.is_headline, chosen)) or chosen
-        count = min(_HEADLINES, len(entries))
-        return [entries[at * len(entries) // count] for at in range(count)]
+        sweep_cases = list(filter(self.sweep.is_headline, chosen)) or chosen
+        count = min(_HEADLINES, len(sweep_cases))
+        return [sweep_cases[at * len(sweep_cases) // count] for at in range(count)]
 
     def variants(self, op: str) -> list[Variant]:
         """Return the selected variants of an operator whose packages are installed."""
@@ -167,9 +167,9 @@ class Plan:
         """Return a task for each selected own variant of a case that is checked, and for each peer if wanted."""
         return [task for task in self.tasks(op, case, CHECK_POLICY) if with_peers or not task.variant.is_peer]
 
-    def key(self, entry: SweepCase) -> TaskKey:
+    def key(self, sweep_case: SweepCase) -> TaskKey:
         """Return the key that the records of a case share."""
-        return TaskKey(entry.op, "", entry.case, self.policy(entry.op))
+        return TaskKey(sweep_case.op, "", sweep_case.case, self.policy(sweep_case.op))
 
     def run_file(self, kind: RunFile) -> Path:
         """Return the file of rows on this device that `check` keeps, or the journal of a stage, which the stage's end removes."""
@@ -180,20 +180,20 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     """Load the sweep of a selection's family, and check that the selection has a case."""
     options = options or Options()
     loaded = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
-    entries = (*loaded.check, *loaded.bench)
-    selection.require_names([ops[name] for name in cases_by_op(entries)], f" in family {loaded.family}")
-    for entry in require_case(selection, loaded.path, entries):
-        check_case(ops[entry.op], entry.case)
+    sweep_cases = (*loaded.check, *loaded.bench)
+    selection.require_names([ops[name] for name in cases_by_op(sweep_cases)], f" in family {loaded.family}")
+    for sweep_case in require_case(selection, loaded.path, sweep_cases):
+        check_case(ops[sweep_case.op], sweep_case.case)
     return Plan(ops, loaded, selection, options)
 
 
-def require_case(selection: Selection, file: object, entries: Sequence[SweepCase]) -> list[SweepCase]:
+def require_case(selection: Selection, file: object, sweep_cases: Sequence[SweepCase]) -> list[SweepCase]:
     """Return the selected cases, one or more; a message names the `file`."""
-    chosen = [entry for entry in entries if selection.takes_case(entry.op, entry.case)]
+    chosen = [sweep_case for sweep_case in sweep_cases if selection.takes_case(sweep_case.op, sweep_case.case)]
     if not chosen:
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
-        cases = {entry.case.name for entry in entries}
+        cases = {sweep_case.case.name for sweep_case in sweep_cases}
         hint = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
         raise ValueError(f"{file}: {f'no case with {wanted}' if wanted else 'no bench case'}{hint}")
     return chosen

@@ -80,9 +80,9 @@ def measure_live(
     keys: restrict the cases further, if given.
     """
     device.require_gpu(command)
-    entries = [entry for entry in plan.cases() if keys is None or plan.key(entry) in keys]
+    sweep_cases = [sweep_case for sweep_case in plan.cases() if keys is None or plan.key(sweep_case) in keys]
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        return _SweepRun(plan, progress, worker, repeat=repeat).measure(entries, None)
+        return _SweepRun(plan, progress, worker, repeat=repeat).measure(sweep_cases, None)
 
 
 def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
@@ -93,14 +93,14 @@ def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progres
         until: time of the monotonic clock in s; after it, no further case begins.
     """
     measured: list[Record] = []
-    done, total = 0, sum(len(entries) for _, entries in batches)
+    done, total = 0, sum(len(sweep_cases) for _, sweep_cases in batches)
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        for plan, entries in batches:
+        for plan, sweep_cases in batches:
             if time.monotonic() >= until:
                 break
-            done += len(entries)
+            done += len(sweep_cases)
             sweep_run = _SweepRun(plan, progress, worker, until=until)
-            measured += sweep_run.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
+            measured += sweep_run.measure_and_write(sweep_cases, f"measure {plan.family}, to {done} of {total}")[0]
     return measured
 
 
@@ -127,8 +127,8 @@ class _SweepRun:
         Without a GPU also check derived cases, pairs of config and case, and addresses; `quick` leaves them out.
         """
         plan, is_gpu, with_peers = self.plan, device.current().is_gpu, bool(self.plan.selection.variants)
-        entries = plan.headline("check") if plan.options.quick else plan.cases("check")
-        if not any(plan.check_tasks(entry.op, entry.case, with_peers=with_peers) for entry in entries):
+        sweep_cases = plan.headline("check") if plan.options.quick else plan.cases("check")
+        if not any(plan.check_tasks(sweep_case.op, sweep_case.case, with_peers=with_peers) for sweep_case in sweep_cases):
             check, bench = len(plan.cases("check")), len(plan.cases())
             alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
             why = f"no check case among the {bench} selected: {alone}"
@@ -136,14 +136,14 @@ class _SweepRun:
                 f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
             )
         if is_gpu:
-            checked, coverage = self.check(entries, with_peers), list[str]()
+            checked, coverage = self.check(sweep_cases, with_peers), list[str]()
         else:
             from kerneltune.cpu_checks import check_on_cpu
 
-            checked, coverage = check_on_cpu(plan, self.progress, entries)
+            checked, coverage = check_on_cpu(plan, self.progress, sweep_cases)
         self._warn_if_all_variants_fail(checked)
         path = plan.run_file("check")
-        of_sweep = {TaskKey(entry.op, "", entry.case, CHECK_POLICY) for entry in plan.sweep.check}
+        of_sweep = {TaskKey(sweep_case.op, "", sweep_case.case, CHECK_POLICY) for sweep_case in plan.sweep.check}
         replaces = records.check_of if plan.options.quick else records.row_of  # `quick` checks no further configs
         records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep, replaces)
         plan.run_file("check.journal").unlink(missing_ok=True)
@@ -151,18 +151,18 @@ class _SweepRun:
 
     def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
         """Measure ten headline cases with their present configs; check and tune nothing."""
-        if not (entries := self.plan.headline()):
+        if not (sweep_cases := self.plan.headline()):
             raise ValueError(f"{self.plan.sweep.path}: no bench case selected")
-        self.measure_first(entries, first_table)
-        return SweepResult(*self.measure_and_write(entries))
+        self.measure_first(sweep_cases, first_table)
+        return SweepResult(*self.measure_and_write(sweep_cases))
 
     def check_tune_and_measure(self, first_table: FirstTable | None) -> SweepResult:
         """Check the check cases, tune configs that the cache lacks, and measure the bench cases.
 
         A variant whose default config fails has failed rows in place of times. A peer is checked when it is measured.
         """
-        plan, entries = self.plan, self.plan.cases()
-        self.measure_first(entries, first_table)
+        plan, sweep_cases = self.plan, self.plan.cases()
+        self.measure_first(sweep_cases, first_table)
         checked = self.check(plan.cases("check"))
         self._warn_if_all_variants_fail(checked)
         failed = [record for record in checked if record.status == "failed"]
@@ -172,24 +172,24 @@ class _SweepRun:
             if (record.config or {}) == knobs_of(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
                 self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
         if self.wrong:  # the times of the first table go now, as an interrupt may end the run
-            rows = [self._run(task) for entry in plan.headline() for task in plan.tasks(entry.op, entry.case)]
+            rows = [self._run(task) for sweep_case in plan.headline() for task in plan.tasks(sweep_case.op, sweep_case.case)]
             self.write([row for row in rows if isinstance(row, Record)])
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 
             self.worker.end()
             run_tune(plan.without(self.wrong), self.progress)
-        measured, files = self.measure_and_write(entries)
+        measured, files = self.measure_and_write(sweep_cases)
         plan.run_file("check.journal").unlink(missing_ok=True)
         return SweepResult([*failed, *measured], files)
 
-    def check(self, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Record]:
+    def check(self, sweep_cases: Sequence[SweepCase], with_peers: bool = False) -> list[Record]:
         """Check own variants on the GPU, with the default config and configs of covering pairs; return the records of the cases.
 
         The journal of checks keeps the records until the run is over.
         """
         family, journal = self.plan.family, self.plan.run_file("check.journal")
-        work = with_finished_rows(_runs_to_check(self.plan, entries, with_peers), journal)
+        work = with_finished_rows(_runs_to_check(self.plan, sweep_cases, with_peers), journal)
         lacking = [runs for runs, rows in work if rows is None]
         if lacking:
             self._compile([run for runs in lacking for run in runs if run.config is not None], "check")
@@ -212,27 +212,27 @@ class _SweepRun:
             if len(variants) > 1 and all(row.status == "failed" for row in rows):
                 self.progress.note(f"{op}: all {len(variants)} variants fail in all cases: are inputs and reference right?")
 
-    def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable | None) -> None:
+    def measure_first(self, sweep_cases: Sequence[SweepCase], first_table: FirstTable | None) -> None:
         """Show a first table: the headline cases without variants that compile for seconds.
 
         There is none if the run continues another, or if these cases and variants are all.
         """
         headlines = self.plan.headline()
-        slow = dict.fromkeys(v.name for entry in headlines for v in self.plan.variants(entry.op) if v.compiles)
+        slow = dict.fromkeys(v.name for sweep_case in headlines for v in self.plan.variants(sweep_case.op) if v.compiles)
         resumes = any(self.plan.run_file(kind).exists() for kind in ("journal", "check.journal"))
-        if first_table is None or resumes or (not slow and len(entries) <= len(headlines)):
+        if first_table is None or resumes or (not slow and len(sweep_cases) <= len(headlines)):
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
-        self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(entries)}")
+        self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(sweep_cases)}")
         measured = self.measure(headlines, None, "measure the first table", slow)
         self.write(measured)
         first_table(measured)
 
-    def measure_and_write(self, entries: Sequence[SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
+    def measure_and_write(self, sweep_cases: Sequence[SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
         """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
         journal = self.plan.run_file("journal")
         try:
-            measured = self.measure(entries, journal, stage)
+            measured = self.measure(sweep_cases, journal, stage)
         except (KeyboardInterrupt, WorkerStoppedError):
             if journalled(journal):
                 self.write([])
@@ -242,13 +242,13 @@ class _SweepRun:
         return measured, files
 
     def measure(
-        self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
+        self, sweep_cases: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
     ) -> list[Record]:
         """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again.
 
         Where no config of a variant is valid in a case, the variant has a failed row, which is not kept in the journal.
         """
-        tasks_of = [self.plan.tasks(entry.op, entry.case) for entry in entries]
+        tasks_of = [self.plan.tasks(sweep_case.op, sweep_case.case) for sweep_case in sweep_cases]
         runs_of = [[self._run(task) for task in tasks if task.variant.name not in without] * self.repeat for tasks in tasks_of]
         failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
         runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
@@ -319,10 +319,10 @@ def compile_ahead(runs: Sequence[Run], target: Target, workers: int | None) -> l
         return list(pool.compile([compile_job(*run) for run in runs]))
 
 
-def _runs_to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool) -> list[Sequence[Run]]:
+def _runs_to_check(plan: Plan, sweep_cases: Sequence[SweepCase], with_peers: bool) -> list[Sequence[Run]]:
     """Return the runs of each check case on a GPU: the default config of each variant, and covering pairs."""
     work = list[Sequence[Run]]()
-    for op, cases in cases_by_op(entries).items():
+    for op, cases in cases_by_op(sweep_cases).items():
         tasks_of = {case: plan.check_tasks(op, case, with_peers=with_peers) for case in cases}
         covered = {task.variant.name: _covering_configs(task, cases) for task in tasks_of[cases[0]]}
         for case, tasks in tasks_of.items():

@@ -81,13 +81,13 @@ def _tasks(plan: Plan) -> list[Task]:
     If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
     """
     whole, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
-    for entry in sorted(plan.cases(), key=lambda e: e.case.dtype != "bfloat16"):
-        op = plan.ops[entry.op]
-        case = entry.case if whole else op.called(entry.case)
-        with_knobs = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None]
+    for sweep_case in sorted(plan.cases(), key=lambda it: it.case.dtype != "bfloat16"):
+        op = plan.ops[sweep_case.op]
+        case = sweep_case.case if whole else op.called(sweep_case.case)
+        with_knobs = [task for task in plan.tasks(sweep_case.op, case) if task.variant.config is not None]
         supported = [task for task in with_knobs if task.variant.unsupported(case) is None]
         tasks |= {task.key: task for task in supported}
-        ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(entry.op))
+        ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(sweep_case.op))
         if ceiling is not None:
             tasks.setdefault(ceiling.key, ceiling)
     return list(tasks.values())
