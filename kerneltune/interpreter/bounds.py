@@ -107,7 +107,7 @@ def _around(method: Callable[..., Any], function: Callable[..., Any]) -> Callabl
 
 
 class _Guard:
-    """Hold the regions of the kernel that runs.
+    """Guard the launch that runs: hold the regions of its arguments, and check each access of its programs.
 
     Public methods stand for methods of the interpreter, which they take, or for functions of Triton's native module.
     """
@@ -216,9 +216,9 @@ class _Guard:
             scope.restore()
 
     def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> str:
-        """Run the programs at the corners with each of _LOADED; raise the first error where each has one.
+        """Run the programs at the corners with each of _LOADED; raise the first error if every run has an error.
 
-        Return why the launch was not judged, empty if it was. If it was not, there is no error: in more time there may be none.
+        Return why the launch was not judged, empty if it was. A launch that was not judged raises no error.
         """
         faults: list[Exception] = []
         if not self._largest.keys().isdisjoint(self._names):

@@ -132,10 +132,10 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
 
 
 def cut_short(checks: Set[Fact], largest: Set[Fact]) -> list[Fact]:
-    """Return arguments whose last element all launches of checks store, or load, and no launch of the largest cases.
+    """Return arguments whose last element is stored, or loaded, in all checks, and in no launch of the largest cases.
 
-    A kernel with a launch that was not judged, as for lack of time, has no such argument. Where stores are cut short, loads are
-    cut short as well, and are left out.
+    Kernels with a launch that was not judged, for example for lack of time, are left out. So are loads of a kernel whose stores
+    are cut short, as its loads are cut short, too.
     """
     unjudged = {fact.where for fact in largest if fact.kind == "not judged"}
     met, short = checks - largest, list[Fact]()

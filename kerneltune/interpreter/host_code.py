@@ -26,13 +26,13 @@ _CLAMPS = ("clamp", "clamp_", "clamp_max", "clamp_min", "clip", "to")
 _MOST_IN_TYPES = {"torch.int8": 2**7 - 1, "torch.uint8": 2**8 - 1, "torch.int16": 2**15 - 1, "torch.uint16": 2**16 - 1}
 """Element types whose largest whole number limits the numbers that are cast to them."""
 _ASKS_FOR_MEMORY = re.compile(r"is_meta\b|(['\"])meta\1")
-"""Conditions that are no facts: tensors of bench cases have no memory, those of check cases have."""
+"""Conditions that are no facts: tensors of check cases have memory, tensors of bench cases have none."""
 _LEAST_OF_SIZES = 16
 """Least limit of a `clamp` that is compared with sizes: smaller limits are of bits and flags."""
 _LOCAL_NAMES = ast.Call(ast.Name("locals"), [], [])
 _UNREPEATED = (ast.NamedExpr, ast.Lambda, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom)
 _Limit = Callable[[FrameType], list[str]]
-"""Function of a frame that returns the texts of facts: what an expression gives, or cuts, for the values of the frame."""
+"""Function of a frame that returns the texts of facts about the value of an expression in the frame."""
 
 
 def noting_host(folder: str) -> AbstractContextManager[None]:
