@@ -47,9 +47,9 @@ def _on_one_core(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Surrogate:
-    """The posterior of log time over a pool of configs; each knob is a coordinate.
+    """Hold the posterior of log time over a pool of configs, see `_coordinates`.
 
-    The kernel is Matérn 5/2 with a length scale per knob. The scales are fitted to the known times, under a prior.
+    The kernel is Matérn 5/2 with a length scale per coordinate. The scales are fitted to the known times, under a prior.
     """
 
     def __init__(self, pool: Sequence[Mapping[str, Any]], seed: int = 0, worst: float = NEAR) -> None:

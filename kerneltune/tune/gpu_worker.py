@@ -1,6 +1,6 @@
 """Check, time and compare configs on a GPU, in a process that may crash: the GPU worker.
 
-Of a command's processes only the GPU worker launches kernels on a GPU. The worker decides nothing and stores nothing.
+Of the processes of a search or a sweep, the GPU worker alone launches kernels on the GPU. It decides nothing and stores nothing.
 """
 
 import os

@@ -151,7 +151,7 @@ class Tuner:
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
         finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
         if len(finalists) > 1:
-            incumbent, best, evidence = self._crashing_final(finalists, default)
+            incumbent, best, evidence = self._crash_safe_final(finalists, default)
         else:
             incumbent = best = finalists[0]
             evidence = {"time_us": times[best], "default_us": times.get(default)}
@@ -162,7 +162,7 @@ class Tuner:
         cache.store(device.current().slug, entry, self.options.configs)
         return entry
 
-    def _crashing_final(self, finalists: Sequence[Config], default: Config) -> tuple[Config, Config, dict[str, Any]]:
+    def _crash_safe_final(self, finalists: Sequence[Config], default: Config) -> tuple[Config, Config, dict[str, Any]]:
         """Run the final, and return its incumbent, the best config and its evidence.
 
         If the worker crashes, let each challenger meet the incumbent in a final of two configs. If a final of two crashes, its
@@ -180,7 +180,7 @@ class Tuner:
         try:
             alone = self.run_final([incumbent], default)
         except WorkerCrashedError:
-            return self._crashing_final(challengers, default)
+            return self._crash_safe_final(challengers, default)
         finals = []
         for challenger in challengers:
             with suppress(WorkerCrashedError):
@@ -188,7 +188,7 @@ class Tuner:
         return incumbent, *max((*finals, alone), key=lambda final: final[1]["speedup"])
 
     @cached_property
-    def prune(self) -> bool:
+    def drops_unfit(self) -> bool:
         """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
         return not self.options.exhaustive and sum(1 for _ in self.task.variant.configs(self.task.case)) > _MAX_UNPRUNED_CONFIGS
 
@@ -243,7 +243,7 @@ class Tuner:
         """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
         if compiled.error:
             return Evaluation("crashed" if compiled.crashed else "compile", reason=compiled.error)
-        if not self.prune or config == self.task.default:  # every other config is compared with the default
+        if not self.drops_unfit or config == self.task.default:  # every other config is compared with the default
             return None
         if compiled.spill_bytes:
             return Evaluation("spills", reason=f"{compiled.spill_bytes} bytes per thread")

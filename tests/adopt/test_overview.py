@@ -21,17 +21,17 @@ def launches(tmp_path: Path) -> list[LaunchClass]:
     return sorted((dataclasses.replace(one, arguments=(*one.arguments, *others)) for one in sums), key=lambda one: one.sizes["M"])
 
 
-def test_omitted_lists_dimensions_of_tensors(launches: list[LaunchClass]) -> None:
+def test_unkeyed_dimensions_are_dimensions_of_tensors(launches: list[LaunchClass]) -> None:
     assert unkeyed_dimensions(launches[0]) == ["M"]
 
 
-def test_left_out_lists_sizes_but_no_seeds(launches: list[LaunchClass]) -> None:
+def test_varying_sizes_lists_sizes_but_no_seeds(launches: list[LaunchClass]) -> None:
     first, second = launches
     changed = dataclasses.replace(second, arguments=(*second.arguments[:-2], Argument("seed", "value", 5)))
     assert varying_sizes([first, changed]) == ["M", "NUM_SMS", "x_ptr.0", "y_ptr.0"]
 
 
-def test_left_out_of_a_kernel_with_one_config_is_empty(launches: list[LaunchClass]) -> None:
+def test_varying_sizes_of_a_kernel_with_one_config_is_empty(launches: list[LaunchClass]) -> None:
     alone = [dataclasses.replace(one, list_size=1) for one in launches]
     assert (varying_sizes(alone), unkeyed_dimensions(alone[0])) == ([], [])
 

@@ -348,7 +348,7 @@ def test_whole_space_measures_configs_that_a_search_refused(setting: Setting, mo
 
 def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) -> None:
     tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce(), Options())
-    assert tuner.prune  # 25 configs: no published list
+    assert tuner.drops_unfit  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
     assert broken == Evaluation("compile", reason="CompilationError: no")
     spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
