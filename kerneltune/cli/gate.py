@@ -16,9 +16,9 @@ from kerneltune.cli.files import SUFFIX, load_baseline, load_some, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.device import require_gpu, slug
 from kerneltune.files import append_lines
-from kerneltune.plan import Options, Selection
+from kerneltune.plan import Plan, Selection
 from kerneltune.records import Record, load, merge
-from kerneltune.sweep_file import family_name, gate_margin
+from kerneltune.sweep_file import gate_margin
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
@@ -88,9 +88,9 @@ def command(
         o.require_writable(path.parent)
     plan = o.make_plan(run or "", wanted, results=results, policy=policy, peers=peers, configs=configs)
     if update:
-        _update(baseline, plan.selection, plan.options, processes)
+        _update(baseline, plan, processes)
     else:
-        _report(_measured(baseline, plan.selection, plan.options, processes, margin, save), junit, markdown, annotations)
+        _report(_measured(baseline, plan, processes, margin, save), junit, markdown, annotations)
 
 
 def _judged(
@@ -130,25 +130,23 @@ def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> 
             fitting_entries(path)
 
 
-def _measured(
-    baseline: str, selection: Selection, options: Options, processes: int, margin: float | None, save: Path | None
-) -> "Verdict":
+def _measured(baseline: str, plan: Plan, processes: int, margin: float | None, save: Path | None) -> "Verdict":
     """Compare a fresh run with the baseline."""
     from kerneltune.gating.run import run_gate
 
     require_gpu("gate --run")
-    against = load_baseline(baseline, options.records_folder / f"{family_name(selection.family)}.jsonl")
-    _require_usable_configs(against, options.configs)
+    against = load_baseline(baseline, plan.options.records_folder / f"{plan.family}.jsonl")
+    _require_usable_configs(against, plan.options.configs)
     if save is not None:
         _require_mergeable(save)
     with Reporter() as progress:
-        verdict, measured = run_gate(partial(o.load_ops, o.captured()), against, selection, options, processes, margin, progress)
+        verdict, measured = run_gate(partial(o.load_ops, o.captured()), plan, against, processes, margin, progress)
     if save is not None and measured:
         _keep(save, measured)
     return verdict
 
 
-def _update(baseline: str, selection: Selection, options: Options, processes: int) -> None:
+def _update(baseline: str, plan: Plan, processes: int) -> None:
     """Put a fresh run into the baseline, unless a row failed its check."""
     from kerneltune.gating.rows import pool
     from kerneltune.gating.run import run_processes
@@ -157,10 +155,10 @@ def _update(baseline: str, selection: Selection, options: Options, processes: in
         raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
     _require_mergeable(Path(baseline))
     with Reporter() as progress:
-        measured = pool(run_processes(partial(o.load_ops, o.captured()), selection, options, processes, progress))
+        measured = pool(run_processes(partial(o.load_ops, o.captured()), plan, processes, progress))
     end_if_failed(measured)
     if not any(record.status == "passed" for record in measured):
-        raise ValueError(f"nothing measured: {selection.family} has no such case and variant that can be timed here")
+        raise ValueError(f"nothing measured: {plan.selection.family} has no such case and variant that can be timed here")
     _keep(Path(baseline), measured)
 
 

@@ -6,10 +6,10 @@ This module prints nothing and knows no operator.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from kerneltune import device, sweep_file
+from kerneltune import device
 from kerneltune.gating.rows import defaults_of
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, Verdict, confirm
-from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.processes import in_fresh_processes
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -24,59 +24,46 @@ _COMMAND = "gate --run"
 
 
 def run_gate(
-    load_ops: LoadOps,
-    baseline: Sequence[Record],
-    selection: Selection,
-    options: Options,
-    processes: int,
-    margin: float | None,
-    progress: Progress,
+    load_ops: LoadOps, plan: Plan, baseline: Sequence[Record], processes: int, margin: float | None, progress: Progress
 ) -> tuple[Verdict, list[Record]]:
     """Return the verdict, and the new records, pooled over the processes and over the further measurements of suspects.
 
     A row of the baseline that the selection leaves out is not reported as missing. `margin` None takes the sweep file's margin.
 
     Raises:
-        ValueError: no GPU, or bad input.
+        ValueError: no GPU, or a process that crashed.
     """
-    ops = load_ops()
     device.require_gpu(_COMMAND)
-    family = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
-    kept = [record for record in baseline if _selected(record, ops, family, selection, options)]
+    kept = [record for record in baseline if _selected(record, plan)]
     here, devices = device.current().name, sorted({record.device for record in kept if record.status == "passed"})
     if not devices:
         return Verdict((), UNUSABLE, "nothing compared: no timed record of the baseline is among what --run selects"), []
     if here not in devices:
         return Verdict((), UNUSABLE, f"not comparable: baseline has device {', '.join(devices)}, this is {here}"), []
-    tolerated = family.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
+    tolerated = plan.sweep.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 
     def remeasure(suspects: frozenset[TaskKey]) -> list[Record]:
         progress.note(f"measuring {counted(len(suspects), 'suspect row')} again")
-        return run_processes(load_ops, selection, options, processes, progress, {key.of_case for key in suspects})
+        return run_processes(load_ops, plan, processes, progress, {key.of_case for key in suspects})
 
-    measured = run_processes(load_ops, selection, options, processes, progress)
-    return confirm(kept, measured, tolerated, remeasure, peers=options.peers, defaults=partial(defaults_of, ops))
+    measured = run_processes(load_ops, plan, processes, progress)
+    return confirm(kept, measured, tolerated, remeasure, peers=plan.options.peers, defaults=partial(defaults_of, plan.ops))
 
 
 def run_processes(
-    load_ops: LoadOps,
-    selection: Selection,
-    options: Options,
-    processes: int,
-    progress: Progress,
-    keys: Collection[TaskKey] | None = None,
+    load_ops: LoadOps, plan: Plan, processes: int, progress: Progress, keys: Collection[TaskKey] | None = None
 ) -> list[Record]:
     """Return the selected rows of each fresh process; `keys`, if given, restricts them further.
 
     A suspect is measured beside the same variants as the first time, so the result has all rows of its case.
 
     Raises:
-        ValueError: no GPU, bad input, or a process that crashed.
+        ValueError: no GPU, or a process that crashed.
     """
     device.require_gpu(_COMMAND)
     progress.stage("measure", processes)
     rows: list[Record] = []
-    for measured in in_fresh_processes(processes, _measure, load_ops, selection, options, keys):
+    for measured in in_fresh_processes(processes, _measure, load_ops, plan.selection, plan.options, keys):
         rows += measured
         progress.advance(f"{len(measured)} rows in a fresh process")
     return rows
@@ -87,10 +74,10 @@ def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Co
     return measure_live(load_plan(load_ops(), selection, options), Progress(), _COMMAND, keys)
 
 
-def _selected(record: Record, ops: Mapping[str, Op], family: sweep_file.Sweep, selection: Selection, options: Options) -> bool:
+def _selected(record: Record, plan: Plan) -> bool:
     """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
-    of_family = record.family == family.family or (not record.family and record.op in {entry.op for entry in family.bench})
-    op = ops.get(record.op)
+    of_family = record.family == plan.family or (not record.family and record.op in {entry.op for entry in plan.sweep.bench})
+    op, selection, options = plan.ops.get(record.op), plan.selection, plan.options
     variants = {variant.name: variant for variant in op.variants} if op else {}
     peer = record.variant in variants and variants[record.variant].is_peer
     return (

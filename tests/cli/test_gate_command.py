@@ -209,8 +209,8 @@ def test_gate_run_judges_records_of_its_processes(
 ) -> None:
     seen: list[Any] = []
 
-    def measured(_load: object, selection: Any, options: Any, processes: int, *_more: object) -> list[Record]:
-        seen.append((selection.family, selection.variants, options.peers, processes))
+    def measured(_load: object, plan: Any, processes: int, *_more: object) -> list[Record]:
+        seen.append((plan.family, plan.selection.variants, plan.options.peers, processes))
         return both(100, 70)
 
     monkeypatch.setattr("kerneltune.gating.run.run_processes", measured)

@@ -12,7 +12,7 @@ from kerneltune.cli.options import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
-from kerneltune.plan import Options, Selection
+from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.spec import Case
 from kerneltune.task import Task
@@ -48,10 +48,10 @@ def test_planted_delay_of_2_and_10_percent_is_measured_as_such(size: int) -> Non
 def test_gate_run_of_two_processes_against_itself_passes(tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STREAM)
-    selection, options = Selection(str(path)), Options(peers=False)
-    baseline = pool(run_processes(load_ops, selection, options, 2, Progress()))
+    plan = load_plan(load_ops(), Selection(str(path)), Options(peers=False))
+    baseline = pool(run_processes(load_ops, plan, 2, Progress()))
     assert {len(row.samples_us or ()) for row in baseline} == {2}
-    verdict, measured = run_gate(load_ops, baseline, selection, options, 2, 0.05, Progress())
+    verdict, measured = run_gate(load_ops, plan, baseline, 2, 0.05, Progress())
     assert verdict.exit_code == 0
     assert verdict.compared == len(measured) == len(baseline)
     assert gate(baseline, baseline, 0.05).exit_code == 0

@@ -15,7 +15,7 @@ from kerneltune import device, ops, sweep_run
 from kerneltune.gating import run as gate_run
 from kerneltune.gating.rows import pool
 from kerneltune.gating.run import run_gate
-from kerneltune.plan import Options, Selection
+from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 
@@ -83,14 +83,14 @@ def selection(tmp_path: Path) -> Selection:
 
 @pytest.fixture
 def baseline(lab: Lab, selection: Selection) -> list[Record]:
-    rows = pool(gate_run.run_processes(ops.load, selection, OPTIONS, 3, Progress()))
+    rows = pool(gate_run.run_processes(ops.load, load_plan(ops.load(), selection, OPTIONS), 3, Progress()))
     lab.measured.clear()
     lab.processes = 0
     return rows
 
 
 def run(selection: Selection, baseline: list[Record], options: Options = OPTIONS, margin: float | None = None) -> Any:
-    return run_gate(ops.load, baseline, selection, options, 3, margin, Progress())
+    return run_gate(ops.load, load_plan(ops.load(), selection, options), baseline, 3, margin, Progress())
 
 
 def test_run_without_a_change_passes_after_one_measurement(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
