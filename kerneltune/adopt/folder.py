@@ -119,7 +119,7 @@ class LaunchClass:
         below = [views(self.arguments, storage) for storage in storages]
         return sum(min(sum(view.held_bytes for view in tensors), max(view.end for view in tensors)) for tensors in below)
 
-    def told_apart(self) -> str:
+    def autotuner_key(self) -> str:
         """Return the author's key and the element types, by which an autotuner tells launches apart; True is not 1."""
         return repr((self.key, self.dtypes))
 
@@ -321,8 +321,11 @@ def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
     write_json(root / BLOCKS, {"classes": blocks})
 
 
-def judged(launch_class: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
-    """Return a class without the grids of the candidates whose blocks may not change; `untried` stands for a missing reason."""
+def without_coupled_blocks(launch_class: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
+    """Return a class without the grids of candidates whose blocks the program depends on, see `tuning.probe_blocks`.
+
+    blocks: names of blocks -> why they may not change; empty if they may. `untried` is the reason of a block without an entry.
+    """
     if not launch_class.is_plain:
         return launch_class
     program = launch_class.candidates[0].config

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from kerneltune.adopt.arguments import signature
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
+from kerneltune.adopt.folder import (
+    Count,
+    LaunchClass,
+    ProcessNotes,
+    process_files,
+    read_blocks,
+    read_classes,
+    read_notes,
+    without_coupled_blocks,
+)
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, grouped, load
 from kerneltune.task import store_path
@@ -62,9 +71,8 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
     """
     read, problems = read_classes(root)
     blocks = read_blocks(root)
-    classes = [
-        judged(launch_class, blocks.get(launch_class.digest, {}), untried) for launch_class in read if launch_class.argument_bytes
-    ]
+    with_elements = [launch_class for launch_class in read if launch_class.argument_bytes]
+    classes = [without_coupled_blocks(each, blocks.get(each.digest, {}), untried) for each in with_elements]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
@@ -83,7 +91,7 @@ def _is_size(name: str) -> bool:
 def varying_sizes(classes: Sequence[LaunchClass]) -> list[str]:
     """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
     differing: dict[str, None] = {}
-    for alike in grouped(filter(lambda launch_class: launch_class.list_size > 1, classes), LaunchClass.told_apart).values():
+    for alike in grouped(filter(lambda launch_class: launch_class.list_size > 1, classes), LaunchClass.autotuner_key).values():
         names = sorted({name for launch_class in alike for name in launch_class.sizes if _is_size(name)})
         differing |= dict.fromkeys(name for name in names if len({launch_class.sizes.get(name) for launch_class in alike}) > 1)
     return list(differing)
@@ -145,7 +153,7 @@ def _several_lists(classes: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
     autotuned = [launch_class for launch_class in classes if not launch_class.is_plain]
     for name, of_name in grouped(autotuned, lambda launch_class: launch_class.kernel.text).items():
-        alike = grouped(of_name, lambda launch_class: (launch_class.source, launch_class.home, launch_class.told_apart()))
+        alike = grouped(of_name, lambda launch_class: (launch_class.source, launch_class.home, launch_class.autotuner_key()))
         most = max(len({launch_class.configs for launch_class in of_key}) for of_key in alike.values())
         if most > 1:
             effect = "triton.autotune runs later launches with a choice from the first list"

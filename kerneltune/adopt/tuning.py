@@ -167,11 +167,11 @@ def search_tasks(
             break
 
 
-Searched = tuple[Mapping[Config, Evaluation], tuple[cache.CacheEntry, Config] | None]
+SearchResult = tuple[Mapping[Config, Evaluation], tuple[cache.CacheEntry, Config] | None]
 """The trials of a task, and the entry of the best config with the config; None if there is none."""
 
 
-def searched(root: Path, tasks: Sequence[Task]) -> Iterator[Searched]:
+def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
     """Yield the results of each task that was searched into a folder."""
     stores: dict[str, TrialStore] = {}
     for task in tasks:
@@ -271,7 +271,7 @@ def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
     """Return the classes that the search has found a config for, with all times, and by digest why other classes have none."""
     tuned, reasons = list[TunedClass](), dict[str, str]()
     tasks = _tasks(capture, capture.classes)
-    for launch_class, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
+    for launch_class, task, (tried, stored) in zip(capture.classes, tasks, search_results(capture.root, tasks), strict=True):
         if stored is None:
             reasons[launch_class.digest] = "no config passed its check" if tried else "not reached: run the command again"
             continue
@@ -329,7 +329,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
-    for members in grouped(classes, lambda tuned: tuned.launch_class.told_apart()).values():
+    for members in grouped(classes, lambda tuned: tuned.launch_class.autotuner_key()).values():
         launch_class, shared, split = members[0].launch_class, shared_config(members), differing(members)
         if len(members) == 1 or shared is None:
             rows = [_row(tuned, tuned.best) for tuned in members]
@@ -431,10 +431,10 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
     tasks = [Task(op, getter.call_case(facts, case), op.variants[0], options.policy or op.policy) for case in facts.cases]
     wanted = [task for task, case in zip(tasks, facts.cases, strict=True) if case.is_searched]
     search_tasks(root, "getter", root / getter.FACTS, wanted, options, progress)
-    return [_tuned_call(*of_call) for of_call in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
+    return [_tuned_call(*of_call) for of_call in zip(tasks, facts.cases, search_results(root, tasks), strict=True)]
 
 
-def _tuned_call(task: Task, case: CallCase, found: Searched) -> TunedCall:
+def _tuned_call(task: Task, case: CallCase, found: SearchResult) -> TunedCall:
     tried, stored = found
     failed = tuple(evaluation.reason for evaluation in tried.values() if evaluation.status in ("failed", "crashed"))
     own = case.own | getter.given_knobs(task.default)
