@@ -107,17 +107,13 @@ def _require_context(reason: str) -> None:
 def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome]) -> dict[str, Contender]:
     """Capture variants of one case, the first variant twice; add variants that cannot be timed to `untimed`."""
     contenders: dict[str, Contender] = {}
-    if not runs:
-        return contenders
-    task = next(iter(runs.values())).task
-    inputs = input_sets(task)
+    inputs = input_sets(next(iter(runs.values())).task) if runs else []
     if isinstance(inputs, Outcome):
         untimed |= dict.fromkeys(runs, inputs)
         return contenders
-    for name, (variant_task, config) in runs.items():
+    for name, run in runs.items():
         tell(name)
-        names = (name,) if contenders else (name, SELF)
-        captured = _capture(names, variant_task.variant, config, inputs, POLICIES[task.policy])
+        captured = _capture((name,) if contenders else (name, SELF), run, inputs)
         if isinstance(captured, dict):
             contenders |= captured
         else:
@@ -125,12 +121,11 @@ def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome]) -> dict[st
     return contenders
 
 
-def _capture(
-    names: Iterable[str], variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy
-) -> dict[str, Contender] | Outcome:
-    """Return a contender of a variant per name, or the outcome that says why the variant cannot be timed."""
+def _capture(names: Iterable[str], run: Run, inputs: Sequence[Inputs]) -> dict[str, Contender] | Outcome:
+    """Return a contender of a run per name, or the outcome that says why the variant cannot be timed."""
+    policy = POLICIES[run.task.policy]
     try:
-        return affordable(lambda: {name: contender(variant, config, inputs, policy) for name in names})
+        return affordable(lambda: {name: contender(run.task.variant, run.config, inputs, policy) for name in names})
     except Exception as error:  # an error of another package under capture is a result
         reason = f"cannot be timed: {first_line(error)}"
         _require_context(reason)
