@@ -19,9 +19,9 @@ _USED = (
     "_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder",
     "interpreter_semantic",
 )  # fmt: skip
-"""Parts of the interpreter, used beside those that `mend` replaces, the same from triton 3.6.0 to 3.9.0. None is public."""
+"""Further private parts of the interpreter that this module uses, the same from triton 3.6.0 to 3.9.0."""
 
-_MENDED = "is_mended_by_kerneltune"
+_CORRECTED = "is_corrected_by_kerneltune"
 
 _CHOICES = {
     **dict.fromkeys(("create_minsi", "create_minui"), (np.minimum, np.greater)),
@@ -38,13 +38,13 @@ _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
 
 
-def mend() -> None:
+def correct_interpreter() -> None:
     """Make Triton's interpreter compute in bf16, round to fp8 and bf16 to nearest even, have the fnuz types and pass over NaN.
 
-    Unmended, the interpreter adds, compares and multiplies the bits of bf16 as integers, and truncates in casts to bf16. Its cast
-    to fp8 loses the carry into the next binade (1.98 becomes 1.0), rounds ties up, returns wrong values for subnormals and a
+    Triton's own adds, compares and multiplies the bits of bf16 as integers, and truncates in casts to bf16. Its cast to fp8 loses
+    the carry into the next binade (1.98 becomes 1.0), rounds ties up, returns wrong values for subnormals and a
     finite value for NaN. The interpreter also patches its language again at every call within a kernel, which takes 3 ms each
-    time (3.7.1). `quicken` replaces its slowest parts. On a GPU, and when called again, `mend` does nothing.
+    time (3.7.1). `quicken` replaces its slowest parts. On a GPU, and when called again, `correct_interpreter` does nothing.
 
     Raises:
         RuntimeError: this version's interpreter is made of other functions.
@@ -63,11 +63,11 @@ def mend() -> None:
         raise RuntimeError(
             f"the interpreter of triton {__version__} has no {' and no '.join(missing)}: its casts to fp8 are not exact"
         )
-    if hasattr(interpreter._convert_float, _MENDED):
+    if hasattr(interpreter._convert_float, _CORRECTED):
         return
     for name, changed in changes.items():
         setattr(interpreter, name, changed(getattr(interpreter, name)))
-    setattr(interpreter._convert_float, _MENDED, True)
+    setattr(interpreter._convert_float, _CORRECTED, True)
     builder = interpreter.InterpreterBuilder
     for name, function in _PASS_OVER_NAN.items():
         setattr(builder, name, _elementwise(function))
@@ -79,7 +79,7 @@ def mend() -> None:
     builder.create_fdiv = partialmethod(_divide_inexactly, builder.create_fdiv)
     builder.cast_impl = _through_fp32(builder.cast_impl)
     builder.get_bf16 = lambda builder, value: builder.cast_impl(builder.get_fp32(value), interpreter.tl.bfloat16)
-    _mend_libdevice()
+    _correct_libdevice()
     quicken()
     interpreter.ReduceOps.min_max = partialmethod(_min_max_without_warning, interpreter.ReduceOps.min_max)
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
@@ -95,7 +95,7 @@ _LIBDEVICE: dict[str, Callable[..., Any]] = {
 """Functions of CUDA's libdevice: in the interpreter they return None."""
 
 
-def _mend_libdevice() -> None:
+def _correct_libdevice() -> None:
     """Let functions of libdevice compute, for kernels that are imported from here on."""
     from triton.language.extra import libdevice
     from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
@@ -114,10 +114,10 @@ def _mend_libdevice() -> None:
             setattr(libdevice, name, computed(function))
 
 
-def mend_or_warn() -> None:
-    """Mend the interpreter for an operator's kernels; warn where this version's interpreter cannot be mended."""
+def correct_or_warn() -> None:
+    """Correct the interpreter for an operator's kernels; warn where the interpreter of this version cannot be corrected."""
     try:
-        mend()
+        correct_interpreter()
     except RuntimeError as error:
         warnings.warn(str(error), stacklevel=2)
 

@@ -6,8 +6,8 @@
 | `strict` | the same, and accesses, garbage, assertions and launches: `bounds`, with `races` and `faults` | the context ends |
 | `unlaunched` | launches, which give their facts and run no program: `kernel_code`; host code keeps nothing | the context ends |
 
-Importing an operator's kernels corrects the interpreter as well (`mend_or_warn`). `strict` and `unlaunched` trace host code of a
-folder. `facts.noting` collects what launches note in every mode, and patches nothing.
+Importing an operator's kernels corrects the interpreter as well (`correct_or_warn`). `strict` and `unlaunched` trace host code of
+a folder. `facts.noting` collects what launches note in every mode, and patches nothing.
 """
 
 import functools
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kerneltune.interpreter.bounds import strict_parts
-from kerneltune.interpreter.corrections import mend
+from kerneltune.interpreter.corrections import correct_interpreter
 from kerneltune.interpreter.facts import Launches, note, noting
 from kerneltune.interpreter.host_code import noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
@@ -28,12 +28,12 @@ from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Correct the interpreter by `mend`, and let operations give Inf and NaN without numpy's warnings, as on a GPU.
+    """Correct the interpreter, and let operations give Inf and NaN without numpy's warnings, as on a GPU.
 
     Raises:
         RuntimeError: the interpreter of this Triton lacks a function that is replaced.
     """
-    mend()
+    correct_interpreter()
     with np.errstate(all="ignore"):
         yield
 

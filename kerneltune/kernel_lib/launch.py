@@ -10,11 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kerneltune import device
-from kerneltune.interpreter.corrections import mend_or_warn
+from kerneltune.interpreter.corrections import correct_or_warn
 from kerneltune.kernel_lib.tl_lib import is_cuda
 from kerneltune.rounding import cdiv
 
-mend_or_warn()  # every operator launches from here, also an operator that a user calls without a check
+correct_or_warn()  # every operator launches from here, also an operator that a user calls without a check
 
 _QUARTER = 16384
 """Registers of a quarter of an SM, which holds every fourth warp."""

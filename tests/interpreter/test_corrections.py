@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended."""
+"""Triton's interpreter, corrected."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from subprocesses import environment
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
-from kerneltune.interpreter.corrections import mend
+from kerneltune.interpreter.corrections import correct_interpreter
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.modes import corrected, strict
 from kerneltune.kernel_lib.agreement import close, same_bits
@@ -104,10 +104,10 @@ def test_mended_interpreter_patches_the_language_once_per_launch(monkeypatch: py
     assert tl.core.is_builtin(tl.load)
 
 
-def test_mend_twice_changes_nothing() -> None:
-    mend()
+def test_corrected_interpreter_corrected_again_is_the_same() -> None:
+    correct_interpreter()
     before = [getattr(interpreter, name) for name in ("_convert_float", "_patch_lang_core", "_patch_lang")]
-    mend()
+    correct_interpreter()
     assert before == [getattr(interpreter, name) for name in ("_convert_float", "_patch_lang_core", "_patch_lang")]
 
 
