@@ -1,6 +1,5 @@
-"""A sweep with a simulated GPU: launches that crash a process, and rows that an interrupted run keeps."""
+"""A sweep with a simulated GPU: launches that crash a process, interrupted runs, first tables."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 from bench_jobs import FakeCheck, FakeCompare
-from literal_records import from_json, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import device, ops, records, sweep_run
-from kerneltune.journals import finished_rows, journalled
 from kerneltune.measuring import check, compare
-from kerneltune.measuring.compare import CEILING
+from kerneltune.measuring.compare import CEILING, make_record
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
@@ -26,7 +23,7 @@ from kerneltune.records import Record
 from kerneltune.spec import Case, Config
 from kerneltune.stale import plans_of
 from kerneltune.sweep_run import measure_batches, measure_live, run_sweep
-from kerneltune.task import Outcome, Run, Task, knobs_of
+from kerneltune.task import Outcome, Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
 from kerneltune.worker import WorkerCrashedError
 
@@ -37,31 +34,6 @@ CASE = Case("a", (("M", 8), ("N", 64)), "bfloat16", "none", (("zero_centered", F
 OP = OPS["rmsnorm_bwd"]
 BASELINE, OPTIMIZED = OP.variant("baseline"), OP.variant("optimized")
 RUNS = [Run(task, task.default) for task in (Task(OP, CASE, BASELINE), Task(OP, CASE, OPTIMIZED))]
-CONFIGS = {task.variant.name: knobs_of(config) or None for task, config in RUNS}
-
-
-def row(variant: str, **changes: Any) -> Record:
-    values: dict[str, Any] = {
-        "op": OP.name,
-        "variant": variant,
-        "case": CASE.name,
-        "dtype": CASE.dtype,
-        "quant": CASE.quant,
-        "policy": "cold",
-        "status": "skipped",
-        "reason": "x",
-        "device": device.current().name,
-        "driver": device.current().driver,
-        "config": CONFIGS.get(variant),
-        "torch": device.versions()["torch"],
-        "triton": device.versions()["triton"],
-        "source_hash": OP.variant(variant).source_hash,
-        "commit": "c",
-        "date": "2026-01-01T00:00:00+00:00",
-        "axes": dict(CASE.axes),
-        "options": dict(CASE.options),
-    }
-    return Record(**values | changes)
 
 
 @pytest.fixture
@@ -111,9 +83,7 @@ def test_check_that_crashes_its_process_fails_only_its_row(
 
 
 def measured_row(task: Task, reason: str = "x") -> Record:
-    case = task.case
-    names = {"op": task.op.name, "case": case.name, "axes": dict(case.axes), "options": dict(case.options)}
-    return row(task.variant.name, reason=reason, **names)
+    return make_record("", Run(task, task.default), Outcome("skipped", reason))
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -291,7 +261,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
     assert happened[2:] == ["check", "whole"]
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "norm.journal.jsonl"
-    records.append(journal, [row("baseline")])
+    records.append(journal, [measured_row(RUNS[0].task)])
     happened.clear()
     run_sweep(load_plan(OPS, selection, untuned), Progress(), lambda _: happened.append("table"))
     assert happened == ["whole"]
@@ -319,87 +289,6 @@ def test_sweep_interrupted_after_a_failed_check_keeps_no_time_of_the_first_table
         run_sweep(plan, Progress(), lambda _: None)
     rows = {row.variant: row.status for row in records.load(options.records_folder / "norm.jsonl")}
     assert [name for name, status in rows.items() if status == "failed"] == ["pr593"]
-
-
-# what an interrupted run left
-
-
-def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
-    """Return the finished rows, as the journal gives them back."""
-    loaded = [from_json(json.dumps(json.loads(to_json(r)))) for r in rows]
-    done = {r.key: [r] for r in loaded}
-    return finished_rows(done, [Run(replace(task, policy=policy), config) for task, config in RUNS])
-
-
-def test_still_good_of_a_complete_case_returns_rows_in_the_order_of_the_variants() -> None:
-    rows = [row("optimized"), row("baseline")]
-    assert still_good(rows) == [rows[1], rows[0]]
-    assert still_good([*rows, row("pr593")]) == [rows[1], rows[0]]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [row("baseline")],
-        [row("baseline"), row("optimized", source_hash="older")],
-        [row("baseline"), row("optimized", driver="older")],
-        [row("baseline"), row("optimized", device="another GPU")],
-        [row("baseline"), row("optimized", unit="another GPU of the model")],
-        [row("baseline"), row("optimized", status="failed")],
-        [row("baseline"), row("optimized", triton="older")],
-        [row("baseline"), row("optimized", torch="older")],
-        [row("baseline"), row("optimized", config={"rows": 4})],
-        [row("baseline"), row("optimized", axes={"M": 9, "N": 64})],
-        [row("baseline"), row("optimized", dtype="float16")],
-        [row("baseline"), row("optimized", quant="fp8")],
-        [row("baseline"), row("optimized", options={"zero_centered": True})],
-        [row("baseline"), row("optimized", policy="hot")],
-        [row("baseline"), row("optimized", op="rmsnorm_fwd")],
-    ],
-    ids=[
-        "none",
-        "one",
-        "source",
-        "driver",
-        "device",
-        "unit",
-        "failed",
-        "triton",
-        "torch",
-        "config",
-        "axes",
-        "dtype",
-        "quant",
-        "options",
-        "policy",
-        "op",
-    ],
-)
-def test_still_good_of_a_case_without_a_row_of_this_source_is_none(rows: list[Record]) -> None:
-    assert still_good(rows) is None
-
-
-def test_journalled_skips_a_truncated_last_row(tmp_path: Path) -> None:
-    journal = tmp_path / "runs" / "rmsnorm.journal.jsonl"
-    assert journalled(journal) == []
-    rows = [row("baseline"), row("optimized")]
-    records.append(journal, rows)
-    whole = journal.read_bytes()
-    journal.write_bytes(whole + whole[:100])
-    assert journalled(journal) == rows
-    assert journal.read_bytes() == whole + whole[:100]
-
-
-def test_journalled_of_an_unreadable_path_raises_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"^cannot read {tmp_path}: Is a directory$"):
-        journalled(tmp_path)
-
-
-def test_still_good_of_rows_of_another_policy_is_none() -> None:
-    rows = [row("baseline"), row("optimized")]
-    assert still_good(rows, "hot") is None
-    assert still_good(rows) == rows
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -459,15 +348,12 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
     measured: list[str] = []
 
     def comparing(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
-        ((task, config),) = runs
-        case = task.case
+        case = runs[0].task.case
         if case.name == "bigger" and "bigger" not in measured:
             measured.append("bigger")
             raise KeyboardInterrupt
         measured.append(case.name)
-        identity = {"op": task.op.name, "case": case.name, "dtype": case.dtype, "axes": dict(case.axes), "options": {}}
-        fields = {"source_hash": task.variant.source_hash, "driver": "580", "config": knobs_of(config) or None}
-        return [row(task.variant.name, **identity, **fields)]
+        return [make_record("", runs[0], Outcome("skipped", "x"))]
 
     monkeypatch.setattr(sweep_run, "compare_in_worker", comparing)
     untuned = replace(options, mode="measure")
