@@ -1,4 +1,4 @@
-"""Test inspect and profile: compiled configs, printed tables, refused arguments, exit codes."""
+"""Test inspect: compiled configs, printed tables, refused arguments, exit codes."""
 
 import dataclasses
 import itertools
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 from asserting import every
-from command_line import run
+from command_line import refused, run
 from subprocesses import commit_all
 
-from kerneltune import cache, device, ops
-from kerneltune.cli import console, profile
-from kerneltune.inspection import ncu, revision, survey
+from kerneltune import cache, ops
+from kerneltune.cli import console
+from kerneltune.inspection import revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
 from kerneltune.measuring.assembly import Access, Kernel
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.progress import Progress
-from kerneltune.spec import Case, Variant
+from kerneltune.spec import Case
 from kerneltune.task import Run, Task
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
@@ -29,14 +29,6 @@ KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), A
 def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(console.console, "width", 80)
-
-
-def refused(*arguments: str | Path) -> str:
-    """Return the one line that a command says before it exits with 2, having printed nothing else."""
-    result = run(*arguments)
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removesuffix("\n")
 
 
 @pytest.fixture
@@ -422,66 +414,6 @@ def test_inspect_compiles_for_nvidia_and_amd(tmp_path: Path, monkeypatch: pytest
         for kernel in row["kernels"]:
             assert kernel["registers"] >= 8
             assert {access["kind"] for access in kernel["accesses"]} == {"load", "store"}
-
-
-# --- profile
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for a machine with a GPU."""
-    monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 1 << 26, "580"))
-
-
-def test_profile_without_gpu_case_variant_or_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
-    monkeypatch.setattr(Variant, "missing", lambda variant: ("quack",) if variant.name == "quack" else ())
-    pair = ("profile", "rmsnorm_fwd", "baseline", "optimized")
-    assert refused(*pair).startswith("error: profile needs an NVIDIA GPU; ")
-    assert refused(*pair, "--case", "x").startswith("error: case: 'x': expected one of te-29x17389, ")
-    assert refused(*pair[:3], "fast").startswith("error: variant: 'fast': expected one of baseline, ")
-    assert refused(*pair[:3], "quack") == "error: quack needs quack, which is not installed"
-    assert refused(*pair, "--config-b", "{}").startswith("error: config of optimized: expected the knobs [")
-    assert refused(*pair, "--quant", "int4").endswith(
-        "no sweep has a bench case of rmsnorm_fwd with dtype=None quant='int4': see `ops rmsnorm_fwd`"
-    )
-
-
-@pytest.mark.usefixtures("gpu")
-def test_profile_without_ncu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "find_ncu", lambda: None)
-    assert refused("profile", "rmsnorm_fwd", "baseline", "optimized").startswith(
-        "error: profile needs Nsight Compute: no ncu on PATH"
-    )
-
-
-@pytest.mark.usefixtures("gpu")
-def test_profile_prints_values_of_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = []
-
-    def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.ConflictLine]]:
-        commands.append(command[-5:])
-        values = {"DRAM % of peak": 40.0 + len(commands), "shared bank conflicts": 1048576.0}
-        lines = [
-            ncu.ConflictLine("kernels.py:241", "words = tl.trans(q)", 12288),
-        ]
-        profiled = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
-        return [profiled], lines if len(commands) == 1 else []
-
-    monkeypatch.setattr(profile, "find_ncu", lambda: Path("/ncu"))
-    monkeypatch.setattr(profile, "profile", fake)
-    result = run("profile", "rmsnorm_fwd", "baseline", "optimized", "--case", "te-8192x4096", "--config-b", config())
-    assert result.exit_code == 0, result.output
-    words = [line.split() for line in result.stdout.splitlines()]
-    assert ["DRAM", "%", "of", "peak", "41", "42"] in words
-    assert ["shared", "bank", "conflicts", "1,048,576", "1,048,576"] in words
-    assert ["stall", "1", "long", "scoreboard", "17.25", "long", "scoreboard", "17.25"] in words
-    assert ["kernels.py:241", "12,288", "words", "=", "tl.trans(q)"] in words
-    assert ["B", "optimized:", "no", "line", "has", "bank", "conflicts"] in words
-    assert [line[0] for line in words if line and line[0].startswith("kernels.py:")] == ["kernels.py:241"]
-    assert [command[:3] for command in commands] == [["", "rmsnorm_fwd", name] for name in ("baseline", "optimized")]
-    assert json.loads(commands[0][3])["axes"] == [["M", 8192], ["N", 4096]]
-    assert commands[1][4] == config()
 
 
 def test_survey_of_many_configs_first_prints_the_number_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
