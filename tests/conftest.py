@@ -16,6 +16,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
+    from digested_code import Digest
     from fake_tuner import Setting
 
     from kerneltune.plan import Options
@@ -176,3 +177,12 @@ def options(tmp_path: Path) -> "Options":
     from kerneltune.plan import Options
 
     return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+
+
+@pytest.fixture
+def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Digest":
+    """Give this test the digests of a package with changes, see `digested_code`."""
+    from digested_code import digests_in
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return digests_in(tmp_path)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from asserting import every
 from mistaken_ops import CASES, case_of
 from row_sums import BENCH, findings, summing, sums_of_rows
 from test_pairs import op_with
@@ -457,66 +456,3 @@ def test_place_in_16_bits_is_found_in_a_derived_case_that_needs_more(is_narrow: 
     op = replace(summing(""), reference=places, variants=(Variant("optimized", partial(last_places, is_narrow)),))
     derived, _, _ = derived_cases(op, CASES, [case_of("large", 4096, 1 << 20)])
     assert findings(op, derived) == ["y: wrong"] * is_narrow
-
-
-def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addresses_and_sizes() -> None:
-    op = summing("")
-
-    def scaled(given: Inputs, config: Any) -> Outputs:
-        assert float(given["x"].sum()) < 1e30
-        return op.variants[0].run(given, config)
-
-    op = replace(op, variants=(replace(op.variants[0], run=scaled),))
-    _, _, facts = derived_cases(op, CASES, BENCH)
-    addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts)
-    dict(run_jobs([addresses]))
-    (line,) = coverage_lines([addresses])
-    start = f"summed: not judged: addresses of optimized in {BENCH[0].name}: host code fails without memory: test_size_"
-    assert line.startswith(start), line
-    assert line.endswith("; sizes of bench cases alone of optimized: host code fails without memory"), line
-
-
-def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
-    op = summing("")
-
-    def in_torch(given: Inputs, _config: Any) -> Outputs:
-        assert float(given["x"].sum()) < 1e30
-        return op.reference(given)
-
-    op = replace(op, variants=(Variant("baseline", in_torch), op.variants[0]))
-    _, _, facts = derived_cases(op, CASES, BENCH)
-    addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts, CASES)
-    dict(run_jobs([addresses]))
-    assert every("not judged" not in line for line in coverage_lines([addresses]))
-
-
-@triton.jit
-def _halve(x_ptr, flag_ptr, N, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, at < N, other=0.0)
-    tl.store(x_ptr + at, x * 0.5, at < N)
-    tl.store(flag_ptr, (tl.max(x, 0) < 1e-3).to(tl.int32))
-
-
-def test_coverage_says_that_host_code_waits_for_a_kernel_and_does_not_wait_itself() -> None:
-    op = summing("")
-
-    def halved(given: Inputs, _config: Any) -> Outputs:
-        x = given["x"][:, 0].contiguous().abs()
-        flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-        while x.numel() and not flag.item():
-            _halve[(1,)](x, flag, x.numel(), 1024)
-        return op.reference(given)
-
-    op = replace(op, variants=(replace(op.variants[0], run=halved),))
-    addresses = address_job(Task(op, BENCH[0], op.variants[0]), (), [case_of("none", 0, 2), *CASES])
-    dict(run_jobs([addresses]))
-    (line,) = coverage_lines([addresses])
-    assert line.startswith("summed: not judged: addresses of optimized"), line
-
-
-def test_coverage_says_that_the_time_for_sizes_of_bench_cases_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derived_cases.__module__ + "._LAUNCHES_S", -1.0)
-    op = summing("")
-    _, _, facts = derived_cases(op, CASES, BENCH)
-    assert Fact("not judged", "further sizes of bench cases alone: -1 s are over") in facts
