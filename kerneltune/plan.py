@@ -9,7 +9,7 @@ from typing import Literal
 from kerneltune import device, sweep_file
 from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Case, Op, TaskKey, Variant
 from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase, cases_by_op
 from kerneltune.task import Task
@@ -19,7 +19,7 @@ RunFile = Literal["check", "check.journal", "journal"]
 CHECK_POLICY = "cold"
 """Policy in the records of checks."""
 _HEADLINES = 10
-_TO_A_PERCENT = Search(until_gain=0.01)
+_TO_A_PERCENT = SearchLimits(until_gain=0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Options:
     mode: Literal["check", "measure", "tune"] = "tune"
     peers: bool = True
     quick: bool = False
-    search: Search = _TO_A_PERCENT
+    search: SearchLimits = _TO_A_PERCENT
     configs: Path | None = None
     results: Path = field(default_factory=lambda: sweep_file.results_root(None))
     workers: int | None = None

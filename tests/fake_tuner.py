@@ -14,7 +14,7 @@ from unittest import mock
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options
-from kerneltune.search.loop import Candidates, Search, SearchState
+from kerneltune.search.loop import Candidates, SearchLimits, SearchState
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.task import Evaluation, Task
@@ -189,10 +189,10 @@ class Setting:
     def tune(
         self,
         tuner: FakeTuner,
-        search: Search | None = None,
+        search: SearchLimits | None = None,
         on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     ) -> cache.CacheEntry:
-        tell, tuner.options = SearchState.tell, Options(search=search or Search(), configs=self.root)
+        tell, tuner.options = SearchState.tell, Options(search=search or SearchLimits(), configs=self.root)
 
         def tell_both(state: SearchState, config: Config, time_us: float | None) -> None:
             tell(state, config, time_us)

@@ -21,7 +21,7 @@ from kerneltune.device import Device
 from kerneltune.plan import Options
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Case, Config
 from kerneltune.task import Evaluation, Task
 from kerneltune.tune import session
@@ -83,7 +83,7 @@ def odd(options: Options, cores: frozenset[int] | None) -> TuningSession:
 def main(folder: Path) -> None:
     """Tune all works on two GPUs; results, configs and a file `began` are below `folder`."""
     setattr(device, "current", lambda: H200)  # noqa: B010
-    options = Options(results=folder / "results", configs=folder / "configs", search=Search())
+    options = Options(results=folder / "results", configs=folder / "configs", search=SearchLimits())
     (folder / "began").touch()
     Fleet(["0", "1"], options, Progress(), fake_session).run(WORKS)
 

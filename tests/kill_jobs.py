@@ -13,7 +13,7 @@ from fake_tuner import CompiledAtOnce
 
 from kerneltune import interrupts
 from kerneltune.plan import Options
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import TrialStore
 from kerneltune.task import Task
 from kerneltune.tune.gpu_worker import GpuWorker
@@ -26,7 +26,7 @@ def main(folder: Path, does: str) -> None:
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
     with GpuWorker(FakeBench) as bench:
-        options = Options(search=Search(), configs=folder / "configs")
+        options = Options(search=SearchLimits(), configs=folder / "configs")
         Tuner(Task(OPS[0], CASE, variant), store, bench, CompiledAtOnce(), options).tune()
 
 

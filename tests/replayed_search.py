@@ -9,7 +9,7 @@ import numpy as np
 from kept_trials import TrialBlock
 from numpy.typing import NDArray
 
-from kerneltune.search.loop import Candidates, Search, explore
+from kerneltune.search.loop import Candidates, SearchLimits, explore
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
 from kerneltune.task import Evaluation
@@ -46,7 +46,7 @@ def search_once(space: TrialBlock, sampler: str, evaluations: int, seed: int) ->
     """Return the gap after each evaluation of a search."""
     make = make_dataclass("Knobs", [name for name, _ in space.default], frozen=True, slots=True)
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
-    search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
+    search = SearchLimits(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
     candidates = Candidates(list(trials), [make(**dict(space.default))])
     trials_of_search = explore(candidates, search, known_times(trials))
     times = [np.inf if trial.time_us is None else trial.time_us for trial in trials_of_search.values()]

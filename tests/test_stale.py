@@ -18,7 +18,7 @@ from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.task import Outcome, Run
 from kerneltune.tune.run import run_tune
 
@@ -129,7 +129,7 @@ def test_renew_leaves_nothing_stale_and_replaces_a_slower_config(selection: Sele
 
 def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
     before, rows = stored(options), recorded(options)
-    renewals, _, remaining = stale.renew(find(selection, replace(options, search=Search(0.0))), Progress())
+    renewals, _, remaining = stale.renew(find(selection, replace(options, search=SearchLimits(0.0))), Progress())
     assert renewals == []
     assert (len(remaining.configs), remaining.num_cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)

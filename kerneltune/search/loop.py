@@ -46,7 +46,7 @@ _POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class SearchLimits:
     """Hold the limits of a search.
 
     Attributes:
@@ -76,7 +76,7 @@ class Candidates:
     pool: Sequence[Config]
     first: Sequence[Config] = ()
 
-    def in_order(self, search: Search) -> list[Config]:
+    def in_order(self, search: SearchLimits) -> list[Config]:
         """Return all configs in the order in which a search tries them before the first times are known."""
         first = dict.fromkeys(self.first)
         rest = [config for config in self.pool if config not in first]
@@ -102,7 +102,7 @@ class Evaluator(Protocol):
 
 
 def explore(
-    candidates: Candidates, search: Search, evaluator: Evaluator, known: Mapping[Config, Evaluation] = MappingProxyType({})
+    candidates: Candidates, search: SearchLimits, evaluator: Evaluator, known: Mapping[Config, Evaluation] = MappingProxyType({})
 ) -> dict[Config, Evaluation]:
     """Try candidates until a budget is used, the expected gain is small, or no config is left.
 
@@ -170,7 +170,7 @@ class SearchState:
         sampler: sampler that chooses among the untried configs.
     """
 
-    def __init__(self, candidates: Candidates, search: Search, evaluator: Evaluator) -> None:
+    def __init__(self, candidates: Candidates, search: SearchLimits, evaluator: Evaluator) -> None:
         """Set up the sampler of a search."""
         from kerneltune.search.study import FiniteGPSampler, ListSampler
 

@@ -18,7 +18,7 @@ from kerneltune import cache, device
 from kerneltune.measuring.assembly import TARGETS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.plan import Options
-from kerneltune.search.loop import Candidates, Search, explore, times_of
+from kerneltune.search.loop import Candidates, SearchLimits, explore, times_of
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.task import Evaluation, Run, Task, knobs_of, stamp
@@ -121,7 +121,7 @@ class Tuner:
     def measure_space(self) -> dict[Config, Evaluation]:
         """Evaluate all valid configs in random order, and store nothing in the cache."""
         with self:
-            return self._explored(Candidates(checked_space(self.task)), Search(sampler="random"))
+            return self._explored(Candidates(checked_space(self.task)), SearchLimits(sampler="random"))
 
     def first_runs(self) -> Iterator[Run]:
         """Yield the configs that the search would try first; nothing if the task was searched before."""
@@ -133,7 +133,7 @@ class Tuner:
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
         return {config: stored for config in pool if (stored := self.stored(config)) is not None}
 
-    def _explored(self, offered: Candidates, search: Search) -> dict[Config, Evaluation]:
+    def _explored(self, offered: Candidates, search: SearchLimits) -> dict[Config, Evaluation]:
         stored = self._evaluations(offered.pool)
         if len(stored) < len(offered.pool):
             self.prepare()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from replayed_search import gap_at, known_times, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from kerneltune.search.loop import Candidates, Search, explore, times_of
+from kerneltune.search.loop import Candidates, SearchLimits, explore, times_of
 from kerneltune.search.surrogate import Surrogate
 
 SPACE = landscapes.space(0)
@@ -79,7 +79,7 @@ def test_sampler_draws_configs_near_a_guess_first() -> None:
 
     def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
         """Return in how many knobs each of the first configs differs from the guess."""
-        asked = Candidates(pool, first).in_order(Search(sampler=sampler, seed=seed))[:9]
+        asked = Candidates(pool, first).in_order(SearchLimits(sampler=sampler, seed=seed))[:9]
         return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked]
 
     near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("ours", "random"))
@@ -110,7 +110,7 @@ def test_search_ends_where_little_gain_is_expected() -> None:
 
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
     trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
-    visited = explore(Candidates(list(trials)), Search(until_gain=0.01), known_times(trials))
+    visited = explore(Candidates(list(trials)), SearchLimits(until_gain=0.01), known_times(trials))
     assert 16 <= len(visited) < len(trials) / 2
     assert min(times_of(visited).values()) <= 1.05 * min(SPACE.feasible.values())
 

@@ -9,7 +9,7 @@ from fake_tuner import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Smal
 
 from kerneltune.plan import Options
 from kerneltune.processes import WorkerStoppedError
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Config, Variant
 from kerneltune.task import Task, knobs_of
 from kerneltune.tune.tuner import _FINALISTS, Tuner
@@ -72,7 +72,7 @@ def test_final_contains_a_cached_config_that_the_budget_left_out(setting: Settin
     setting.trials.unlink()  # as after a change of the source
     again = setting.tuner(SMALL, small_time)
     again.winner = lambda configs: configs[0]
-    setting.tune(again, Search(trials=2))
+    setting.tune(again, SearchLimits(trials=2))
     assert again.finals[0][0] == cached
     assert setting.cached() == {"block": 512, "warps": 8}
 

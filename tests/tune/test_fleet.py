@@ -23,7 +23,7 @@ from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import history
 from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
 from kerneltune.tune.run import run_tune
@@ -52,7 +52,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs", search=Search())
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs", search=SearchLimits())
 
 
 def fleet_of(gpus: list[str], options: Options, progress: Progress | None = None) -> Fleet:

@@ -22,7 +22,7 @@ from kerneltune import device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import loop
-from kerneltune.search.loop import Candidates, Search, explore
+from kerneltune.search.loop import Candidates, SearchLimits, explore
 from kerneltune.spec import Case, Config
 from kerneltune.task import Evaluation, Task
 from kerneltune.tune.session import TuningSession
@@ -73,7 +73,9 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
             raise EnoughError
 
     with pytest.raises(EnoughError):
-        explore(Candidates(POOL, POOL[:1]), Search(budget_s=60.0), StandIn(start, compilers=compilers, use_idle_time=meanwhile))
+        explore(
+            Candidates(POOL, POOL[:1]), SearchLimits(budget_s=60.0), StandIn(start, compilers=compilers, use_idle_time=meanwhile)
+        )
     assert every(one.was_cancelled or one.evaluation.cancelled() for one in begun)
     return len(begun)
 
@@ -100,7 +102,7 @@ def test_search_whose_compilations_hang_ends_at_its_budget() -> None:
         if time.monotonic() > ends:
             raise EnoughError
 
-    trials_of_search = explore(Candidates(POOL, POOL[:1]), Search(budget_s=0.1), StandIn(Hangs, use_idle_time=meanwhile))
+    trials_of_search = explore(Candidates(POOL, POOL[:1]), SearchLimits(budget_s=0.1), StandIn(Hangs, use_idle_time=meanwhile))
     assert list(trials_of_search) == POOL[:1]
 
 
@@ -120,7 +122,7 @@ def test_search_tells_refused_configs_before_measured_ones(monkeypatch: pytest.M
     results: list[tuple[Config, float | None]] = []
     monkeypatch.setattr(loop.SearchState, "tell", tell)
     begin = StandIn(lambda config: measured if config == POOL[0] else Refused(config))
-    explore(Candidates(POOL[:10]), Search(), begin)
+    explore(Candidates(POOL[:10]), SearchLimits(), begin)
     assert results[-1] == (POOL[0], 10.0)
     assert {time_us for _, time_us in results[:-1]} == {None}
 
@@ -149,7 +151,7 @@ def test_search_measures_while_the_sampler_decides(setting: Setting) -> None:
 def test_search_at_its_time_limit_counts_the_last_measurement(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     measured: list[Config] = []
-    entry = setting.tune(tuner, Search(budget_s=1e-9), lambda config, _trial: measured.append(config))
+    entry = setting.tune(tuner, SearchLimits(budget_s=1e-9), lambda config, _trial: measured.append(config))
     assert measured == tuner.evaluated
     assert entry.evidence["trials"] == len(measured) < 25
 
@@ -259,11 +261,11 @@ SEARCHED = """
 import sys
 from kerneltune.cli.options import load_ops
 from kerneltune.tune import fleet
-from kerneltune.search.loop import SearchState, Candidates, Search
+from kerneltune.search.loop import SearchState, Candidates, SearchLimits
 from fake_tuner import CASE, LARGE
 
 load_ops()
-state = SearchState(Candidates(list(LARGE.configs(CASE))), Search(budget_s=1.0), None)
+state = SearchState(Candidates(list(LARGE.configs(CASE))), SearchLimits(budget_s=1.0), None)
 state.sampler.ask()
 print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 state.sampler.prepare()

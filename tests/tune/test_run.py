@@ -24,7 +24,7 @@ from kerneltune.ops.stream import StreamConfig
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.task import Run, Task, knob_pairs
@@ -135,7 +135,7 @@ def test_run_tune_forced_searches_the_whole_space(
     sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
     (tmp_path / "made.yaml").write_text(sweep)
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
-    whole = replace(options, search=Search())
+    whole = replace(options, search=SearchLimits())
     run_tune(load_plan(operators, first, whole), Progress())
     (entry,) = entries_of(run_tune(load_plan(operators, second, replace(whole, **asked)), Progress()))
     assert entry.evidence["trials"] == tried

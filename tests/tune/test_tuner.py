@@ -40,7 +40,7 @@ from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import SAMPLERS, loop
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.task import Evaluation, Task
@@ -73,7 +73,7 @@ def test_tuner_tries_promising_configs_of_the_space_first(setting: Setting) -> N
     wanted = (Large(1024, 16, 4, 4), Large(512, 2, 3, 1))
     variant = replace(LARGE, promising=lambda _case: (*wanted, Large(96, 1, 1, 0)))
     tuner = setting.tuner(variant, tables(0))
-    setting.tune(tuner, Search(trials=12))
+    setting.tune(tuner, SearchLimits(trials=12))
     assert tuner.evaluated[:3] == [Large(64, 1, 1, 0), *wanted]
     assert Large(96, 1, 1, 0) not in tuner.evaluated
 
@@ -99,7 +99,7 @@ def test_tuner_counts_failed_configs_and_never_chooses_them(setting: Setting) ->
 
 def test_tuner_asks_the_sampler_in_a_large_space_and_never_twice(setting: Setting) -> None:
     tuner = setting.tuner(LARGE, tables(0))
-    entry = setting.tune(tuner, Search(trials=64))
+    entry = setting.tune(tuner, SearchLimits(trials=64))
     assert tuner.evaluated[0] == Large(64, 1, 1, 0)
     assert len(tuner.evaluated) == 64 == len(set(tuner.evaluated)) == entry.evidence["trials"]
     order = [config for config in LARGE.configs(CASE)]
@@ -112,7 +112,7 @@ def test_tuner_without_a_budget_visits_a_large_space_whole(setting: Setting) -> 
         "optimized", nothing, Large, large_space, lambda _, c: None if c.ctas < 2 and c.stages < 4 else "x", LARGE.default
     )
     tuner = setting.tuner(narrow, tables(0))
-    setting.tune(tuner, Search(sampler="random"))
+    setting.tune(tuner, SearchLimits(sampler="random"))
     assert len(tuner.evaluated) == 150
     assert set(tuner.evaluated) == set(narrow.configs(CASE))
 
@@ -121,7 +121,7 @@ def test_tuner_without_a_budget_visits_a_large_space_whole(setting: Setting) -> 
 @pytest.mark.parametrize("trials", [1, 5, 20])
 def test_tuner_makes_at_most_the_allowed_trials(setting: Setting, variant: Variant, landscape: Landscape, trials: int) -> None:
     tuner = setting.tuner(variant, landscape)
-    entry = setting.tune(tuner, Search(trials=trials))
+    entry = setting.tune(tuner, SearchLimits(trials=trials))
     assert len(tuner.evaluated) == trials == entry.evidence["trials"]
 
 
@@ -138,7 +138,7 @@ def test_tuner_ends_at_its_time_limit(
 
     tuner = setting.tuner(variant, slow)
     tuner.winner = lambda configs: configs[0]
-    setting.tune(tuner, Search(budget_s=4.5), in_step(tuner))
+    setting.tune(tuner, SearchLimits(budget_s=4.5), in_step(tuner))
     assert len(tuner.evaluated) - 1 - 4 in (1, 2)  # the config over which the seconds end, and the next if that has begun
 
 
@@ -173,7 +173,7 @@ def test_tuner_time_limit_begins_after_inputs_are_made(setting: Setting, monkeyp
         statuses.append(trial.status)
         measured(config, trial)
 
-    setting.tune(tuner, Search(budget_s=4.5), on_trial)
+    setting.tune(tuner, SearchLimits(budget_s=4.5), on_trial)
     assert statuses[0] == "spills"
     assert statuses[1:] in (["passed"] * 6, ["passed"] * 7)
 
@@ -181,7 +181,7 @@ def test_tuner_time_limit_begins_after_inputs_are_made(setting: Setting, monkeyp
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_tuner_with_every_sampler_stores_the_best_of_its_trials(setting: Setting, sampler: str) -> None:
     tuner = setting.tuner(LARGE, tables(1))
-    entry = setting.tune(tuner, Search(trials=32, sampler=sampler))
+    entry = setting.tune(tuner, SearchLimits(trials=32, sampler=sampler))
     assert len(tuner.evaluated) == 32 == len(set(tuner.evaluated))
     assert entry.evidence["time_us"] == min(map(tables(1), tuner.evaluated))
 
@@ -190,14 +190,14 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
     """Return the best time that 64 trials find, over the optimum of 10."""
     landscape = tables(seed)
     tuner = FakeTuner(CASE, LARGE, TrialStore(setting.trials.with_name(f"{sampler}{seed}"), source_hash="abc"), landscape)
-    search = Search(trials=64, sampler=sampler, seed=seed)
+    search = SearchLimits(trials=64, sampler=sampler, seed=seed)
     tuner.options = Options(search=search, configs=setting.root / f"{sampler}{seed}")
     tuner.tune()
     return min(map(landscape, tuner.evaluated)) / 10.0
 
 
 def test_default_sampler_finds_a_config_within_10_percent_and_beats_chance(setting: Setting) -> None:
-    times = [best_of(setting, Search().sampler, seed) for seed in range(5)]
+    times = [best_of(setting, SearchLimits().sampler, seed) for seed in range(5)]
     chance = [best_of(setting, "random", seed) for seed in range(5)]
     assert sum(time <= 1.1 for time in times) >= 3, times
     assert statistics.median(times) < statistics.median(chance), (times, chance)
@@ -207,7 +207,7 @@ def test_default_sampler_finds_a_config_within_10_percent_and_beats_chance(setti
 def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = list(SMALL.configs(CASE))
     evaluator: Any = None
-    state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0), evaluator)
+    state = loop.SearchState(loop.Candidates(pool, pool[:1]), SearchLimits(sampler=sampler, budget_s=60.0), evaluator)
     heard, choose = {}, state.sampler.choose
 
     def heard_before() -> int:
@@ -228,7 +228,7 @@ def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, 
 def test_sampler_continues_where_half_of_the_configs_fail(setting: Setting) -> None:
     landscape = tables(2)
     tuner = setting.tuner(LARGE, lambda c: None if c.warps in (1, 2) and c != Large(64, 1, 1, 0) else landscape(c))
-    setting.tune(tuner, Search(trials=64))
+    setting.tune(tuner, SearchLimits(trials=64))
     assert len(set(tuner.evaluated)) == 64
 
 
@@ -238,10 +238,10 @@ def test_sampler_continues_where_half_of_the_configs_fail(setting: Setting) -> N
 @pytest.mark.parametrize(("variant", "landscape"), [(SMALL, small_time), (LARGE, tables(0))], ids=["enumerated", "asked"])
 def test_tuner_over_a_complete_store_evaluates_nothing(setting: Setting, variant: Variant, landscape: Landscape) -> None:
     first = setting.tuner(variant, landscape)
-    before = setting.tune(first, Search(trials=48))
+    before = setting.tune(first, SearchLimits(trials=48))
     size = setting.trials.stat().st_size
     second = setting.tuner(variant, landscape)
-    after = setting.tune(second, Search(trials=48))
+    after = setting.tune(second, SearchLimits(trials=48))
     assert first.evaluated
     assert second.evaluated == []
     assert after.config == before.config
@@ -402,7 +402,7 @@ def test_tuner_raises_and_stores_nothing_if_no_config_passes(setting: Setting, v
     with pytest.raises(
         NothingPassedError, match=r"^fake optimized: no config passed its check for M=8 bfloat16 none; the default: off by one$"
     ):
-        setting.tune(tuner, Search(trials=32))
+        setting.tune(tuner, SearchLimits(trials=32))
     assert setting.cached() is None
     assert len(tuner.evaluated) >= 25
     assert tuner.finals == []
@@ -451,6 +451,6 @@ def test_tuner_cancels_compilations_in_flight_at_an_interrupt(setting: Setting) 
 
     tuner.queue.begin = compiling
     with pytest.raises(KeyboardInterrupt):
-        setting.tune(tuner, Search(trials=30), interrupt)
+        setting.tune(tuner, SearchLimits(trials=30), interrupt)
     assert len(futures) == 2 + loop.AHEAD
     assert every(future.cancelled() for future in futures[3:])
