@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, Launches
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, only_calls_torch
-from kerneltune.measuring.pairs import around_default, check_cost, launched, settings
+from kerneltune.measuring.pairs import Setting, around_default, check_cost, launched, settings
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome
 
@@ -27,6 +26,8 @@ _FAR = 16
 each, which the traffic of a case does not tell."""
 _FEW_PROGRAMS = 512
 """Programs that a derived case may have in any case: they take the interpreter half a second."""
+_MOST_PAIRED, _TRIED = 8, 8
+"""Most cases of an operator in which values of settings meet; cases that are tried for two values."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 
@@ -35,9 +36,10 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     """Derive check cases for the values and facts that only bench cases have.
 
     For each element type, mode and value of an option that no check case has, a check case of medium cost takes it; another check
-    case, if the operator has no inputs or no reference for the first. If an axis is the longest in bench cases alone, it takes
-    the longest size of a check case. No derived case costs more than _MOST_COST times the costliest check case: the bench cases
-    of a workload are models of real size. Values of captured kernels are fixed.
+    case, if the operator has no inputs or no reference for the first. Each two values meet, if they meet in no check case. If an
+    axis is the longest in bench cases alone, it takes the longest size of a check case. No derived case costs more than
+    _MOST_COST times the costliest check case: the bench cases of a workload are models of real size. Values of captured kernels
+    are fixed.
 
     Returns:
         The derived cases, a text for each value without a case, and the facts of bench cases.
@@ -50,10 +52,13 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
         return [], [], _shortened_in_fork(op, [], [], bench, 0.0)[1]
     most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
-    for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
-        found, reason = _first_checkable(op, (_with_value(case, name, value) for case in by_cost), most)
+    for value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
+        found, reason = _first_checkable(op, (_with_values(case, value) for case in by_cost), most)
         derived += found
-        without += [] if found else [f"{name}={value} ({reason})"]
+        without += [] if found else [f"{_text(value)} ({reason})"]
+    paired, unmet = _with_pairs(op, by_cost, [*check, *derived], bench, most)
+    derived += paired
+    without += unmet
     longest = {axis for case in by_cost for axis in _longest(case)}
     oblong = [case for case in by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
@@ -265,11 +270,44 @@ def _with_longest(case: Case, axis: str) -> Case:
     return replace(case, name=f"{case.name},{axis}={sizes[axis]},{longest}={sizes[longest]}", axes=tuple(sizes.items()))
 
 
-def _with_value(case: Case, name: str, value: Any) -> Case:
-    named = f"{case.name},{name}={value}"
-    if name in ("dtype", "quant"):
-        return replace(case, name=named, **{name: value})
-    return replace(case, name=named, options=tuple((option, value if option == name else old) for option, old in case.options))
+def _with_values(case: Case, *values: Setting) -> Case:
+    """Return a case with other values of settings: of its type, its mode or its options."""
+    named, options = dict(values), tuple((option, dict(values).get(option, old)) for option, old in case.options)
+    of_case = {name: named[name] for name in ("dtype", "quant") if name in named}
+    return replace(case, name=",".join((case.name, *map(_text, values))), options=options, **of_case)
+
+
+def _text(value: Setting) -> str:
+    return "{}={}".format(*value)
+
+
+def _with_pairs(
+    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
+) -> tuple[list[Case], list[str]]:
+    """Return cases in which values of settings meet that meet in no check case, and texts of those that only bench cases have.
+
+    Each case is the cheapest of the cases with the most new meetings. Sizes of 1, which hide mistakes, are left out.
+    """
+
+    def pairs_of(case: Case) -> set[tuple[Setting, ...]]:
+        return set(itertools.combinations(settings(case), 2))
+
+    values = dict.fromkeys(value for case in check for value in settings(case))
+    met, of_bench = (set[tuple[Setting, ...]]().union(*map(pairs_of, cases)) for cases in (check, bench))
+    wanted = [pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]]
+    order = [name for name, _value in settings(by_cost[0])]
+    ordered = (tuple(sorted(pair, key=lambda it: order.index(it[0]))) for pair in wanted)
+    left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
+    bases = [case for case in sorted(by_cost, key=partial(check_cost, op)) if min(dict(case.axes).values()) > 1] or by_cost
+    derived, unmet = list[Case](), list[str]()
+    while left and len(derived) < _MOST_PAIRED:
+        candidates = [_with_values(case, *left[0]) for case in bases]
+        best = sorted(candidates, key=lambda case: -len(pairs_of(case).intersection(left)))
+        found, reason = _first_checkable(op, best[:_TRIED], most)
+        unmet += [f"{' with '.join(map(_text, left[0]))} ({reason})"] if not found and left[0] in of_bench else []
+        left = [pair for pair in left[1:] if pair not in set[tuple[Setting, ...]]().union(*map(pairs_of, found))]
+        derived += found
+    return derived, unmet
 
 
 def _obstacle(op: Op, case: Case) -> str:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, Launches
@@ -30,6 +31,8 @@ from kerneltune.wording import counted
 Pair = tuple[Config, Case]
 Value = tuple[str, object]
 """A knob and its value."""
+Setting = tuple[str, Any]
+"""An element type, a mode or an option of a case: its name and its value."""
 Meeting = tuple[str | Value, ...]
 """Name of a class with a value that meets it, or `_OTHER_KNOBS` with two values that meet."""
 
@@ -163,7 +166,7 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
     return {name: members for name, members in members_of.items() if members}
 
 
-def settings(case: Case) -> tuple[tuple[str, object], ...]:
+def settings(case: Case) -> tuple[Setting, ...]:
     """Return the element type, the quantization mode and the options of a case, with their names."""
     return ("dtype", case.dtype), ("quant", case.quant), *case.options
 

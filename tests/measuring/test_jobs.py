@@ -204,6 +204,20 @@ def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     assert outcome.status == "failed"
 
 
+def test_values_of_two_options_that_meet_in_no_check_case_meet_in_a_derived_case() -> None:
+    def case(name: str, shift: int, factor: int) -> Case:
+        return replace(case_of(name, 3, 70), options=(("shift", shift), ("factor", factor)))
+
+    op = replace(summing(), options={"shift": (0, 5, 9), "factor": (1, 2)})
+    check = [case("plain", 0, 1), case("shifted", 5, 1), case("doubled", 0, 2), replace(case("one", 0, 1), axes=CASES[0].axes)]
+    derived, without, _ = derived_cases(op, check, [case("bench", 0, 1)])
+    assert [(its.name, its.options) for its in derived] == [("shifted,shift=5,factor=2", (("shift", 5), ("factor", 2)))]
+    assert without == []
+    _, without, _ = derived_cases(op, [*check, derived[0], case("nine", 9, 1)], [case("bench", 9, 2)])
+    (text,) = without
+    assert text.startswith("shift=9 with factor=2 (test_jobs.py:")
+
+
 def test_sizes_that_host_code_refuses_make_no_derived_case() -> None:
     check, bench = [shifted("odd", 3, 70), shifted("wide", 4, 300)], [shifted("tall", 8192, 64)]
     assert derived_cases(in_tens(), check, bench)[0] == []
