@@ -288,8 +288,19 @@ class GroupedExperts(nn.Module):
         return torch._grouped_mm(hidden, self.w2.mT, offs)
 
 
-def test_grouped_experts_of_any_group_sizes_match_bf16() -> None:
-    module, x = GroupedExperts(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
+class LoopedExperts(GroupedExperts):
+    """Experts of torchtitan where it has no grouped product."""
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(x, num_tokens_per_expert.tolist())
+        by_expert = zip(parts, self.w1, self.w2, self.w3, strict=True)
+        return torch.cat([(F.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T for rows, w1, w2, w3 in by_expert])
+
+
+@pytest.mark.parametrize("kind", [GroupedExperts, LoopedExperts])
+def test_experts_of_torchtitan_of_any_group_sizes_match_bf16(kind: type[GroupedExperts]) -> None:
+    """The kind of experts is known by what their forward pass computes."""
+    module, x = kind(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
     counts = torch.tensor([5, 0, 19], device=DEVICE)
     want = module(x, counts)
     convert_to_fp8_training(module)
@@ -359,23 +370,6 @@ def test_grouped_experts_that_compute_something_else_keep_their_forward(kind: ty
     want = module(x, counts)
     convert_to_fp8_training(module)
     assert isinstance(module, UnknownExperts)
-    assert_close([module(x, counts)], [want])
-
-
-def test_experts_that_loop_over_experts_run_as_those_of_torchtitan() -> None:
-    """The kind is known by what the forward pass computes: torchtitan's loops over experts where it has no grouped product."""
-
-    class Looped(GroupedExperts):
-        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-            parts = torch.split(x, num_tokens_per_expert.tolist())
-            by_expert = zip(parts, self.w1, self.w2, self.w3, strict=True)
-            return torch.cat([(F.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T for rows, w1, w2, w3 in by_expert])
-
-    module, x = Looped(), torch.randn(24, HIDDEN, device=DEVICE).bfloat16()
-    counts = torch.tensor([5, 0, 19], device=DEVICE)
-    want = module(x, counts)
-    convert_to_fp8_training(module)
-    assert not isinstance(module, UnknownExperts)
     assert_close([module(x, counts)], [want])
 
 
