@@ -14,7 +14,7 @@ from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreache
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.check import check_only
 from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
-from kerneltune.measuring.mutations import ignored_outputs, mutate
+from kerneltune.measuring.mutations import accepted_mutations, mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs
 from kerneltune.processes import tell
 from kerneltune.records import grouped
@@ -111,12 +111,13 @@ def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
 
 
 def compare_job(task: Task, cases: Sequence[Case]) -> Job:
-    """Return the job that fails if `compare` accepts any values of an output; see `mutate`."""
+    """Return the job that fails if `compare` accepts any values of an output, and names gross errors that it accepts."""
 
     def work() -> list[Outcome]:
-        ignored = ignored_outputs(task.op, task.variant, cases)
+        ignored, wrong = accepted_mutations(task.op, task.variant, cases)
         reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
-        return [Outcome("failed", reason, task.default)] if ignored else []
+        line = f"{task.op.name}: compare accepts wrong values of {', '.join(wrong)}: see --mutate"
+        return [Outcome("failed", reason, task.default)] * bool(ignored) + [Outcome("checked", line)] * bool(wrong)
 
     return Job(f"{task.op.name}, compare", task, work)
 

@@ -89,11 +89,17 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
     return [_outcome(f"{op.name} {name}", is_refused) for name, is_refused in _refusals(op, variant, cases).items()]
 
 
-def ignored_outputs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[str]:
-    """Return the outputs of which `compare` refused no mutation; none if a CaseError is raised, whose cause the checks tell."""
+def accepted_mutations(op: Op, variant: Variant, cases: Sequence[Case]) -> tuple[list[str], list[str]]:
+    """Return the outputs of which `compare` refused no mutation, and a text for each other output with a gross one accepted.
+
+    If a CaseError is raised, whose cause the checks tell, there are none.
+    """
+    seen: dict[str, dict[str, bool]] = {}
     with suppress(CaseError):
-        return [name for name, is_refused in _refusals(op, variant, cases).items() if not any(is_refused.values())]
-    return []
+        seen = _refusals(op, variant, cases)
+    gross = {name: [it for it in _MUTATIONS if it in _GROSS and not its.get(it, True)] for name, its in seen.items()}
+    ignored = [name for name, its in seen.items() if not any(its.values())]
+    return ignored, [f"{name} ({', '.join(its)})" for name, its in gross.items() if its and name not in ignored]
 
 
 def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict[str, bool]]:

@@ -15,6 +15,7 @@ from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
+from kerneltune.kernel_lib.agreement import close
 from kerneltune.measuring import jobs
 from kerneltune.measuring.derived import derived_cases
 from kerneltune.measuring.jobs import (
@@ -256,3 +257,12 @@ def test_compare_job_fails_a_comparison_that_accepts_any_values_of_an_output(acc
     task = replace(task, op=replace(task.op, compare=lambda *_: [])) if accepts_all else task
     (found,) = outcomes(compare_job(task, CASES))
     assert [outcome.reason.partition(": ")[2] for outcome in found] == ["compare: accepts any values of y"] * accepts_all
+
+
+def test_compare_job_names_an_output_of_which_the_comparison_accepts_a_wrong_row_or_a_zeroed_tail() -> None:
+    task = task_of("")
+    lenient = lambda _case, _given, outputs, expected: close("y", outputs["y"], expected["y"], 0.0, 1.0)  # noqa: E731
+    (found,) = outcomes(compare_job(replace(task, op=replace(task.op, compare=lenient)), CASES[1:]))
+    (outcome,) = found
+    assert (outcome.status, outcome.reason[:43]) == ("checked", "scaled: compare accepts wrong values of y (")
+    assert "zeroed tail" in outcome.reason
