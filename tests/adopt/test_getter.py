@@ -17,7 +17,6 @@ import torch
 from fake_gpu import Bench
 from typer.testing import CliRunner
 
-from kerneltune import device
 from kerneltune.adopt.getter import (
     CallCase,
     GetterFacts,
@@ -29,7 +28,7 @@ from kerneltune.adopt.getter import (
     read_facts,
     write_facts,
 )
-from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables
+from kerneltune.adopt.tuning import ENGINE_TOKENS, check_getter
 from kerneltune.cli import app
 from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Outcome, Task
@@ -429,43 +428,6 @@ def test_getter_table_on_a_gpu_has_no_slower_row(tmp_path: Path) -> None:
     assert list(map(int, json.loads(table.read_text()))) == list(ENGINE_TOKENS)
 
 
-def tuned(tokens: int, **sizes: int) -> TunedCall:
-    return TunedCall(
-        CallCase({"tokens": tokens, "experts": 8, "hidden": 64, "inner": 7168, "top_k": 2, **sizes}), {"BLOCK": tokens}
-    )
-
-
-@pytest.mark.parametrize(
-    ("engine", "gpu", "named", "path"),
-    [
-        ("vllm", "NVIDIA GeForce RTX 4090", "", "E=8,N=7168,device_name=NVIDIA_GeForce_RTX_4090.json"),
-        ("vllm", "NVIDIA H200 NVL", "", "E=8,N=7168,device_name=NVIDIA_H200.json"),
-        (
-            "vllm", "NVIDIA A100-SXM4-80GB", "dtype=fp8_w8a8,block_shape=[128, 128]",
-            "E=8,N=7168,device_name=NVIDIA_A100-SXM4-80GB,dtype=fp8_w8a8,block_shape=[128,128].json",
-        ),
-        (
-            "sglang", "NVIDIA H200", "dtype=fp8_w8a8,block_shape=[128,128],per_channel_quant=True",
-            "configs/triton_VERSION/E=8,N=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128],"
-            "per_channel_quant=True.json",
-        ),
-        ("sglang", "AMD Instinct MI300X", "", "configs/triton_VERSION/E=8,N=7168,device_name=AMD_Instinct_MI300X.json"),
-    ],
-)  # fmt: skip
-def test_engine_tables_have_the_paths_that_engines_look_up(engine: str, gpu: str, named: str, path: str) -> None:
-    tables = engine_tables(engine, gpu, [tuned(16), tuned(1)], named)
-    assert list(tables) == [path.replace("VERSION", device.versions()["triton"].replace(".", "_"))]
-    assert list(json.loads(next(iter(tables.values())))) == ["1", "16"]
-
-
-def test_engine_table_without_an_own_config_of_a_key_raises() -> None:
-    lacking = TunedCall(CallCase({"tokens": 2, "experts": 8, "inner": 64}, problem="never asks the getter"), {})
-    with pytest.raises(ValueError, match=r"^export: vllm: 2 tokens: never asks the getter$"):
-        engine_tables("vllm", "NVIDIA H200", [lacking])
-    with pytest.raises(ValueError, match=r"^export: sglang: size inner: missing$"):
-        engine_tables("sglang", "NVIDIA H200", [TunedCall(CallCase({"tokens": 2, "experts": 8}), {"BLOCK": 1})])
-
-
 MODEL = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128, "intermediate_size": 6144,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "rms_norm_eps": 1e-6,
@@ -514,8 +476,3 @@ def test_getter_call_that_reads_values_compiles_nothing_ahead(tmp_path: Path) ->
 
     inputs = op.inputs(call_case(read_facts(tmp_path), case), device="meta")
     assert op.variants[0].run(inputs, op.variants[0].default_config(call_case(read_facts(tmp_path), case))) == {}
-
-
-def test_engine_tokens_are_sorted_and_distinct() -> None:
-    assert list(ENGINE_TOKENS) == sorted(set(ENGINE_TOKENS))
-    assert (len(ENGINE_TOKENS), ENGINE_TOKENS[-1]) == (18, 4096)

@@ -1,0 +1,53 @@
+"""Tables of tuned calls in the forms and under the names that engines look up."""
+
+import json
+
+import pytest
+
+from kerneltune import device
+from kerneltune.adopt.getter import (
+    CallCase,
+)
+from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, engine_tables
+
+
+def tuned(tokens: int, **sizes: int) -> TunedCall:
+    return TunedCall(
+        CallCase({"tokens": tokens, "experts": 8, "hidden": 64, "inner": 7168, "top_k": 2, **sizes}), {"BLOCK": tokens}
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "named", "path"),
+    [
+        ("vllm", "NVIDIA GeForce RTX 4090", "", "E=8,N=7168,device_name=NVIDIA_GeForce_RTX_4090.json"),
+        ("vllm", "NVIDIA H200 NVL", "", "E=8,N=7168,device_name=NVIDIA_H200.json"),
+        (
+            "vllm", "NVIDIA A100-SXM4-80GB", "dtype=fp8_w8a8,block_shape=[128, 128]",
+            "E=8,N=7168,device_name=NVIDIA_A100-SXM4-80GB,dtype=fp8_w8a8,block_shape=[128,128].json",
+        ),
+        (
+            "sglang", "NVIDIA H200", "dtype=fp8_w8a8,block_shape=[128,128],per_channel_quant=True",
+            "configs/triton_VERSION/E=8,N=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128],"
+            "per_channel_quant=True.json",
+        ),
+        ("sglang", "AMD Instinct MI300X", "", "configs/triton_VERSION/E=8,N=7168,device_name=AMD_Instinct_MI300X.json"),
+    ],
+)  # fmt: skip
+def test_engine_tables_have_the_paths_that_engines_look_up(engine: str, gpu: str, named: str, path: str) -> None:
+    tables = engine_tables(engine, gpu, [tuned(16), tuned(1)], named)
+    assert list(tables) == [path.replace("VERSION", device.versions()["triton"].replace(".", "_"))]
+    assert list(json.loads(next(iter(tables.values())))) == ["1", "16"]
+
+
+def test_engine_table_without_an_own_config_of_a_key_raises() -> None:
+    lacking = TunedCall(CallCase({"tokens": 2, "experts": 8, "inner": 64}, problem="never asks the getter"), {})
+    with pytest.raises(ValueError, match=r"^export: vllm: 2 tokens: never asks the getter$"):
+        engine_tables("vllm", "NVIDIA H200", [lacking])
+    with pytest.raises(ValueError, match=r"^export: sglang: size inner: missing$"):
+        engine_tables("sglang", "NVIDIA H200", [TunedCall(CallCase({"tokens": 2, "experts": 8}), {"BLOCK": 1})])
+
+
+def test_engine_tokens_are_sorted_and_distinct() -> None:
+    assert list(ENGINE_TOKENS) == sorted(set(ENGINE_TOKENS))
+    assert (len(ENGINE_TOKENS), ENGINE_TOKENS[-1]) == (18, 4096)
