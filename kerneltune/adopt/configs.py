@@ -63,7 +63,8 @@ class StoredConfig:
     def of(cls, config: Any) -> "StoredConfig":
         """Return a triton.Config as JSON."""
         kwargs = {name: encode_value(value) for name, value in config.kwargs.items()}
-        options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
+        options = {name: encode_value(getattr(config, name, None)) for name in CONFIG_OPTIONS}
+        options |= {name: int(value) for name, value in options.items() if isinstance(value, bool | float)}
         return cls(kwargs, **options, pre_hook=getattr(config, "pre_hook", None) is not None)
 
     def to_triton_config(self, pre_hook: Any = None) -> Any:

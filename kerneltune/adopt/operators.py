@@ -179,7 +179,8 @@ def _candidates(launch_class: LaunchClass, kind: Any) -> dict[Config, Candidate]
     candidates: dict[Config, Candidate] = {}
     is_numbered = list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]
     for place, candidate in enumerate(launch_class.candidates):
-        options = {name: getattr(candidate.config, name) or default for name, default in _OPTIONS.items()}
+        given = {name: getattr(candidate.config, name) for name in _OPTIONS}
+        options = {name: _OPTIONS[name] if value is None else value for name, value in given.items()}
         candidates.setdefault(kind(place) if is_numbered else kind(**candidate.config.kwargs, **options), candidate)
     return candidates
 

@@ -22,6 +22,7 @@ from kerneltune.adopt import kernels, program, startup, tuning
 from kerneltune.adopt.configs import plain_tuner
 from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
 from kerneltune.adopt.kernels import plan_key
+from kerneltune.adopt.operators import TUNED, case_of, operators_of
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_replay
 from kerneltune.adopt.table import read_table
@@ -538,3 +539,25 @@ def test_capture_of_a_kernel_without_a_module_lets_the_program_run(tmp_path: Pat
     y = torch.zeros(4)
     held["doubled"][(1,)](torch.ones(4), y, 4, kernel=2.0, BLOCK=16)
     assert (held["doubled"].fn.__module__, y.tolist()) == (None, [2.0] * 4)
+
+
+@pytest.mark.parametrize(("warps", "kept"), [(True, 1), (8.0, 8), (triton.language.constexpr(8), 8)])
+def test_capture_of_an_option_of_an_odd_type_keeps_its_whole_number(tmp_path: Path, module: Any, warps: Any, kept: int) -> None:
+    (launch_class,) = captured(tmp_path, module, 96, num_warps=warps)
+    assert launch_class.candidates[0].config.num_warps == kept
+
+
+def test_capture_of_an_option_that_is_no_plain_number_names_its_type(
+    tmp_path: Path, module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    startup.capture(tmp_path, plain=True)
+    launch(module, num_warps=torch.tensor(4))
+    assert [record.message for record in caplog.records] == [
+        "kerneltune: of_plain_kernels.doubled: not captured: a value of type torch.Tensor"
+    ]
+
+
+def test_operator_of_a_capture_tells_no_stages_from_the_default(tmp_path: Path, module: Any) -> None:
+    (launch_class,) = captured(tmp_path, module, 96, num_stages=0)
+    (op,) = operators_of(read_capture(tmp_path))
+    assert op.variant(TUNED).default_config(case_of(launch_class, op.axes)).num_stages == 0
