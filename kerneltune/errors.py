@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from kerneltune.wording import first_of
@@ -83,6 +83,13 @@ def place_of(function: object, error: BaseException | None = None) -> str:
     return own or f"{Path(code.co_filename).name}:{code.co_firstlineno}: "
 
 
+@cache
+def is_own(folder: str, file: str) -> bool:
+    """Return whether a file lies in a folder, and not in an environment or a checkout of this package below the folder."""
+    strange = _STRANGE.match(file)
+    return bool(folder) and file.startswith(folder) and (strange is None or strange.end() <= len(folder))
+
+
 def statement_in(folder: str, error: BaseException) -> str:
     """Return `FILE:LINE: ` of the last statement in the files of a folder, or of no installed package, that led to an error.
 
@@ -97,7 +104,7 @@ def _innermost(folder: str, error: BaseException) -> str:
     import traceback
 
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    own = (it for it in frames if (folder and it.filename.startswith(folder)) or not _STRANGE.match(it.filename))
+    own = (it for it in frames if is_own(folder, it.filename) or not _STRANGE.match(it.filename))
     return next((f"{Path(frame.filename).name}:{frame.lineno}: " for frame in own), "")
 
 

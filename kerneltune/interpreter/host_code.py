@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from kerneltune.errors import is_own
 from kerneltune.interpreter.facts import Fact, note
 
 _CALLS = {"min", "max", "len", "cdiv", "next_power_of_2", "size", "numel", "dim", "slice", "locals"}
@@ -40,7 +41,7 @@ def noting_host(folder: str) -> AbstractContextManager[None]:
 
     def begin(frame: FrameType, _event: str, _arg: object) -> Any:
         code, condition = frame.f_code, ""
-        if not code.co_filename.startswith(folder) or code.co_name == "<module>":
+        if not is_own(folder, code.co_filename) or code.co_name == "<module>":
             return None
         limits, function = _limits(code.co_filename), code.co_qualname.partition(".<locals>.<")[0].rpartition(".")[2]
 

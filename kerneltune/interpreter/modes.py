@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kerneltune.errors import is_own
 from kerneltune.interpreter.bounds import strict_parts
 from kerneltune.interpreter.corrections import correct_interpreter
 from kerneltune.interpreter.facts import Launches, note, noting
@@ -117,7 +118,7 @@ def _forgetting(folder: str) -> Iterator[None]:
 @functools.lru_cache(maxsize=1)
 def _variables_in(folder: str, _num_modules: int) -> list[dict[str, Any]]:
     """Return the global variables of each module in a folder, and each dict among them, as long as no module is imported."""
-    modules = [it for it in list(sys.modules.values()) if folder and (getattr(it, "__file__", None) or "").startswith(folder)]
+    modules = [it for it in list(sys.modules.values()) if is_own(folder, getattr(it, "__file__", None) or "")]
     dicts = [value for it in modules for name, value in vars(it).items() if type(value) is dict and name != "__builtins__"]
     return [*map(vars, modules), *dicts]
 

@@ -357,9 +357,12 @@ def is_shipped(op: Op) -> bool:
 
 
 def host_folder(op: Op) -> str:
-    """Return the folder of an operator's module, whose host code launches its kernels; empty for a capture or without a file."""
+    """Return the folder of an operator's module, whose host code launches its kernels; empty for a capture or without a file.
+
+    For a module that is installed without a folder of its own, return its file.
+    """
     file = getattr(sys.modules.get(op.module), "__file__", None) if op.origin is None else None
-    return f"{Path(file).parent}{os.sep}" if file else ""
+    return (file if Path(file).parent.name.endswith("-packages") else f"{Path(file).parent}{os.sep}") if file else ""
 
 
 def meta_inputs(op: Op, case: Case) -> Inputs:

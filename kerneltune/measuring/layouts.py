@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kerneltune.errors import is_own
 from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Inputs
 
@@ -56,7 +57,7 @@ def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
         def call(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
             frame = inspect.currentframe()
             caller = frame.f_back if frame else None
-            if caller and caller.f_code.co_filename.startswith(folder) and tensor.untyped_storage().data_ptr() in owners:
+            if caller and is_own(folder, caller.f_code.co_filename) and tensor.untyped_storage().data_ptr() in owners:
                 read.append(owners[tensor.untyped_storage().data_ptr()])
             return method(tensor, *args, **named)
 
