@@ -93,6 +93,7 @@ def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Pa
     options, ops = o.make_options(wanted.family, results, policy=policy), o.load_ops()
     from kerneltune.sweep_run import measure_live
 
+    wanted.require_match("op", ops)
     for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or ops for v in ops[op].variants))
     selection = replace(wanted, variants=tuple(dict.fromkeys((a, b))))

@@ -203,6 +203,8 @@ def test_compare_of_unknown_names_fails_with_known_names(write: Callable[..., Pa
     line = refused("compare", "optimized", "baseline", "--from", other)
     assert line == "error: nothing to compare: optimized and baseline have no record of the same case, device and policy"
     assert refused("compare", "a", "b", "--run") == "error: family: missing: expected --family where --run is given"
+    line = refused("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", "--op", "rmsnorm")
+    assert line.startswith("error: op: 'rmsnorm': expected one of ")
     for pair in (("opt*", "baseline"), ("[bp]*", "[bp]*")):
         line = refused("compare", *pair, "--run", "--family", "rmsnorm")
         assert line.startswith(f"error: variant: '{pair[0]}': expected one of ")
