@@ -1,9 +1,13 @@
 """Every test leaves Triton as it found it."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from adopted import example, forget
+from plain_kernels import SOURCE
 
 from kerneltune.adopt import program, startup
 
@@ -16,3 +20,12 @@ def untouched_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     startup.uninstall()
     forget(example())
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield a module with a kernel that no autotuner wraps."""
+    (tmp_path / "of_plain_kernels.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield __import__("of_plain_kernels")
+    del sys.modules["of_plain_kernels"]

@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,118 +14,23 @@ import torch
 import triton
 import triton.runtime.interpreter
 from adopted import kernel_of, write_table
+from plain_kernels import SOURCE, captured, captured_call, cdiv_grid, launch
 from test_capture_tuning import GPU, SizedBench
 from triton.backends.compiler import GPUTarget
 
 from kerneltune.adopt import kernels, program, startup, tuning
 from kerneltune.adopt.configs import plain_tuner
-from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
+from kerneltune.adopt.folder import CLASSES, LaunchClass
 from kerneltune.adopt.kernels import plan_key
 from kerneltune.adopt.operators import TUNED, case_of, operators_of
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
-from kerneltune.measuring.check import Checker
 from kerneltune.progress import Progress
 from kerneltune.task import Outcome, Task
 
-SOURCE = """
-import triton
-import triton.language as tl
-@triton.jit
-def doubled(x_ptr, y_ptr, N, scale, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + places, scale * tl.load(x_ptr + places, mask=places < N), mask=places < N)
-"""
-COUPLED = """
-@triton.jit
-def padded(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + places, tl.load(x_ptr + places))
-@triton.jit
-def partial(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + places, mask=places < N, other=0.0)))
-@triton.jit
-def named(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) + BLOCK, mask=places < N)
-@triton.jit
-def looped(x_ptr, y_ptr, N, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    for start in range(0, N, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
-@triton.jit
-def biased(x_ptr, bias_ptr, y_ptr, N, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + places, mask=places < N)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + places, mask=places < N)
-    tl.store(y_ptr + places, x, mask=places < N)
-@triton.jit
-def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    places = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(y_ptr + places, tl.dot(tl.load(x_ptr + places), tl.load(x_ptr + places)))
-@triton.jit
-def listed(x_ptr, blocks_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    places = tl.load(blocks_ptr + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
-@triton.jit
-def stepped(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * N
-    for start in range(0, N, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        tl.store(y_ptr + row + places, 2 * tl.load(x_ptr + row + places, mask=places < N), mask=places < N)
-@triton.jit
-def staged(x_ptr, y_ptr, N, BLOCK: tl.constexpr, num_stages: tl.constexpr = 7):
-    places = tl.arange(0, BLOCK)
-    for step in tl.range(0, N // BLOCK, num_stages=num_stages):
-        x = tl.load(x_ptr + step * BLOCK + places)
-        tl.store(y_ptr + step * BLOCK + places, x * num_stages)
-@triton.jit
-def strided(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    for start in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
-@triton.jit
-def shared(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    first = tl.program_id(0) * BLOCK
-    for start in range(first, first + BLOCK, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
-even = triton.heuristics({"EVEN": lambda args: args["N"] % args["BLOCK"] == 0})(looped)
-"""
-SOURCE += COUPLED
 InterpretedFunction = triton.runtime.interpreter.InterpretedFunction
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a module with a kernel that no autotuner wraps."""
-    (tmp_path / "of_plain_kernels.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield __import__("of_plain_kernels")
-    del sys.modules["of_plain_kernels"]
-
-
-def launch(module: Any, size: int = 96, scale: float = 2.0, **options: Any) -> torch.Tensor:
-    """Launch the kernel; returns its result."""
-    y = torch.empty(size)
-    module.doubled[lambda meta: (triton.cdiv(size, meta["BLOCK"]),)](
-        torch.arange(float(size)), y, size, scale, BLOCK=32, **options
-    )
-    return y
-
-
-def captured(folder: Path, module: Any, *sizes: int, **options: Any) -> list[LaunchClass]:
-    """Capture launches of these sizes."""
-    startup.capture(folder, plain=True)
-    for size in sizes:
-        launch(module, size, **options)
-    startup.recorder().flush()
-    startup.uninstall()
-    return sorted(read_capture(folder).classes, key=lambda one: one.sizes["N"])
 
 
 def test_capture_of_plain_kernels_lists_the_programs_options_first(tmp_path: Path, module: Any) -> None:
@@ -322,143 +225,6 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
         launched_options.clear()
         assert launch(module, 96).tolist() == [2.0 * n for n in range(96)]
     assert launched_options == [{"num_warps": 2}]
-
-
-class CheckedBench(PlainBench):
-    """Times blocks of 64 as the fastest, and checks in the interpreter."""
-
-    def time_us(self, task: Task, config: Any) -> float:
-        """Return a time longer by 1 µs for each doubling away from 64."""
-        return 10.0 + abs(math.log2(config.BLOCK / 64)) + 0.1 * config.num_warps
-
-    def check(self, task: Task, config: Any) -> Outcome:
-        """Launch the config on the CPU."""
-        return Checker(task.op, task.case, "cpu").check(task.variant, config)
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make a GPU whose checks run in the interpreter."""
-    with fake_gpu.stands_in(monkeypatch):
-        monkeypatch.setattr("kerneltune.tune.session.GpuWorker", CheckedBench)
-        monkeypatch.setattr(tuning, "GpuWorker", CheckedBench)
-        monkeypatch.setattr(program, "device_slug", lambda *_: GPU)
-        yield
-
-
-def cdiv_grid(size: int) -> Any:
-    """Return a grid that reads the block."""
-    return lambda meta: (triton.cdiv(size, meta["BLOCK"]),)
-
-
-def captured_call(folder: Path, call: Callable[[], Any]) -> LaunchClass:
-    """Capture a call that launches a single class."""
-    startup.capture(folder, plain=True)
-    call()
-    startup.recorder().flush()
-    startup.uninstall()
-    (launch,) = read_capture(folder).classes
-    return launch
-
-
-def test_tune_of_a_block_that_only_the_grid_reads_serves_another_grid(
-    tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, grids = tmp_path / "cap", []
-    captured(folder, module, 96)
-    assert tune_capture(folder, Progress()).skipped == []
-    assert list(read_blocks(folder).values()) == [{"BLOCK": ""}]
-    table = read_table(folder, GPU)
-    assert table is not None
-    (row,) = table.kernels[0].groups[0].rows
-    assert (row.configs[0].kwargs, row.evidence["grid"]) == ({"BLOCK": 64}, [2])
-    startup.install(folder, misses=None)
-
-    def grid(meta: Any) -> tuple[int]:
-        grids.append(meta["BLOCK"])
-        return (triton.cdiv(96, meta["BLOCK"]),)
-
-    x, y = torch.arange(96.0), torch.empty(96)
-    module.doubled[grid](x, y, 96, 2.0, BLOCK=32)
-    module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32)  # numbers do not follow the block
-    module.doubled[lambda _: (3,)](x, y, 96, 2.0, BLOCK=32)
-    assert grids[-1] == 64
-    assert y.tolist() == [2.0 * n for n in range(96)]
-    assert startup.server().counters.by_name() == {
-        "served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 2,
-    }  # fmt: skip
-
-
-def test_tune_of_a_block_by_which_a_loop_steps_serves_it_to_grids_of_numbers(tmp_path: Path, module: Any, checked: None) -> None:
-    """The program's number of programs does not depend on the block."""
-    folder, x, y = tmp_path / "cap", torch.arange(192.0), torch.empty(192)
-    captured_call(folder, lambda: module.stepped[(2,)](x, y, 96, BLOCK=16))
-    tune_capture(folder, Progress())
-    assert list(read_blocks(folder).values()) == [{"BLOCK": ""}]
-    table = read_table(folder, GPU)
-    assert table is not None
-    assert table.kernels[0].groups[0].rows[0].configs[0].kwargs == {"BLOCK": 64}
-    startup.install(folder, misses=None)
-    module.stepped[(2,)](x, y, 96, BLOCK=16)
-    assert torch.equal(y, 2 * x)
-    module.stepped[(1,)](x, y.zero_(), 96, BLOCK=16)  # each program finishes its own row
-    assert y.tolist() == [2.0 * n for n in range(96)] + [0.0] * 96
-    counts = {"served of_plain_kernels.stepped": 2, "missed of_plain_kernels.stepped": 0}
-    assert startup.server().counters.by_name() == counts
-
-
-@pytest.mark.parametrize("name", ["strided", "shared"])
-def test_capture_keeps_a_block_that_divides_the_work_among_a_number_of_programs(tmp_path: Path, module: Any, name: str) -> None:
-    x, y = torch.arange(96.0), torch.empty(96)
-    launch = captured_call(tmp_path, lambda: getattr(module, name)[(3,)](x, y, 96, BLOCK=32))
-    assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
-
-
-@pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
-def test_tune_never_changes_a_block_that_host_or_result_depends_on(
-    tmp_path: Path, module: Any, checked: None, name: str, length: int
-) -> None:
-    folder, x = tmp_path / "cap", torch.arange(96.0)
-    launch = captured_call(folder, lambda: getattr(module, name)[cdiv_grid(96)](x, torch.empty(length), 96, BLOCK=32))
-    assert {one.config.kwargs["BLOCK"] for one in launch.candidates} > {16, 32, 64}
-    tune_capture(folder, Progress())
-    (verdict,) = read_blocks(folder).values()
-    assert verdict["BLOCK"].startswith("BLOCK=64: ")
-    (launch,) = read_capture(folder).classes
-    assert {one.config.kwargs["BLOCK"] for one in launch.candidates if one.grid is not None} == {32}
-    table = read_table(folder, GPU)
-    assert table is not None
-    assert table.kernels[0].groups[0].rows[0].configs[0].kwargs == {"BLOCK": 32}
-
-
-def test_capture_of_a_grid_that_writes_its_arguments_is_that_of_the_launch(tmp_path: Path, module: Any) -> None:
-    """A grid of vLLM's causal_conv1d_fn lists its blocks in a tensor, and resizes the tensor if there are more."""
-    blocks, x, y = torch.zeros(3, dtype=torch.int32), torch.arange(96.0), torch.empty(96)
-
-    def grid(meta: Any) -> tuple[int]:
-        count = triton.cdiv(96, meta["BLOCK"])
-        if blocks.numel() < count:
-            blocks.resize_(count)
-        blocks[:count] = torch.arange(count, dtype=torch.int32).flip(0)
-        return (count,)
-
-    launch = captured_call(tmp_path, lambda: module.listed[grid](x, blocks, y, 96, BLOCK=32))
-    assert y.tolist() == x.tolist()
-    assert launch.key == ["torch.float32[96]", "torch.int32[3]", "torch.float32[96]", 96, 32]
-    replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
-    assert replay.named["blocks_ptr"].tolist() == [2, 1, 0]
-
-
-def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: Path, module: Any) -> None:
-    x, y = torch.arange(96.0), torch.empty(96)
-    for number, call in enumerate((
-        lambda: module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32),
-        lambda: module.doubled[lambda _: (3,)](x, y, 96, 2.0, BLOCK=32),
-        lambda: module.even[cdiv_grid(96)](x, y, 96, BLOCK=32),
-    )):  # fmt: skip
-        launch = captured_call(tmp_path / str(number), call)
-        assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
-        assert {one.config.num_stages for one in launch.candidates} == {3}
 
 
 def test_plain_tuner_of_a_kernel_with_a_product_varies_stages(module: Any) -> None:

@@ -1,0 +1,146 @@
+"""Blocks of kernels without an autotuner: tuned where neither host nor result depends on them, kept elsewhere."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+import triton
+import triton.runtime.interpreter
+from plain_kernels import captured, captured_call, cdiv_grid
+from test_capture_tuning import GPU, SizedBench
+
+from kerneltune.adopt import program, startup, tuning
+from kerneltune.adopt.folder import CLASSES, read_blocks
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import make_replay
+from kerneltune.adopt.table import read_table
+from kerneltune.adopt.tuning import tune_capture
+from kerneltune.measuring.check import Checker
+from kerneltune.progress import Progress
+from kerneltune.task import Outcome, Task
+
+
+class CheckedBench(SizedBench):
+    """Times blocks of 64 as the fastest, and checks in the interpreter."""
+
+    def time_us(self, task: Task, config: Any) -> float:
+        """Return a time longer by 1 µs for each doubling away from 64."""
+        return 10.0 + abs(math.log2(config.BLOCK / 64)) + 0.1 * config.num_warps
+
+    def check(self, task: Task, config: Any) -> Outcome:
+        """Launch the config on the CPU."""
+        return Checker(task.op, task.case, "cpu").check(task.variant, config)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make a GPU whose checks run in the interpreter."""
+    with fake_gpu.stands_in(monkeypatch):
+        monkeypatch.setattr("kerneltune.tune.session.GpuWorker", CheckedBench)
+        monkeypatch.setattr(tuning, "GpuWorker", CheckedBench)
+        monkeypatch.setattr(program, "device_slug", lambda *_: GPU)
+        yield
+
+
+def test_tune_of_a_block_that_only_the_grid_reads_serves_another_grid(
+    tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, grids = tmp_path / "cap", []
+    captured(folder, module, 96)
+    assert tune_capture(folder, Progress()).skipped == []
+    assert list(read_blocks(folder).values()) == [{"BLOCK": ""}]
+    table = read_table(folder, GPU)
+    assert table is not None
+    (row,) = table.kernels[0].groups[0].rows
+    assert (row.configs[0].kwargs, row.evidence["grid"]) == ({"BLOCK": 64}, [2])
+    startup.install(folder, misses=None)
+
+    def grid(meta: Any) -> tuple[int]:
+        grids.append(meta["BLOCK"])
+        return (triton.cdiv(96, meta["BLOCK"]),)
+
+    x, y = torch.arange(96.0), torch.empty(96)
+    module.doubled[grid](x, y, 96, 2.0, BLOCK=32)
+    module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32)  # numbers do not follow the block
+    module.doubled[lambda _: (3,)](x, y, 96, 2.0, BLOCK=32)
+    assert grids[-1] == 64
+    assert y.tolist() == [2.0 * n for n in range(96)]
+    assert startup.server().counters.by_name() == {
+        "served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 2,
+    }  # fmt: skip
+
+
+def test_tune_of_a_block_by_which_a_loop_steps_serves_it_to_grids_of_numbers(tmp_path: Path, module: Any, checked: None) -> None:
+    """The program's number of programs does not depend on the block."""
+    folder, x, y = tmp_path / "cap", torch.arange(192.0), torch.empty(192)
+    captured_call(folder, lambda: module.stepped[(2,)](x, y, 96, BLOCK=16))
+    tune_capture(folder, Progress())
+    assert list(read_blocks(folder).values()) == [{"BLOCK": ""}]
+    table = read_table(folder, GPU)
+    assert table is not None
+    assert table.kernels[0].groups[0].rows[0].configs[0].kwargs == {"BLOCK": 64}
+    startup.install(folder, misses=None)
+    module.stepped[(2,)](x, y, 96, BLOCK=16)
+    assert torch.equal(y, 2 * x)
+    module.stepped[(1,)](x, y.zero_(), 96, BLOCK=16)  # each program finishes its own row
+    assert y.tolist() == [2.0 * n for n in range(96)] + [0.0] * 96
+    counts = {"served of_plain_kernels.stepped": 2, "missed of_plain_kernels.stepped": 0}
+    assert startup.server().counters.by_name() == counts
+
+
+@pytest.mark.parametrize("name", ["strided", "shared"])
+def test_capture_keeps_a_block_that_divides_the_work_among_a_number_of_programs(tmp_path: Path, module: Any, name: str) -> None:
+    x, y = torch.arange(96.0), torch.empty(96)
+    launch = captured_call(tmp_path, lambda: getattr(module, name)[(3,)](x, y, 96, BLOCK=32))
+    assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
+
+
+@pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
+def test_tune_never_changes_a_block_that_host_or_result_depends_on(
+    tmp_path: Path, module: Any, checked: None, name: str, length: int
+) -> None:
+    folder, x = tmp_path / "cap", torch.arange(96.0)
+    launch = captured_call(folder, lambda: getattr(module, name)[cdiv_grid(96)](x, torch.empty(length), 96, BLOCK=32))
+    assert {one.config.kwargs["BLOCK"] for one in launch.candidates} > {16, 32, 64}
+    tune_capture(folder, Progress())
+    (verdict,) = read_blocks(folder).values()
+    assert verdict["BLOCK"].startswith("BLOCK=64: ")
+    (launch,) = read_capture(folder).classes
+    assert {one.config.kwargs["BLOCK"] for one in launch.candidates if one.grid is not None} == {32}
+    table = read_table(folder, GPU)
+    assert table is not None
+    assert table.kernels[0].groups[0].rows[0].configs[0].kwargs == {"BLOCK": 32}
+
+
+def test_capture_of_a_grid_that_writes_its_arguments_is_that_of_the_launch(tmp_path: Path, module: Any) -> None:
+    """A grid of vLLM's causal_conv1d_fn lists its blocks in a tensor, and resizes the tensor if there are more."""
+    blocks, x, y = torch.zeros(3, dtype=torch.int32), torch.arange(96.0), torch.empty(96)
+
+    def grid(meta: Any) -> tuple[int]:
+        count = triton.cdiv(96, meta["BLOCK"])
+        if blocks.numel() < count:
+            blocks.resize_(count)
+        blocks[:count] = torch.arange(count, dtype=torch.int32).flip(0)
+        return (count,)
+
+    launch = captured_call(tmp_path, lambda: module.listed[grid](x, blocks, y, 96, BLOCK=32))
+    assert y.tolist() == x.tolist()
+    assert launch.key == ["torch.float32[96]", "torch.int32[3]", "torch.float32[96]", 96, 32]
+    replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert replay.named["blocks_ptr"].tolist() == [2, 1, 0]
+
+
+def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: Path, module: Any) -> None:
+    x, y = torch.arange(96.0), torch.empty(96)
+    for number, call in enumerate((
+        lambda: module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32),
+        lambda: module.doubled[lambda _: (3,)](x, y, 96, 2.0, BLOCK=32),
+        lambda: module.even[cdiv_grid(96)](x, y, 96, BLOCK=32),
+    )):  # fmt: skip
+        launch = captured_call(tmp_path / str(number), call)
+        assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
+        assert {one.config.num_stages for one in launch.candidates} == {3}
