@@ -385,3 +385,12 @@ def test_converted_model_compiled_has_the_same_results() -> None:
 def test_convert_with_an_option_that_is_no_bool_raises(field: str) -> None:
     with pytest.raises(ValueError, match=rf"^{field}: 'no': expected True or False$"):
         convert_to_fp8_training(torch.nn.Linear(64, 64), **{field: "no"})
+
+
+def test_model_whose_output_embeddings_fail_is_converted() -> None:
+    class Model(nn.Sequential):
+        def get_output_embeddings(self) -> nn.Module:
+            raise RuntimeError("not built yet")
+
+    model = Model(*(nn.Linear(4096, 4096, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)))
+    assert list(convert_to_fp8_training(model, dense=True)) == ["0", "1"]
