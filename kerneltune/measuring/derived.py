@@ -26,8 +26,8 @@ _FAR = 16
 each, which the traffic of a case does not tell."""
 _FEW_PROGRAMS = 512
 """Programs that a derived case may have in any case: they take the interpreter half a second."""
-_MOST_PAIRED, _TRIED = 8, 8
-"""Most cases of an operator in which values of settings meet; cases that are tried for two values."""
+_MOST_PAIRED, _MOST_PAIRS, _TRIED = 8, 16, 8
+"""Most cases of an operator in which values of settings meet, most pairs of values that are tried, and cases tried for a pair."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 
@@ -299,15 +299,16 @@ def _with_pairs(
     ordered = (tuple(sorted(pair, key=lambda it: order.index(it[0]))) for pair in wanted)
     left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
     bases = [case for case in sorted(by_cost, key=partial(check_cost, op)) if min(dict(case.axes).values()) > 1] or by_cost
-    derived, unmet = list[Case](), list[str]()
-    while left and len(derived) < _MOST_PAIRED:
+    derived, reasons = list[Case](), dict[tuple[Setting, ...], str]()
+    while left and len(derived) < _MOST_PAIRED and len(derived) + len(reasons) < _MOST_PAIRS:
         candidates = [_with_values(case, *left[0]) for case in bases]
         best = sorted(candidates, key=lambda case: -len(pairs_of(case).intersection(left)))
         found, reason = _first_checkable(op, best[:_TRIED], most)
-        unmet += [f"{' with '.join(map(_text, left[0]))} ({reason})"] if not found and left[0] in of_bench else []
+        reasons |= {} if found else {left[0]: reason}
         left = [pair for pair in left[1:] if pair not in set[tuple[Setting, ...]]().union(*map(pairs_of, found))]
         derived += found
-    return derived, unmet
+    reasons |= dict.fromkeys(left, "not tried, after many other pairs")
+    return derived, [f"{' with '.join(map(_text, pair))} ({reason})" for pair, reason in reasons.items() if pair in of_bench]
 
 
 def _obstacle(op: Op, case: Case) -> str:

@@ -117,7 +117,7 @@ def _wrong_layouts(
             continue
         if wrong := ", ".join(checker.wrong_layouts(variant, config := configs[case][0], known)):
             text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
-            ways = f"{text}: use stride(-1) in the kernel, or raise ValueError or call .contiguous() in the host function"
+            ways = f"{text}: use their stride in the kernel, or raise ValueError or call .contiguous() in the host function"
             of_shipped = Outcome("checked", f"{op.name} {variant.name}: {text}")
             outcomes.append(of_shipped if is_shipped(op) else Outcome("failed", ways, config, case))
     return outcomes

@@ -219,6 +219,29 @@ def test_values_of_two_options_that_meet_in_no_check_case_meet_in_a_derived_case
     assert text.startswith("shift=9 with factor=2 (test_jobs.py:")
 
 
+def test_pairs_of_values_are_tried_sixteen_times_at_most_and_the_others_named(tmp_path: Path) -> None:
+    log, values = tmp_path / "cases", range(12)
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        with log.open("a") as file:
+            file.write(f"{case.name} on {device}\n")
+        if case.option("shift") != case.option("factor"):
+            raise ValueError("shift and factor must be equal")
+        made: Inputs = summing().inputs(replace(case, options=()), device=device, seed=seed)
+        return made
+
+    def case(shift: int, factor: int) -> Case:
+        return replace(case_of(f"{shift}-{factor}", 3, 70), options=(("shift", shift), ("factor", factor)))
+
+    op = replace(summing(), inputs=inputs, options={"shift": tuple(values), "factor": tuple(values)})
+    bench = [case(1, value) for value in values] + [case(2, value) for value in values]
+    derived, without, _ = derived_cases(op, [case(value, value) for value in values], bench)
+    assert derived == []
+    assert len({line for line in log.read_text().splitlines() if "," in line}) == 16 * 8
+    assert len(without) == 22
+    assert without[-1] == "shift=2 with factor=11 (not tried, after many other pairs)"
+
+
 def test_sizes_that_host_code_refuses_make_no_derived_case() -> None:
     check, bench = [shifted("odd", 3, 70), shifted("wide", 4, 300)], [shifted("tall", 8192, 64)]
     assert derived_cases(in_tens(), check, bench)[0] == []

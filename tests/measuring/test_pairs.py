@@ -22,8 +22,8 @@ CASES = [case_of("one", 1, 1), case_of("odd", 7, 33), case_of("wide", 4, 2048), 
 
 
 _LYING_APART = (
-    "wrong, without an error, where elements within a row of {} lie apart: use stride(-1) in the kernel, or raise ValueError or "
-    "call .contiguous() in the host function"
+    "wrong, without an error, where elements within a row of {} lie apart: use their stride in the kernel, or raise ValueError "
+    "or call .contiguous() in the host function"
 )
 
 
