@@ -1,5 +1,6 @@
 """Blocks of kernels without an autotuner: tuned where neither host nor result depends on them, kept elsewhere."""
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,3 +145,15 @@ def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: 
         launch = captured_call(tmp_path / str(number), call)
         assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
         assert {one.config.num_stages for one in launch.candidates} == {3}
+
+
+def test_serving_a_grid_that_is_no_function_keeps_the_block(tmp_path: Path, module: Any, checked: None) -> None:
+    """Partials of functions have one type: the key of a launch cannot tell whether a grid reads the block."""
+    folder, x, y = tmp_path / "cap", torch.arange(96.0), torch.zeros(96)
+    launch = module.doubled
+    captured_call(folder, lambda: launch[functools.partial(cdiv_grid(96))](x, y, 96, 2.0, BLOCK=32))
+    tune_capture(folder, Progress())
+    startup.install(folder, misses=None)
+    for grid in (cdiv_grid(96), lambda meta: (1,)):
+        launch[functools.partial(grid)](x, y.zero_(), 96, 2.0, BLOCK=32)
+    assert y.tolist() == [2.0 * n for n in range(32)] + [0.0] * 64

@@ -1,7 +1,6 @@
 """Kernels without an autotuner: captured on request, tuned over options of the launch, served for the captured launches alone."""
 
 import dataclasses
-import functools
 import json
 import sys
 from pathlib import Path
@@ -328,15 +327,3 @@ def test_operator_of_a_capture_tells_no_stages_from_the_default(tmp_path: Path, 
     (launch_class,) = captured(tmp_path, module, 96, num_stages=0)
     (op,) = operators_of(read_capture(tmp_path))
     assert op.variant(TUNED).default_config(case_of(launch_class, op.axes)).num_stages == 0
-
-
-def test_serving_a_grid_that_is_no_function_keeps_the_block(tmp_path: Path, module: Any, checked: None) -> None:
-    """Partials of functions have one type: the key of a launch cannot tell whether a grid reads the block."""
-    folder, x, y = tmp_path / "cap", torch.arange(96.0), torch.zeros(96)
-    launch = module.doubled
-    captured_call(folder, lambda: launch[functools.partial(cdiv_grid(96))](x, y, 96, 2.0, BLOCK=32))
-    tune_capture(folder, Progress())
-    startup.install(folder, misses=None)
-    for grid in (cdiv_grid(96), lambda meta: (1,)):
-        launch[functools.partial(grid)](x, y.zero_(), 96, 2.0, BLOCK=32)
-    assert y.tolist() == [2.0 * n for n in range(32)] + [0.0] * 64

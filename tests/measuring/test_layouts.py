@@ -30,7 +30,7 @@ def test_only_code_beside_the_operator_asks_for_layouts(file: str, counts: bool,
     assert _asked(_ask_of(Path(file.format(tmp_path))), f"{tmp_path}/") == (["x"] if counts else [])
 
 
-def test_an_installed_module_without_a_folder_is_its_own_host_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_module_without_a_folder_is_its_own_host_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     own, other = packages / "own.py", packages / "triton" / "interpreter.py"
     module = ModuleType("own")
