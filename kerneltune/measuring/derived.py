@@ -298,7 +298,7 @@ def _with_pairs(
     order = [name for name, _value in settings(by_cost[0])]
     ordered = (tuple(sorted(pair, key=lambda it: order.index(it[0]))) for pair in wanted)
     left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
-    bases = [case for case in sorted(by_cost, key=partial(check_cost, op)) if min(dict(case.axes).values()) > 1] or by_cost
+    bases = [case for case in sorted(by_cost, key=partial(check_cost, op)) if min(dict(case.axes).values(), default=2) > 1] or by_cost
     derived, reasons = list[Case](), dict[tuple[Setting, ...], str]()
     while left and len(derived) < _MOST_PAIRED and len(derived) + len(reasons) < _MOST_PAIRS:
         candidates = [_with_values(case, *left[0]) for case in bases]

@@ -219,6 +219,20 @@ def test_values_of_two_options_that_meet_in_no_check_case_meet_in_a_derived_case
     assert text.startswith("shift=9 with factor=2 (test_jobs.py:")
 
 
+def test_values_of_options_meet_in_a_case_without_axes() -> None:
+    def inputs(_case: Case, *, device: str, seed: int = 0) -> Inputs:
+        made: Inputs = summing().inputs(shifted("odd", 3, 70), device=device, seed=seed)
+        return made
+
+    def case(name: str, shift: int, factor: int) -> Case:
+        return Case(name, (), "float32", "none", (("shift", shift), ("factor", factor)))
+
+    options = {"shift": (0, 5), "factor": (1, 2)}
+    op = replace(summing(), axes=(), inputs=inputs, options=options, traffic=lambda _case: Traffic(840, 12))
+    derived, _, _ = derived_cases(op, [case("plain", 0, 1), case("shifted", 5, 1), case("doubled", 0, 2)], [])
+    assert [its.options for its in derived] == [(("shift", 5), ("factor", 2))]
+
+
 def test_pairs_of_values_are_tried_sixteen_times_at_most_and_the_others_named(tmp_path: Path) -> None:
     log, values = tmp_path / "cases", range(12)
 
