@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import resource
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -28,6 +30,8 @@ _FEW_PROGRAMS = 512
 """Programs that a derived case may have in any case: they take the interpreter half a second."""
 _MOST_PAIRED, _MOST_PAIRS, _TRIED = 8, 16, 8
 """Most cases of an operator in which values of settings meet, most pairs of values that are tried, and cases tried for a pair."""
+_SHORTENING_S = 180
+"""Processor seconds for all smaller sizes of an operator's bench cases, as host code may loop over sizes in Python."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 
@@ -72,10 +76,20 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
 def _shortened_in_fork(
     op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
 ) -> tuple[list[Case], set[Fact]]:
-    """Return what `_shortened` returns; nothing if host code ends the fork, as the check of addresses says then."""
-    with suppress(ForkCrashedError):
-        return Fork(partial(_shortened, op, by_cost, check, bench, most)).result()
-    return [], set()
+    """Return what `_shortened` returns; nothing if host code ends the fork, as the check of addresses says then.
+
+    A fork that takes too long gives a fact.
+    """
+
+    def work() -> tuple[list[Case], set[Fact]]:
+        resource.setrlimit(resource.RLIMIT_CPU, (_SHORTENING_S, _SHORTENING_S + 5))  # SIGXCPU at the first, SIGKILL at the second
+        return _shortened(op, by_cost, check, bench, most)
+
+    try:
+        return Fork(work).result()
+    except ForkCrashedError as error:
+        text = f"sizes of bench cases alone: host code takes more than {_SHORTENING_S} s"
+        return [], {Fact("not judged", text)} if signal.SIGXCPU.name in str(error) else set()
 
 
 def _shortened(
@@ -298,7 +312,9 @@ def _with_pairs(
     order = [name for name, _value in settings(by_cost[0])]
     ordered = (tuple(sorted(pair, key=lambda it: order.index(it[0]))) for pair in wanted)
     left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
-    bases = [case for case in sorted(by_cost, key=partial(check_cost, op)) if min(dict(case.axes).values(), default=2) > 1] or by_cost
+    bases = [
+        case for case in sorted(by_cost, key=partial(check_cost, op)) if all(size > 1 for _axis, size in case.axes)
+    ] or by_cost
     derived, reasons = list[Case](), dict[tuple[Setting, ...], str]()
     while left and len(derived) < _MOST_PAIRED and len(derived) + len(reasons) < _MOST_PAIRS:
         candidates = [_with_values(case, *left[0]) for case in bases]

@@ -15,6 +15,7 @@ from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
+from kerneltune.interpreter.facts import Fact
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.measuring import jobs
 from kerneltune.measuring.derived import derived_cases
@@ -272,6 +273,17 @@ def test_process_that_inputs_of_bench_cases_end_costs_derived_cases_and_fails_th
     op, large = replace(summing(), inputs=inputs), shifted("large", 100, 4096)
     assert derived_cases(op, [shifted("odd", 3, 70), shifted("wide", 4, 300)], [large]) == ([], [], set())
     assert outcomes(address_job(Task(op, large, op.variants[0]))) == [[Outcome("failed", "crashed: exit code 3", None, large)]]
+
+
+def test_process_of_host_code_that_loops_for_too_long_ends_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        while device == "meta":
+            pass
+        return summing().inputs(case, device=device, seed=seed)
+
+    monkeypatch.setattr("kerneltune.measuring.derived._SHORTENING_S", 1)
+    derived = derived_cases(replace(summing(), inputs=inputs), [shifted("odd", 3, 70)], [shifted("large", 100, 4096)])
+    assert derived == ([], [], {Fact("not judged", "sizes of bench cases alone: host code takes more than 1 s")})
 
 
 def test_launches_of_check_cases_end_with_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
