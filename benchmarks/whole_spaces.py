@@ -25,7 +25,7 @@ from kerneltune.measuring.assembly import TARGETS
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.processes import start_server
 from kerneltune.spec import Config
-from kerneltune.task import Evaluation, Task, knob_pairs, stamp
+from kerneltune.task import Evaluation, Task, knob_pairs, provenance
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.gpu_worker import GpuBench
 
@@ -94,7 +94,7 @@ class Keeper:
         for (op, variant, policy), rows in self._rows.items():
             path = path_of(op, device.current_slug(), self._trials)
             names: dict[str, Any] = {"op": op, "variant": variant, "policy": policy, "device": device.current().name}
-            stamped = stamp(ops.load()[op].variant(variant))
+            stamped = provenance(ops.load()[op].variant(variant))
             write(path, [*read(path), TrialBlock(**names, **stamped, rows=tuple(rows))])
 
 

@@ -7,7 +7,7 @@ from kerneltune import device, records
 from kerneltune.files import read_bytes
 from kerneltune.records import Record
 from kerneltune.spec import TaskKey
-from kerneltune.task import Run, knobs_of, present
+from kerneltune.task import Run, fingerprint, knobs_of
 
 
 def with_finished_rows(work: Sequence[Sequence[Run]], journal: Path | None) -> list[tuple[Sequence[Run], list[Record] | None]]:
@@ -32,7 +32,7 @@ def finished_rows(of_key: Mapping[TaskKey, Sequence[Record]], runs: Sequence[Run
     gpu = device.current()
     finished = []
     for task, config in runs:
-        wanted = {"device": gpu.name, "unit": gpu.unit, "config": knobs_of(config) or None, **present(task.variant)}
+        wanted = {"device": gpu.name, "unit": gpu.unit, "config": knobs_of(config) or None, **fingerprint(task.variant)}
         kept = (row for row in of_key.get(task.key, ()) if row.status != "failed")
         rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
         finished += rows[-1:]

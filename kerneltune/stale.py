@@ -22,7 +22,7 @@ from kerneltune.records import Record, grouped
 from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep_file import SweepCase, cases_by_op
 from kerneltune.sweep_run import measure_batches
-from kerneltune.task import Task, changed, knobs_of
+from kerneltune.task import Task, is_stale, knobs_of
 from kerneltune.tune.run import renew_configs
 from kerneltune.tune.session import TuningResult
 from kerneltune.wording import counted, differing, first_of, pairs
@@ -113,7 +113,7 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
             if _selects(first.selection, entry, uses):
                 cached[name] += 1
                 own = (variant for variant in op.variants if variant.name == entry.variant)
-                stale += [entry] if any(changed(variant, entry, here=False) for variant in own) else []
+                stale += [entry] if any(is_stale(variant, entry) for variant in own) else []
     stale.sort(key=lambda entry: (entry.variant != "optimized", uses.get((entry.op, entry.case), len(uses))))
     return Stale(gpu, cached, tuple(stale), tuple(families), tuple(plans))
 

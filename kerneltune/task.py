@@ -155,25 +155,24 @@ class Trial:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
-def present(variant: Variant) -> dict[str, str]:
-    """Return the present driver, source and packages that times of a variant depend on, by the names of `CacheEntry.evidence`."""
+def fingerprint(variant: Variant) -> dict[str, str]:
+    """Return the driver, source and packages that times of a variant depend on now, by the names of `CacheEntry.evidence`."""
     return {"driver": device.current().driver, "source_hash": variant.source_hash, **device.versions()}
 
 
-def stamp(variant: Variant) -> dict[str, Any]:
-    """Return the date, commit, driver, source and packages of a measurement now."""
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(variant)}
+def provenance(variant: Variant) -> dict[str, Any]:
+    """Return the date, the commit and the fingerprint of a measurement now."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **fingerprint(variant)}
 
 
-def changed(variant: Variant, entry: CacheEntry, here: bool) -> str:
-    """Return the changes since an entry was stored; empty if nothing changed.
+def is_stale(variant: Variant, entry: CacheEntry) -> bool:
+    """Return whether an entry was chosen with other code."""
+    return bool(entry.evidence.get("source_hash") != variant.source_hash)
 
-    Args:
-        here: this machine has the entry's GPU. On another machine only the code is compared, not the driver and the packages.
-    """
-    now = present(variant) if here else {"source_hash": variant.source_hash}
-    then = {name: entry.evidence.get(name) for name in now}
-    return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])
+
+def is_outdated(variant: Variant, entry: CacheEntry) -> bool:
+    """Return whether an entry was chosen with another fingerprint: other code, driver, torch or triton. Ask on its GPU."""
+    return any(entry.evidence.get(name) != value for name, value in fingerprint(variant).items())
 
 
 def store_path(results: Path, gpu: str, op: str) -> Path:

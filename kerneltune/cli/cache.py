@@ -18,7 +18,7 @@ from kerneltune.files import replace_text
 from kerneltune.plan import Selection
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
-from kerneltune.task import changed, knobs_of
+from kerneltune.task import is_stale, knobs_of
 from kerneltune.wording import counted, pairs
 
 _GPU = Column("gpu", shared=True)
@@ -94,11 +94,13 @@ def explain(
         raise ValueError(f"case: {called.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(operator, chosen_variant, "cold", configs)
     choice, own = chooser.find(called, folder), chooser.own(called, folder)
-    changes = changed(chosen_variant, own[0], here=False) if own else ""
+    stale = ""
+    if own and is_stale(chosen_variant, own[0]):
+        stale = f"; stale: source_hash {own[0].evidence.get('source_hash') or 'unknown'} is now {chosen_variant.source_hash}"
     free = " and ".join(operator.free_axes)
     reach = f", at most {operator.max_distance:g} away in log2 of {free}" if free else ""
     sources = {
-        "own": "the cache's entry for exactly this case" + (f"; stale: {changes}" if changes else ""),
+        "own": f"the cache's entry for exactly this case{stale}",
         "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
         "default": f"the default: {folder} has no entry for this case or near it{reach}",
     }

@@ -17,7 +17,7 @@ from kerneltune.processes import tell
 from kerneltune.records import Record, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
-from kerneltune.task import Outcome, Run, Task, knobs_of, stamp
+from kerneltune.task import Outcome, Run, Task, knobs_of, provenance
 
 
 class Compared(NamedTuple):
@@ -218,6 +218,6 @@ def make_record(family: str, run: Run, outcome: Outcome, **times: Any) -> Record
         flops=task.op.flops(task.case) if task.op.flops is not None else None,
         op=task.op.name,
         **task.key.fields,
-        **stamp(task.variant),
+        **provenance(task.variant),
         **times,
     )

@@ -16,7 +16,7 @@ from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.spec import Op, TaskKey
-from kerneltune.task import Run, Task, changed, knobs_of, stamp
+from kerneltune.task import Run, Task, is_outdated, is_stale, knobs_of, provenance
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.fleet import Fleet, visible_gpus
 from kerneltune.tune.session import TuningResult, TuningSession
@@ -102,9 +102,9 @@ def _state(task: Task, options: Options) -> str:
     own = task.stored(options.configs)
     if own is None:
         return "lacking"
-    if changed(task.variant, own[0], here=False):
+    if is_stale(task.variant, own[0]):
         return "stale"
-    return "outdated" if changed(task.variant, own[0], here=True) else "fresh"
+    return "outdated" if is_outdated(task.variant, own[0]) else "fresh"
 
 
 def expected_work(task: Task, options: Options) -> tuple[int, float]:
@@ -199,7 +199,7 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
         return TuningResult("failed", reason=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")
     finally:
         session.queue.forget(task)
-    evidence |= stamp(task.variant)
+    evidence |= provenance(task.variant)
     if best != configs[0]:
         return TuningResult("tuned", replace(entry, config=knobs_of(best), evidence=evidence))
     of_search = {name: entry.evidence[name] for name in ("trials", "before") if name in entry.evidence}

@@ -21,7 +21,7 @@ from kerneltune.plan import Options
 from kerneltune.search.loop import Candidates, SearchLimits, explore, times_of
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.task import Evaluation, Run, Task, knobs_of, stamp
+from kerneltune.task import Evaluation, Run, Task, knobs_of, provenance
 from kerneltune.tune.candidates import candidates, checked_space
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.worker import WorkerCrashedError
@@ -157,7 +157,7 @@ class Tuner:
             evidence = {"time_us": times[best], "default_us": times.get(default)}
         if incumbent == before.config:
             evidence["before"] = before.source
-        evidence |= {"trials": num_trials, **stamp(task.variant)}
+        evidence |= {"trials": num_trials, **provenance(task.variant)}
         entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(best), evidence=evidence)
         cache.store(device.current().slug, entry, self.options.configs)
         return entry
