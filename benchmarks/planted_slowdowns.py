@@ -114,7 +114,7 @@ def load_processes(folder: Path) -> list[Process]:
     """
     files = {delay: folder / f"planted_{delay}.jsonl" for delay in (0.0, *DELAYS)}
     by_delay = {
-        delay: parse(path.read_bytes().splitlines(keepends=True), str(path), identity=None)
+        delay: parse(path.read_bytes().splitlines(keepends=True), str(path), key=None)
         for delay, path in files.items()
         if path.exists() or not delay
     }

@@ -191,4 +191,4 @@ def _largest(op: Op, cases: Sequence[Case]) -> list[Case]:
 
 
 def _failure_key(record: Record) -> object:
-    return records.row_of(record), record.config, record.reason
+    return records.row_key(record), record.config, record.reason

@@ -32,8 +32,8 @@ IMPORT_FAILED = "cannot be imported: "
 Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""
 
-Identity = Callable[["Record"], object]
-"""Returns a record's identity, which no two records may share."""
+RecordKey = Callable[["Record"], object]
+"""Function that returns the key of a record; two records of a file never share it."""
 CHECK_SUFFIX = ".check.jsonl"
 """End of the name of a file of checks."""
 T = TypeVar("T")
@@ -57,8 +57,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     A copy with changes is `msgspec.structs.replace(record, …)`.
 
     Attributes:
-        op, variant, dtype, quant, axes, options: with `policy`, the row's identity.
-        case: the case's name; no part of the row's identity.
+        op, variant, dtype, quant, axes, options: with `policy` and `device`, the key of the row.
+        case: the case's name; no part of the key.
         policy: timing policy, for example `cold`.
         status: only a record that `passed` has measures.
         time_us: median time of one call.
@@ -119,7 +119,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def key(self) -> TaskKey:
-        """Return the key of the record's task: with the device, the identity of the row."""
+        """Return the key of the record's task: with the device, the key of the row."""
         return TaskKey.of(self.op, self)
 
     @property
@@ -170,34 +170,34 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or denominator is None else numerator / denominator
 
 
-def row_of(record: Record) -> tuple[TaskKey, str]:
-    """Return the identity of a row: its task and device."""
+def row_key(record: Record) -> tuple[TaskKey, str]:
+    """Return the key of a row: its task and device."""
     return record.key, record.device
 
 
-def check_of(record: Record) -> object:
-    """Return the identity of a row in a file of checks: the row, and the config."""
-    return row_of(record), record.config_label
+def check_key(record: Record) -> object:
+    """Return the key of a row in a file of checks: the row, and the config."""
+    return row_key(record), record.config_label
 
 
-def case_on_device(record: Record) -> tuple[TaskKey, str]:
-    """Return the identity that the rows of all variants of a case share: the key of the case, and the device."""
+def case_key(record: Record) -> tuple[TaskKey, str]:
+    """Return the key that the rows of all variants of a case share: the case and the device."""
     return record.key.of_case, record.device
 
 
 def load(path: Path) -> list[Record]:
     """Return all records of a file, oldest first; a file of checks may have several configs of a row."""
     with opened(path) as file:
-        return parse(file, str(path), check_of if path.name.endswith(CHECK_SUFFIX) else row_of)
+        return parse(file, str(path), check_key if path.name.endswith(CHECK_SUFFIX) else row_key)
 
 
-def parse(lines: Iterable[bytes], name: str, identity: Identity | None = row_of) -> list[Record]:
+def parse(lines: Iterable[bytes], name: str, key: RecordKey | None = row_key) -> list[Record]:
     """Return all records on lines of JSON, oldest first; errors call the lines `name`.
 
-    identity: None for a journal, where rows repeat.
+    key: None for a journal, where rows repeat.
 
     Raises:
-        ValueError: a line is broken, or two lines share an identity.
+        ValueError: a line is broken, or two lines share a key.
     """
     records: list[Record] = []
     line_of: dict[object, int] = {}
@@ -211,7 +211,7 @@ def parse(lines: Iterable[bytes], name: str, identity: Identity | None = row_of)
         except ValueError as error:
             raise ValueError(f"{name}:{len(records) + 1}: {error}") from error
         record, number = records[-1], len(records)
-        first = line_of.setdefault(identity(record), number) if identity else number
+        first = line_of.setdefault(key(record), number) if key else number
         if first != number:
             row = f"{record.label} {record.variant} on {record.device}"
             raise ValueError(f"{name}:{number}: {record.case}: {row}: the row of line {first} again; delete one of the two lines")
@@ -232,20 +232,20 @@ def merge(path: Path, new: Sequence[Record]) -> None:
         replace_bytes(path, _lines(newest([*(load(path) if path.exists() else []), *new])))
 
 
-def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], replaces: Identity = row_of) -> None:
+def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], replaces: RecordKey = row_key) -> None:
     """Replace the rows of a file of checks that `new` checked again, and keep the other rows that `is_kept` accepts.
 
     A file of checks has a row for each config, the failed row of several. A failed import replaces only a failed import. The
     file changes as `merge` changes a file.
 
-    replaces: `row_of` if a record replaces the rows of all configs; `check_of` if only the row of its own config.
+    replaces: `row_key` if a record replaces the rows of all configs; `check_key` if only the row of its own config.
     """
     with locked(path):
         before = [record for record in (load(path) if path.exists() else []) if is_kept(record)]
         launched = {replaces(record) for record in before if not _is_failed_import(record)}
         replacing = [record for record in new if not (_is_failed_import(record) and replaces(record) in launched)]
         replaced = set(map(replaces, replacing))
-        worst = {check_of(record): record for record in sorted(replacing, key=lambda record: record.status == "failed")}
+        worst = {check_key(record): record for record in sorted(replacing, key=lambda record: record.status == "failed")}
         replace_bytes(path, _lines([*(record for record in before if replaces(record) not in replaced), *worst.values()]))
 
 
@@ -255,8 +255,8 @@ def other_run(a: Record, b: Record) -> list[str]:
     return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
 
 
-def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> Identity:
-    """Return the function that gives a record's case: operator, types, sizes, options, policy and device.
+def shared_case_key(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> RecordKey:
+    """Return the function of a record that gives its case in two sets: operator, types, sizes, options, policy and device.
 
     An operator may get a new option, which older records lack. If any record of the operator lacks an option, the function drops
     this option from every row where its value is the default. If the default is unknown, and all records that have the option
@@ -273,14 +273,14 @@ def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = l
 
     shared: dict[object, object] = {}  # many rows differ in sizes alone: equal tuples are kept once
 
-    def identity(record: Record) -> object:
+    def key(record: Record) -> object:
         options: Mapping[str, Option] = record.options
         if dropped := left_out.get(record.op):
             options = {name: value for name, value in options.items() if name not in dropped or value != dropped[name]}
         names = (record.op, record.device, record.policy, record.dtype, record.quant, *sorted(options.items()))
         return shared.setdefault(names, names), *sorted(record.axes.items())
 
-    return identity
+    return key
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -293,16 +293,16 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def newest(records: Iterable[Record]) -> list[Record]:
     """Return the newest record of every row, in order of the rows' appearance; of equal dates the last record wins."""
-    return list(newest_rows(records, row_of).values())
+    return list(newest_by(records, row_key).values())
 
 
-def newest_rows(records: Iterable[Record], identity: Identity) -> dict[object, Record]:
-    """Return row -> its newest record, in order of the rows' first records; `identity` returns the row of a record.
+def newest_by(records: Iterable[Record], key: RecordKey) -> dict[object, Record]:
+    """Return key -> the newest record that has it, in order of the keys' first records.
 
     A failure, and a case that is no longer supported, replace a time. Because a failed import says nothing about the peer, its
     record replaces none.
     """
-    return {row: _newest(of_row) if len(of_row) > 1 else of_row[0] for row, of_row in grouped(records, identity).items()}
+    return {row: _newest(of_row) if len(of_row) > 1 else of_row[0] for row, of_row in grouped(records, key).items()}
 
 
 def _newest(of_row: Sequence[Record]) -> Record:

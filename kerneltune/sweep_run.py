@@ -144,7 +144,7 @@ class _SweepRun:
         self._warn_if_all_variants_fail(checked)
         path = plan.run_file("check")
         of_sweep = {TaskKey(sweep_case.op, "", sweep_case.case, CHECK_POLICY) for sweep_case in plan.sweep.check}
-        replaces = records.check_of if plan.options.quick else records.row_of  # `quick` checks no further configs
+        replaces = records.check_key if plan.options.quick else records.row_key  # `quick` checks no further configs
         records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep, replaces)
         plan.run_file("check.journal").unlink(missing_ok=True)
         return SweepResult(checked, [path], coverage)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.rows import Change, is_peer, pool, setup_of, slower_groups, us_of
-from kerneltune.records import Defaults, Record, identity_of, newest_rows, other_run
+from kerneltune.records import Defaults, Record, newest_by, other_run, shared_case_key
 from kerneltune.spec import TaskKey
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
 from kerneltune.wording import counted, first_of, printable
@@ -136,8 +136,8 @@ def gate(
     obstacle = _obstacle(baseline, new)
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
-    case_of = identity_of(baseline, new, defaults)
-    of_old, of_new = (newest_rows(side, lambda record: (case_of(record), record.variant)) for side in (baseline, new))
+    case_of = shared_case_key(baseline, new, defaults)
+    of_old, of_new = (newest_by(side, lambda record: (case_of(record), record.variant)) for side in (baseline, new))
     old_setups, new_setups = ({setup_of(record) for record in side.values()} for side in (of_old, of_new))
     pairs = [(of_old.get(row), of_new.get(row)) for row in of_old | of_new]
     timed = [(old, fresh) for old, fresh in pairs if old and fresh and old.status == fresh.status == "passed"]

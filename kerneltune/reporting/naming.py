@@ -54,7 +54,7 @@ class CaseName:
     """Hold the names of a case, and the words by which it differs from the other cases of a table.
 
     Attributes:
-        case: the case's name, which is no part of its identity.
+        case: the case's name, which is no part of its key.
         options: options, policy and device by name; `distinct_names` keeps the entries that differ between cases.
         kind: the operator's name without the words that all operators begin with, such as `fwd`; the last word always stays.
     """

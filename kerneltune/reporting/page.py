@@ -14,7 +14,7 @@ from typing import Any
 
 from kerneltune import cache
 from kerneltune.device import INTERPRETER
-from kerneltune.records import RUN_FIELDS, Record, case_on_device, grouped, newest
+from kerneltune.records import RUN_FIELDS, Record, case_key, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, distinct_names, look, source_facts
 from kerneltune.reporting.shares import bound_of, share
 from kerneltune.reporting.tables import (
@@ -121,7 +121,7 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[
 
 def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
     """Return the records that a page has room for, case by case, and a remark about the records left out."""
-    groups = grouped(records, case_on_device)
+    groups = grouped(records, case_key)
     shown: list[Record] = []
     cases = 0
     for group in groups.values():
@@ -154,9 +154,9 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
     """
     cases: dict[object, dict[str, Any]] = {}
     for record, name in zip(records, case_names(records), strict=True):
-        case = cases.get(case_on_device(record))
+        case = cases.get(case_key(record))
         if case is None:
-            case = cases[case_on_device(record)] = {
+            case = cases[case_key(record)] = {
                 **_named(name),
                 "label": record.label,
                 "policy": record.policy,
@@ -169,7 +169,7 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
             case["bound"] = case["bound"] or bound_of(record)
         case["of"][record.variant] = _result(record)
     for record in best_peers(records):
-        case = cases[case_on_device(record)]
+        case = cases[case_key(record)]
         case["best"] = {**_result(record), "is": record.variant}
     rows = Counter(record.dtype for record in records)
     orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "settings")}

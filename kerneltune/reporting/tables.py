@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kerneltune.device import INTERPRETER
 from kerneltune.errors import unknown
-from kerneltune.records import Record, case_on_device, grouped, identity_of, newest, other_run, ratio
+from kerneltune.records import Record, case_key, grouped, newest, other_run, ratio, shared_case_key
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.spec import short_dtype
@@ -111,7 +111,7 @@ _CSV_COLUMNS = (
 def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
     """Pair A and B by case and device, sorted by operator, mode, element type and options; the last record of a case counts."""
     sides = list(a), list(b)
-    case_of = identity_of(*sides)
+    case_of = shared_case_key(*sides)
     of_a, of_b = ({case_of(record): record for record in side} for side in sides)
     rows = [Comparison(record, of_b[case]) for case, record in of_a.items() if case in of_b]
     orders = [list(dict.fromkeys(values)) for values in zip(*(_kind(row.a) for row in rows), strict=True)]
@@ -121,7 +121,7 @@ def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
 def best_peers(records: Iterable[Record]) -> list[Record]:
     """Return the fastest timed peer of every case and device, in the order of the cases."""
     timed = [record for record in records if record.role == "peer" and record.time_us is not None]
-    return [min(of_case, key=lambda record: record.time_us or 0.0) for of_case in grouped(timed, case_on_device).values()]
+    return [min(of_case, key=lambda record: record.time_us or 0.0) for of_case in grouped(timed, case_key).values()]
 
 
 def side(records: Iterable[Record], name: str) -> list[Record]:
@@ -157,7 +157,7 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
             raise unknown(letter, name, sides)
     own = Counter(r.variant for r in records if r.role != "peer" and r.variant not in ("baseline", "optimized"))
     most = max(own, key=lambda name: own[name], default=variants[-1])
-    cases = set(map(case_on_device, records))
+    cases = set(map(case_key, records))
     first = BEST_PEER if 2 * len(peers) >= len(cases) else "baseline" if "baseline" in variants else variants[0]
     return a or first, b or ("optimized" if "optimized" in variants else most)
 
@@ -191,7 +191,7 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
     for family, members in families.items():
         a, b = pairs_of[family]
         rows = [row for row in paired(members, a, b) if row.speedup is not None]
-        cases = len(set(map(case_on_device, members)))
+        cases = len(set(map(case_key, members)))
         compared = str(cases) if len(rows) == cases else f"{len(rows)} of {cases}"
         name = "fastest peer" if a == BEST_PEER else a
         if not rows:
@@ -265,7 +265,7 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     """
     skipped = _always_skipped(records) if brief else {}
     kept = [r for r in records if (r.op, r.variant) not in skipped]
-    groups = list(grouped(kept, case_on_device).values())
+    groups = list(grouped(kept, case_key).values())
     rows = [list(_sweep_rows(group)) for group in groups]
     bounds = [row.bound for of_case in rows for row in of_case if row.bound]
     of_cases, names = case_columns(

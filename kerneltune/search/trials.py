@@ -43,7 +43,7 @@ _RESULT |= {"detail": "reason", "resources": "program_registers"}
 
 
 class _Study(TaskRow, kw_only=True):
-    """Hold the user attributes of a study; `case` is no part of its identity."""
+    """Hold the user attributes of a study; `case` does not tell studies apart."""
 
     op: str
     fingerprint: dict[str, str]
