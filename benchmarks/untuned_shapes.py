@@ -52,7 +52,7 @@ def known(op: Op, variant: Variant, gpu: str, trials: Path = ROOT, configs: Path
 
     def put(case: Case, knobs: Mapping[str, Any], time_us: float | None) -> Knobs | None:
         config = variant.valid_config(case, knobs)
-        if config is None or op.called(case) != case:
+        if config is None or op.case_of_call(case) != case:
             return None
         return knob_pairs(config) if times.setdefault(case, {}).setdefault(knob_pairs(config), time_us) else None
 

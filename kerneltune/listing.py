@@ -227,7 +227,7 @@ def check_case(op: Op, case: Case) -> None:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)
         else:
-            for looked_up in dict.fromkeys((case, op.called(case))):
+            for looked_up in dict.fromkeys((case, op.case_of_call(case))):
                 _check_knobs(f"{op.name} {variant.name} {looked_up.label}", variant, variant.default, variant.config, looked_up)
 
 

@@ -369,7 +369,7 @@ class Op:
                 return variant
         raise unknown(f"{self.name}: variant", name, [variant.name for variant in self.variants])
 
-    def called(self, case: Case) -> Case:
+    def case_of_call(self, case: Case) -> Case:
         """Return the case that a call without `config=` looks up: unseen options have their first value."""
         if self.as_called is not None:
             return self.as_called(case)

@@ -52,7 +52,7 @@ class Task:
 
     def config_of_call(self, root: Path | None, gpu: str | None = None) -> Config:
         """Return the config of a call without `config=`, on this GPU or a named GPU; None for a variant without knobs."""
-        return self.chooser(root).find(self.op.called(self.case), gpu).config if self.variant.config is not None else None
+        return self.chooser(root).find(self.op.case_of_call(self.case), gpu).config if self.variant.config is not None else None
 
     def stored(self, root: Path | None) -> tuple[CacheEntry, Config] | None:
         """Return the entry of exactly this task on this GPU model and its config; None if there is no valid config."""

@@ -89,7 +89,7 @@ def explain(
         named_case = o.case_of_sizes(operator, sizes, dtype or operator.dtypes[0], quant or operator.quants[0], whole=True)
     else:
         named_case = bench_case(operator, text, dtype, quant)
-    called = operator.called(named_case)
+    called = operator.case_of_call(named_case)
     if (reason := chosen_variant.unsupported(called)) is not None:
         raise ValueError(f"case: {called.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(operator, chosen_variant, "cold", configs)

@@ -45,7 +45,7 @@ def _errors(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]
             if not looked_up and Chooser.__name__ not in str(error):  # `run` needs a config, and has no look-up
                 return []
             return [f"{_CALL} fails: {statement_in(host_folder(op), error)}{first_line(error)}"]
-    tuned = op.called(case)
+    tuned = op.case_of_call(case)
     if looked_up and _without_free_options(op, tuned) not in [_without_free_options(op, asked) for asked in looked_up]:
         return [f"{_CALL} looks up {looked_up[0].label}, where configs are stored for {tuned.label}"]
     return [f"{_CALL}: {line}" for line in checker.disagreements(outputs)] if looked_up else []

@@ -83,7 +83,7 @@ def _tasks(plan: Plan) -> list[Task]:
     whole, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
     for sweep_case in sorted(plan.cases(), key=lambda it: it.case.dtype != "bfloat16"):
         op = plan.ops[sweep_case.op]
-        case = sweep_case.case if whole else op.called(sweep_case.case)
+        case = sweep_case.case if whole else op.case_of_call(sweep_case.case)
         with_knobs = [task for task in plan.tasks(sweep_case.op, case) if task.variant.config is not None]
         supported = [task for task in with_knobs if task.variant.unsupported(case) is None]
         tasks |= {task.key: task for task in supported}

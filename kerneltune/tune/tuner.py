@@ -112,7 +112,7 @@ class Tuner:
         with self:
             explored = self._explored(candidates(self.task, self.store, self.options), self.options.search)
             times = times_of(explored)
-            before = self.task.chooser(self.options.configs).find(self.task.op.called(self.task.case))
+            before = self.task.chooser(self.options.configs).find(self.task.op.case_of_call(self.task.case))
             if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
                 evaluated = self.evaluate(before.config, self.begin(before.config)).result()
                 times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}

@@ -78,7 +78,7 @@ def test_sweep_without_tuning_runs_configs_of_calls(name: str) -> None:
     variant = op.variant("optimized")
     for case in (random_case(op, rng) for _ in range(CASES)):
         wanted, config = called_with(op, case)
-        assert wanted == op.called(case), case.label
+        assert wanted == op.case_of_call(case), case.label
         assert config == Task(op, case, variant).config_of_call(None), case.label
 
 
@@ -94,7 +94,7 @@ def test_look_up_of_random_sizes_returns_a_valid_config_and_its_source(name: str
         sizes = {axis: rng.choice(UNNAMED[:8] if axis in "EGT" else UNNAMED) for axis in op.axes}
         sizes |= {"M": rng.choice((1, 999, 20001, 262143, 4194304))} if "M" in sizes and rng.random() < 0.5 else {}
         options = tuple((option, rng.choice(offered)) for option, offered in op.options.items())
-        case = op.called(Case("unnamed", tuple(sizes.items()), rng.choice(op.dtypes), rng.choice(op.quants), options))
+        case = op.case_of_call(Case("unnamed", tuple(sizes.items()), rng.choice(op.dtypes), rng.choice(op.quants), options))
         if math.prod(sizes.values()) > 1 << 44 or variant.unsupported(case) is not None:
             continue
         choice = chooser.find(case)
@@ -130,7 +130,7 @@ def test_first_look_up_of_a_shape_takes_at_most_a_short_loop(name: str) -> None:
     shares = []
     for case in cases:
         sizes = {axis: size + (0 if axis in "EGT" else 16 * rng.randint(1, 99)) for axis, size in case.axes}
-        new = op.called(replace(case, axes=tuple(sizes.items())))
+        new = op.case_of_call(replace(case, axes=tuple(sizes.items())))
         if op.variant("optimized").unsupported(new) is None:
             shares.append(seconds_of_a_first_call(chooser, new) / seconds_of_a_loop())
     assert statistics.median(shares) <= 1.5, shares
