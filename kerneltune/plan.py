@@ -36,22 +36,19 @@ class Selection:
     quants: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
 
-    def takes_case(self, op: str, case: Case) -> bool:
+    def matches_case(self, op: str, case: Case) -> bool:
         """Return whether a case of an operator belongs to the selection."""
         exact = ((op, self.ops), (case.dtype, self.dtypes), (case.quant, self.quants))
         is_named = not self.cases or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.cases)
         return is_named and all(not names or value in names for value, names in exact)
 
-    def takes(self, key: TaskKey) -> bool:
+    def matches(self, key: TaskKey) -> bool:
         """Return whether a task belongs to the selection."""
-        return self.takes_case(key.op, key.case) and self.takes_variant(key.variant)
+        return self.matches_case(key.op, key.case) and self.matches_variant(key.variant)
 
-    def takes_variant(self, variant: str, is_left_out: bool = False) -> bool:
-        """Return whether a variant belongs to the selection.
-
-        is_left_out: the variant, such as a peer, belongs to it only if the selection names variants.
-        """
-        return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants) if self.variants else not is_left_out
+    def matches_variant(self, variant: str, by_default: bool = True) -> bool:
+        """Return whether a variant belongs to the selection; if the selection names none, the answer is `by_default`."""
+        return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants) if self.variants else by_default
 
     def require_match(self, field: str, present: Iterable[str], place: str = "") -> None:
         """Raise ValueError for a name or pattern of a field that matches no present value; a message ends with the place."""
@@ -135,7 +132,7 @@ class Plan:
     def cases(self, section: Section = "bench") -> list[SweepCase]:
         """Return the selected cases of a section."""
         sweep_cases = self.sweep.bench if section == "bench" else self.sweep.check
-        return [sweep_case for sweep_case in sweep_cases if self.selection.takes_case(sweep_case.op, sweep_case.case)]
+        return [sweep_case for sweep_case in sweep_cases if self.selection.matches_case(sweep_case.op, sweep_case.case)]
 
     def headline(self, section: Section = "bench") -> list[SweepCase]:
         """Return at most ten selected headline cases; if the family has none, at most ten selected cases across the file."""
@@ -146,8 +143,8 @@ class Plan:
 
     def variants(self, op: str) -> list[Variant]:
         """Return the selected variants of an operator whose packages are installed."""
-        takes, with_peers = self.selection.takes_variant, self.options.peers
-        selected = [variant for variant in self.ops[op].variants if takes(variant.name, variant.is_peer and not with_peers)]
+        matches, peers = self.selection.matches_variant, self.options.peers
+        selected = [variant for variant in self.ops[op].variants if matches(variant.name, peers or not variant.is_peer)]
         return [variant for variant in selected if not variant.missing()]
 
     def without(self, variants: Collection[tuple[str, str]]) -> "Plan":
@@ -189,7 +186,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
 
 def require_case(selection: Selection, file: object, sweep_cases: Sequence[SweepCase]) -> list[SweepCase]:
     """Return the selected cases, one or more; a message names the `file`."""
-    chosen = [sweep_case for sweep_case in sweep_cases if selection.takes_case(sweep_case.op, sweep_case.case)]
+    chosen = [sweep_case for sweep_case in sweep_cases if selection.matches_case(sweep_case.op, sweep_case.case)]
     if not chosen:
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)

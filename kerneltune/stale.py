@@ -123,14 +123,14 @@ def _uses(plans: Sequence[Plan]) -> _Uses:
     selected = [(plan, sweep_case) for plan in plans for sweep_case in plan.cases()]
     ranks: dict[tuple[str, Case], int] = {}
     for plan, sweep_case in sorted(selected, key=lambda pair: not pair[0].sweep.is_headline(pair[1])):
-        ranks.setdefault((sweep_case.op, plan.ops[sweep_case.op].called(sweep_case.case)), len(ranks))
+        ranks.setdefault((sweep_case.op, plan.ops[sweep_case.op].case_of_call(sweep_case.case)), len(ranks))
     return ranks
 
 
 def _selects(selection: Selection, entry: CacheEntry, uses: _Uses) -> bool:
     """Return whether a config is selected; if a family or cases are selected, one of their cases must look the config up."""
     is_used = (entry.op, entry.case) in uses or not (selection.family or selection.cases)
-    return is_used and replace(selection, cases=()).takes(entry.key)
+    return is_used and replace(selection, cases=()).matches(entry.key)
 
 
 def _family(plan: Plan, folder: Path) -> StaleFamily:

@@ -27,7 +27,7 @@ OP = replace(fake_operator.OP, variants=(fake_operator.VARIANT, *PEERS))
     (Selection("f", dtypes=("float16",)), False),
 ])  # fmt: skip
 def test_selection_takes_tasks_whose_case_and_variant_it_names(selection: Selection, taken: bool) -> None:
-    assert selection.takes(Task(OP, CASE, fake_operator.VARIANT).key) is taken
+    assert selection.matches(Task(OP, CASE, fake_operator.VARIANT).key) is taken
 
 
 @pytest.mark.parametrize(("variants", "peers", "expected"), [

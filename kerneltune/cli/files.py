@@ -29,7 +29,7 @@ def selected(rows: Sequence[T], wanted: Selection, key_of: Callable[[T], TaskKey
     keys = [key_of(row) for row in rows]
     for field in ("op", "dtype", "quant", "variant", "case"):
         wanted.require_match(field, (key.op if field == "op" else key.fields[field] for key in keys))
-    return [row for row, key in zip(rows, keys, strict=True) if wanted.takes(key)]
+    return [row for row, key in zip(rows, keys, strict=True) if wanted.matches(key)]
 
 
 def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> list[Case]:

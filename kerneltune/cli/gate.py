@@ -103,7 +103,7 @@ def _judged(
     records = load_some(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
-    records, against = ([record for record in side if wanted.takes(record.key)] for side in (records, against))
+    records, against = ([record for record in side if wanted.matches(record.key)] for side in (records, against))
     families = {record.family or new.stem for record in records}
     if margin is None and len(families) == 1:
         margin = gate_margin(families.pop())

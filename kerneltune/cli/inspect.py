@@ -154,7 +154,7 @@ def _targets(names: list[str] | None) -> list[str]:
 
 def _is_wanted(row: StaticRow, wanted: Selection) -> bool:
     name, _, dtype, quant = row.case_parts()
-    return wanted.takes(TaskKey(row.op, row.variant, Case(name, (), dtype, quant), row.policy))
+    return wanted.matches(TaskKey(row.op, row.variant, Case(name, (), dtype, quant), row.policy))
 
 
 def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: str, configs: Path | None) -> list[Run]:
@@ -195,7 +195,7 @@ def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | 
     ops = o.load_ops()
     wanted.require_names(ops.values())
     selected_ops: list[Op] = [ops[name] for name in wanted.ops or ops]
-    if not any(variant.config for op_ in selected_ops for variant in op_.variants if wanted.takes_variant(variant.name)):
+    if not any(variant.config for op_ in selected_ops for variant in op_.variants if wanted.matches_variant(variant.name)):
         named = f" of such a name: {', '.join(wanted.variants)}" if wanted.variants else ""
         raise ValueError(f"nothing to compile: {' '.join(wanted.ops)} has no variant with knobs{named}")
     if sizes:
@@ -232,7 +232,7 @@ def _sized_runs(op: Op, sizes: list[str], wanted: Selection) -> list[Run]:
 
 
 def _selected(runs: list[Run], wanted: Selection) -> list[Run]:
-    return [run for run in runs if wanted.takes(run.task.key)]
+    return [run for run in runs if wanted.matches(run.task.key)]
 
 
 def _with_config(runs: list[Run], text: str | None) -> list[Run]:

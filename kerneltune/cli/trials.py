@@ -62,7 +62,7 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
     kept = {name: newest_trials(store_path(plan.options.results, gpu, name)) for name in {e.op for e in plan.cases()}}
     for entry in plan.cases():
         op, case = plan.ops[entry.op], entry.case
-        for variant in filter(lambda variant: plan.selection.takes_variant(variant.name), op.variants):
+        for variant in filter(lambda variant: plan.selection.matches_variant(variant.name), op.variants):
             stored = kept[op.name].get(plan.key(entry)._replace(variant=variant.name), {})
             if any(evaluation.time_us is not None for evaluation in stored.values()):
                 by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))

@@ -83,6 +83,6 @@ def _selected(record: Record, plan: Plan) -> bool:
     return (
         of_family
         and record.policy == (options.policy or (op.policy if op else "cold"))
-        and selection.takes_case(record.op, record.key.case)
-        and selection.takes_variant(record.variant, peer and not options.peers)
+        and selection.matches_case(record.op, record.key.case)
+        and selection.matches_variant(record.variant, options.peers or not peer)
     )

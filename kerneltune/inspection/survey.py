@@ -49,7 +49,7 @@ def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Ru
         for case in cases
         for variant in op.variants
         if variant.config is not None
-        and selection.takes_variant(variant.name, variant.is_peer)
+        and selection.matches_variant(variant.name, not variant.is_peer)
         and variant.unsupported(case) is None
     ]
 
