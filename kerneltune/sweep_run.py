@@ -14,7 +14,7 @@ from kerneltune import device, records
 from kerneltune.files import replace_text
 from kerneltune.journals import journalled, with_finished_rows
 from kerneltune.measuring.assembly import TARGETS, Target
-from kerneltune.measuring.check import check_only
+from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.compare import ceiling_task, make_record
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
@@ -197,8 +197,8 @@ class _SweepRun:
         checked = list[Record]()
         for runs, rows in work:
             if rows is None:
-                self.worker.close()  # `check_only` asks how much memory is free
-                outcomes = check_only(runs, self.worker.check)
+                self.worker.close()  # `check_runs` asks how much memory is free
+                outcomes = check_runs(runs, self.worker.check)
                 rows = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
                 records.append(journal, rows)
                 self.progress.advance(runs[0].task.case_label, len(runs))

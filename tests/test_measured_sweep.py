@@ -253,7 +253,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
         return [Outcome("checked") for _ in runs]
 
     monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
-    monkeypatch.setattr(sweep_run, "check_only", checked)
+    monkeypatch.setattr(sweep_run, "check_runs", checked)
     selection, untuned = Selection(str(path), ("rmsnorm_bwd",)), replace(options, mode="measure")
     with pytest.raises(KeyboardInterrupt):
         run_sweep(load_plan(OPS, selection, untuned), Progress(), lambda rows: happened.append(f"table of {len(rows)}"))
@@ -281,7 +281,7 @@ def test_sweep_interrupted_after_a_failed_check_keeps_no_time_of_the_first_table
         return [measured_row(task) for task, _ in runs]
 
     monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
-    monkeypatch.setattr(sweep_run, "check_only", checked)
+    monkeypatch.setattr(sweep_run, "check_runs", checked)
     monkeypatch.setattr("kerneltune.tune.run.run_tune", interrupted)
     (tmp_path / "norm.yaml").write_text(RMSNORM)
     plan = load_plan(OPS, Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",)), options)
@@ -326,7 +326,7 @@ def test_sweep_after_an_interrupted_measurement_repeats_no_check(
     def interrupted(*_: object) -> list[Record]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweep_run, "check_only", checks)
+    monkeypatch.setattr(sweep_run, "check_runs", checks)
     monkeypatch.setattr(sweep_run, "compare_in_worker", interrupted)
     plan = load_plan(OPS, Selection(str(path)), replace(options, mode="measure"))
     with pytest.raises(KeyboardInterrupt):
@@ -428,7 +428,7 @@ def test_variant_whose_default_config_fails_its_check_is_neither_tuned_nor_timed
     def tune(plan: Plan, _progress: object) -> None:
         tuned.update(task.variant.name for entry in plan.cases() for task in plan.tasks(entry.op, entry.case))
 
-    monkeypatch.setattr(sweep_run, "check_only", checked)
+    monkeypatch.setattr(sweep_run, "check_runs", checked)
     monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
     monkeypatch.setattr("kerneltune.tune.run.run_tune", tune)
     (tmp_path / "norm.yaml").write_text(RMSNORM)

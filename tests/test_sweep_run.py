@@ -254,7 +254,7 @@ def test_sweep_after_an_interrupt_continues_behind_checked_cases_of_the_same_sou
     """Checks of other source do not count."""
     log, stop_at = tmp_path / "log", {"even"}
 
-    def check_only(runs: Any) -> list[Outcome]:
+    def check_runs(runs: Any) -> list[Outcome]:
         name = runs[0][0].case.name
         with log.open("a") as file:
             file.write(f"{name}\n")
@@ -262,7 +262,7 @@ def test_sweep_after_an_interrupt_continues_behind_checked_cases_of_the_same_sou
             raise KeyboardInterrupt
         return [Outcome("checked") for _ in runs]
 
-    monkeypatch.setattr(jobs, "check_only", check_only)
+    monkeypatch.setattr(jobs, "check_runs", check_runs)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0})
     with pytest.raises(KeyboardInterrupt):
         run(stream_sweep, options)

@@ -65,13 +65,13 @@ class Fact(NamedTuple):
         return _TEXTS[self.kind].format(text=self.text, where=os.path.basename(self.where))
 
 
-class Launches(set[Fact]):
+class LaunchFacts(set[Fact]):
     """Hold the facts of some launches, and if no program runs, the number of their programs."""
 
     num_programs = 0
 
 
-_NOTED: ContextVar[Launches | None] = ContextVar("noted", default=None)
+_NOTED: ContextVar[LaunchFacts | None] = ContextVar("noted", default=None)
 WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
 """Set while a launch runs on tensors without memory: only its addresses count."""
 _LONG_LOOP = 128
@@ -79,22 +79,22 @@ _LONG_LOOP = 128
 
 
 @contextmanager
-def noting(for_others: bool = True) -> Iterator[Launches]:
+def noting(for_others: bool = True) -> Iterator[LaunchFacts]:
     """Collect the facts of the launches within; unless `for_others` is false, an enclosing `noting` gets them as well."""
-    launches = Launches()
-    token = _NOTED.set(launches)
+    facts = LaunchFacts()
+    token = _NOTED.set(facts)
     try:
-        yield launches
+        yield facts
     finally:
         _NOTED.reset(token)
         if for_others:
-            note(*launches)
+            note(*facts)
 
 
 def note(*facts: Fact) -> None:
     """Note facts of a launch."""
-    if (launches := _NOTED.get()) is not None:
-        launches.update(facts)
+    if (noted := _NOTED.get()) is not None:
+        noted.update(facts)
 
 
 def note_here(kind: Kind) -> None:

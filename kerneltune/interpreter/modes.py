@@ -22,7 +22,7 @@ import numpy as np
 from kerneltune.errors import is_own
 from kerneltune.interpreter.bounds import strict_parts
 from kerneltune.interpreter.corrections import correct_interpreter
-from kerneltune.interpreter.facts import Launches, note, noting
+from kerneltune.interpreter.facts import LaunchFacts, note, noting
 from kerneltune.interpreter.host_code import noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 
@@ -63,7 +63,7 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
 
 
 @contextmanager
-def unlaunched(folder: str = "") -> Iterator[Launches]:
+def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
     """Collect the facts of launches of interpreted kernels, and of host code in a folder, and run no program.
 
     What host code keeps for a further call, such as a workspace that grows, is forgotten, as each case is checked by itself.
@@ -74,12 +74,12 @@ def unlaunched(folder: str = "") -> Iterator[Launches]:
         with untraced():
             bound = bound_arguments(executor, args, kwargs)
             grid = executor.grid(bound) if callable(executor.grid) else executor.grid
-            launches.num_programs += math.prod(map(int, grid))
+            facts.num_programs += math.prod(map(int, grid))
             note(*facts_of(executor, bound))
 
     uncalled = replaced({(GridExecutor, "__call__"): collect})
-    with noting() as launches, uncalled, _forgetting(folder), noting_host(folder):
-        yield launches
+    with noting() as facts, uncalled, _forgetting(folder), noting_host(folder):
+        yield facts
 
 
 class LaunchedError(Exception):

@@ -22,7 +22,7 @@ from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import refusing_launches, strict
 from kerneltune.measuring.layouts import ELEMENTS, EVERY_OUTER_AXIS, ROWS, names_by_storage, noting_layouts, with_gaps
-from kerneltune.measuring.memory import affordable, memory_obstacle, out_of_memory_reason
+from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, skip_if_out_of_memory
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 from kerneltune.task import Outcome, Run, Task
@@ -192,13 +192,13 @@ class Checker:
     ) -> "Checker | Outcome":
         """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
         try:
-            return affordable(partial(cls, op, case, device, first_seen=first_seen, **options))
+            return skip_if_out_of_memory(partial(cls, op, case, device, first_seen=first_seen, **options))
         except CaseError as error:
             return Outcome("failed", str(error))
 
     def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
         """Return the outcome of a variant under a config; see `errors`. A peer with a failed import is skipped."""
-        errors = affordable(partial(self.errors, variant, config, runs))
+        errors = skip_if_out_of_memory(partial(self.errors, variant, config, runs))
         if isinstance(errors, Outcome):
             return errors
         is_skipped = bool(errors) and errors[0].startswith(IMPORT_FAILED)
@@ -240,7 +240,7 @@ class Checker:
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Return the outputs of a run, empty if it failed, and its errors."""
         try:
-            with noting() as launches:
+            with noting() as facts:
                 outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             if out_of_memory_reason(error):
@@ -250,7 +250,7 @@ class Checker:
             place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
-            causes = [fact for fact in launches if fact.kind in ("tf32", "division")]
+            causes = [fact for fact in facts if fact.kind in ("tf32", "division")]
             return outputs, [*lines, *sorted(str(it) for it in causes if it.kind == "tf32" or self._nearly_agree(outputs))]
         return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
 
@@ -331,7 +331,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
 
 
-def check_only(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | None = None) -> list[Outcome]:
+def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | None = None) -> list[Outcome]:
     """Check the runs of one case; return an outcome for each.
 
     Args:

@@ -11,8 +11,8 @@ import torch
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker, broken_context
-from kerneltune.measuring.memory import affordable, gpu_free_bytes, memory_obstacle
-from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
+from kerneltune.measuring.memory import gpu_free_bytes, memory_obstacle, skip_if_out_of_memory
+from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, num_input_sets, throttled
 from kerneltune.processes import tell
 from kerneltune.records import Record, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
@@ -45,7 +45,7 @@ def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task
 def obstacle(task: Task) -> str | None:
     """Return why a task cannot be timed: its case does not fit the GPU, or no call would find the L2 cold; None if it can."""
     try:
-        _sets(task)
+        _num_input_sets(task)
     except ValueError as error:
         return str(error)
     return memory_obstacle(task.op, task.case)
@@ -125,7 +125,7 @@ def _capture(names: Iterable[str], run: Run, inputs: Sequence[Inputs]) -> dict[s
     """Return a contender of a run per name, or the outcome that says why the variant cannot be timed."""
     policy = POLICIES[run.task.policy]
     try:
-        return affordable(lambda: {name: contender(run.task.variant, run.config, inputs, policy) for name in names})
+        return skip_if_out_of_memory(lambda: {name: contender(run.task.variant, run.config, inputs, policy) for name in names})
     except Exception as error:  # an error of another package under capture is a result
         reason = f"cannot be timed: {first_line(error)}"
         _require_context(reason)
@@ -136,11 +136,11 @@ def _sample(contenders: dict[str, Contender], ceiling: Run | None) -> dict[str, 
     """Time the contenders, and in the same rounds the ceiling, if its inputs fit in memory."""
     if ceiling is not None:
         tell(CEILING)
-        beside = affordable(partial(_ceiling_contender, *ceiling))
+        beside = skip_if_out_of_memory(partial(_ceiling_contender, *ceiling))
         if not isinstance(beside, Outcome):
             contenders[CEILING] = beside
     tell("")
-    return affordable(partial(time_contenders, contenders))
+    return skip_if_out_of_memory(partial(time_contenders, contenders))
 
 
 def _ceiling_contender(task: Task, config: Config) -> Contender | Outcome:
@@ -156,15 +156,15 @@ def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
 def input_sets(task: Task) -> list[Inputs] | Outcome:
     """Make so many input sets that every call finds the L2 cold or hot, as the policy says; `skipped` if memory is short."""
     try:
-        count = _sets(task)
+        count = _num_input_sets(task)
     except ValueError as error:
         return Outcome("skipped", str(error))
-    return affordable(lambda: [task.op.inputs(task.case, device="cuda", seed=i) for i in range(count)])
+    return skip_if_out_of_memory(lambda: [task.op.inputs(task.case, device="cuda", seed=i) for i in range(count)])
 
 
-def _sets(task: Task) -> int:
+def _num_input_sets(task: Task) -> int:
     bytes_of_set = task.op.traffic(task.case).total
-    return rotation(POLICIES[task.policy], bytes_of_set, device.current().l2_bytes, gpu_free_bytes())
+    return num_input_sets(POLICIES[task.policy], bytes_of_set, device.current().l2_bytes, gpu_free_bytes())
 
 
 def contender(variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy, **options: Any) -> Contender:

@@ -12,10 +12,10 @@ from functools import partial
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError
-from kerneltune.interpreter.facts import Fact, Launches
+from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, only_calls_torch
-from kerneltune.measuring.pairs import Setting, around_default, check_cost, launched, settings
+from kerneltune.measuring.pairs import Setting, around_default, check_cost, facts_by_config, settings
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome
 
@@ -30,7 +30,7 @@ _FEW_PROGRAMS = 512
 """Programs that a derived case may have in any case: they take the interpreter half a second."""
 _MOST_PAIRED, _MOST_PAIRS, _TRIED = 8, 16, 8
 """Most cases of an operator in which values of settings meet, most pairs of values that are tried, and cases tried for a pair."""
-_SHORTENING_S = 180
+_SMALLER_SIZES_S = 180
 """Processor seconds for all smaller sizes of an operator's bench cases, as host code may loop over sizes in Python."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
@@ -53,7 +53,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     middle = len(by_cost) // 2
     by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
     if not by_cost or op.origin is not None:
-        return [], [], _shortened_in_fork(op, [], [], bench, 0.0)[1]
+        return [], [], _with_smaller_sizes_in_fork(op, [], [], bench, 0.0)[1]
     most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
     for value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
@@ -69,30 +69,31 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
         derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)[0]
     wider = [_without_ones(case, by_cost) for case in by_cost]
-    shortened, facts = _shortened_in_fork(op, list(dict.fromkeys([*wider, *by_cost])), [*check, *derived], bench, most)
-    return [*derived, *shortened], without, facts
+    smaller, facts = _with_smaller_sizes_in_fork(op, list(dict.fromkeys([*wider, *by_cost])), [*check, *derived], bench, most)
+    return [*derived, *smaller], without, facts
 
 
-def _shortened_in_fork(
+def _with_smaller_sizes_in_fork(
     op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
 ) -> tuple[list[Case], set[Fact]]:
-    """Return what `_shortened` returns; nothing if host code ends the fork, as the check of addresses says then.
+    """Return what `_with_smaller_sizes` returns; nothing if host code ends the fork, as the check of addresses says then.
 
     A fork that takes too long gives a fact.
     """
 
     def work() -> tuple[list[Case], set[Fact]]:
-        resource.setrlimit(resource.RLIMIT_CPU, (_SHORTENING_S, _SHORTENING_S + 5))  # SIGXCPU at the first, SIGKILL at the second
-        return _shortened(op, by_cost, check, bench, most)
+        limits = _SMALLER_SIZES_S, _SMALLER_SIZES_S + 5  # SIGXCPU at the first, SIGKILL at the second
+        resource.setrlimit(resource.RLIMIT_CPU, limits)
+        return _with_smaller_sizes(op, by_cost, check, bench, most)
 
     try:
         return Fork(work).result()
     except ForkCrashedError as error:
-        text = f"sizes of bench cases alone: host code takes more than {_SHORTENING_S} s"
+        text = f"sizes of bench cases alone: host code takes more than {_SMALLER_SIZES_S} s"
         return [], {Fact("not judged", text)} if signal.SIGXCPU.name in str(error) else set()
 
 
-def _shortened(
+def _with_smaller_sizes(
     op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
 ) -> tuple[list[Case], set[Fact]]:
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
@@ -102,32 +103,32 @@ def _shortened(
     example, is left out: its launches depend on values.
     """
     derived, facts = list[Case](), set[Fact]()
-    variants = _launched_variants(op, check)
+    variants = _variants_with_facts(op, check)
     for variant in op.variants:
         if variant not in variants and not variant.is_peer and not only_calls_torch(op, variant, check):
             facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
     smaller = _SmallerCases(op, by_cost, [*check, *bench], most / _MOST_COST)
     for configs in (_default_alone, around_default) if check else (_default_alone,):
-        launches = partial(_launches, op, variants, configs, facts)
-        of_check = [its for _case, its in launches([*check, *derived])]
+        facts_of = partial(_facts_of_cases, op, variants, configs, facts)
+        of_check = [of_case for _case, of_case in facts_of([*check, *derived])]
         known = set[Fact]().union(*of_check)
-        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((its.num_programs for its in of_check), default=0))
-        of_facts: dict[frozenset[Fact], Case] = {}
-        for case, of_case in launches(sorted(bench, key=partial(check_cost, op))):
+        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((of_case.num_programs for of_case in of_check), default=0))
+        by_facts: dict[frozenset[Fact], Case] = {}
+        for case, of_case in facts_of(sorted(bench, key=partial(check_cost, op))):
             facts |= of_case
-            of_facts[frozenset(of_case)] = case
+            by_facts[frozenset(of_case)] = case
             for of_whole in (False, True) if len(of_check) >= len(check) else ():
                 wanted = {fact for fact in of_case - known if (fact.kind == "whole") is of_whole}
-                cases = smaller.of(case, of_whole, partial(_has_one_of, launches, wanted)) if wanted else ()
-                for candidate, its in launches(it for it in cases if check_cost(op, it) <= most):
-                    if its.num_programs <= most_programs and its & wanted and not _obstacle(op, candidate):
+                cases = smaller.of(case, of_whole, partial(_has_one_of, facts_of, wanted)) if wanted else ()
+                for candidate, found in facts_of(it for it in cases if check_cost(op, it) <= most):
+                    if found.num_programs <= most_programs and found & wanted and not _obstacle(op, candidate):
                         derived.append(candidate)
-                        known |= its
-                        wanted -= its
+                        known |= found
+                        wanted -= found
                     if not wanted:
                         break
             known |= of_case
-        bench = [*of_facts.values()]
+        bench = [*by_facts.values()]
     return derived, facts
 
 
@@ -221,24 +222,24 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
     yield variant.default_config(case)
 
 
-def _launched_variants(op: Op, cases: Iterable[Case]) -> list[Variant]:
+def _variants_with_facts(op: Op, cases: Iterable[Case]) -> list[Variant]:
     """Return the own variants whose launches are known without values, in all cases that they support until the time is over."""
     variants = [variant for variant in op.variants if not variant.is_peer]
     begun_s = time.thread_time()
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             break
-        variants = [it for it in variants if it.unsupported(case) or launched(op, it, case, _default_alone(it, case))]
+        variants = [it for it in variants if it.unsupported(case) or facts_by_config(op, it, case, _default_alone(it, case))]
     return variants
 
 
-def _launches(
+def _facts_of_cases(
     op: Op,
     variants: Sequence[Variant],
     configs: Callable[[Variant, Case], Iterable[Config]],
     facts: set[Fact],
     cases: Iterable[Case],
-) -> Iterator[tuple[Case, Launches]]:
+) -> Iterator[tuple[Case, LaunchFacts]]:
     """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
 
     Cases whose launches depend on values are left out. Facts of whole blocks lose the size of the block.
@@ -253,17 +254,17 @@ def _launches(
         if time.thread_time() - begun_s > _LAUNCHES_S:
             facts.add(Fact("not judged", f"further sizes of bench cases alone: {_LAUNCHES_S:g} s are over"))
             return
-        of_variants = [launched(op, it, case, configs(it, case)) for it in variants if not it.unsupported(case)]
+        of_variants = [facts_by_config(op, it, case, configs(it, case)) for it in variants if not it.unsupported(case)]
         if all(of_variants):
-            found = set[Fact]().union(*(launches for of_variant in of_variants for launches in of_variant.values()))
-            of_case = Launches(fact._replace(where="") if fact.kind == "whole" else fact for fact in found)
-            of_case.num_programs = sum(max(its.num_programs for its in of_variant.values()) for of_variant in of_variants)
+            found = set[Fact]().union(*(of_config for of_variant in of_variants for of_config in of_variant.values()))
+            of_case = LaunchFacts(fact._replace(where="") if fact.kind == "whole" else fact for fact in found)
+            of_case.num_programs = sum(max(it.num_programs for it in of_variant.values()) for of_variant in of_variants)
             yield case, of_case
 
 
-def _has_one_of(launches: Callable[[list[Case]], Iterator[tuple[Case, Launches]]], facts: Set[Fact], case: Case) -> bool:
+def _has_one_of(facts_of: Callable[[list[Case]], Iterator[tuple[Case, LaunchFacts]]], facts: Set[Fact], case: Case) -> bool:
     """Return whether launches of a case have one of some facts."""
-    return any(its & facts for _case, its in launches([case]))
+    return any(of_case & facts for _case, of_case in facts_of([case]))
 
 
 def _size(case: Case) -> int:

@@ -12,7 +12,7 @@ from kerneltune.errors import place_of
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
 from kerneltune.measuring.addresses import address_errors
-from kerneltune.measuring.check import check_only
+from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
 from kerneltune.measuring.mutations import accepted_mutations, mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs
@@ -60,7 +60,7 @@ def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     task = runs[0].task
     needed = needed_bytes(task.op, task.case)
-    return Job(task.case_label, task, partial(check_only, runs), runs, cost=len(runs), needed=needed)
+    return Job(task.case_label, task, partial(check_runs, runs), runs, cost=len(runs), needed=needed)
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:

@@ -28,7 +28,7 @@ _SAID = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 """Texts in out-of-memory errors of torch, of drivers and of libraries, which raise no error type of their own."""
 
 
-def affordable(work: Callable[[], T]) -> T | Outcome:
+def skip_if_out_of_memory(work: Callable[[], T]) -> T | Outcome:
     """Return the result of `work`, or a `skipped` outcome if `work` ran out of memory, with the bytes if torch names them."""
     try:
         return work()

@@ -1,8 +1,7 @@
 """Choose and check pairs of config and check case, beside the default config of each case.
 
-Every knob value meets every class of cases and every value of the other knobs, in few pairs: a covering array, whose interactions
-are called meetings here. First come pairs whose launches have facts that no default config has. These pairs, and a pair of each
-case, run twice.
+Every knob value meets every class of cases and every value of the other knobs, in few pairs: a covering array of interactions.
+First come pairs whose launches have facts that no default config has. These pairs, and a pair of each case, run twice.
 """
 
 import functools
@@ -18,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from kerneltune.forked import Fork, ForkCrashedError
-from kerneltune.interpreter.facts import Fact, Launches
+from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, FirstSeen, host_folder, is_shipped
 from kerneltune.measuring.lookups import look_up_failures
@@ -33,8 +32,8 @@ Value = tuple[str, object]
 """A knob and its value."""
 Setting = tuple[str, Any]
 """An element type, a mode or an option of a case: its name and its value."""
-Meeting = tuple[str | Value, ...]
-"""Name of a class with a value that meets it, or `_OTHER_KNOBS` with two values that meet."""
+Interaction = tuple[str | Value, ...]
+"""Name of a class of cases with a value, or `_OTHER_KNOBS` with two values."""
 
 _ALIGNMENT = 16
 """A size that is no multiple of `_ALIGNMENT` leaves a tail in vectorized accesses and in tiles."""
@@ -69,16 +68,16 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
         cost: the cost of a check of a case without its programs, in MB of traffic.
     """
     configs = configs_by_case(variant, cases)
-    launches = _launched_in_fork(op, variant, sorted(configs, key=cost))
-    leading = _with_new_facts(launches, of_whole_blocks=False)
+    facts = _facts_in_fork(op, variant, sorted(configs, key=cost))
+    leading = _with_new_facts(facts, of_whole_blocks=False)
     done: set[Pair] = {(of_case[0], case) for case, of_case in configs.items()}
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
     first_seen = FirstSeen()
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
-    covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), launches[case], config))
-    for config, case in itertools.chain(leading, covered, _with_new_facts(launches, of_whole_blocks=True), defaults):
+    covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), facts[case], config))
+    for config, case in itertools.chain(leading, covered, _with_new_facts(facts, of_whole_blocks=True), defaults):
         is_first = case not in checkers
         if (config, case) in done and not is_first:
             continue
@@ -141,7 +140,7 @@ def _coverage(
         return f"{line}; inputs or reference of {counted(num_without, 'case')} fail"
     if not classes(list(configs)):
         return f"{line}; no case has an element" if configs else "not checked: no case is supported and fits the memory"
-    left = ", ".join(unmet(configs, done))
+    left = ", ".join(uncovered(configs, done))
     if left:
         return f"{line}; time limit before every knob value met: {left}"
     return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
@@ -193,15 +192,15 @@ def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[
     return configs
 
 
-def launched(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) -> dict[Config, Launches]:
-    """Return the launches of a variant with each config; none if launches of the first config depend on values."""
-    found: dict[Config, Launches] = {}
+def facts_by_config(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) -> dict[Config, LaunchFacts]:
+    """Return the facts of a variant's launches by config; none if launches of the first config depend on values."""
+    found: dict[Config, LaunchFacts] = {}
     with suppress(Exception):  # code that reads values fails on tensors without memory
         inputs = op.inputs(case, device="meta")
         for config in configs:
-            with unlaunched(host_folder(op)) as launches:
+            with unlaunched(host_folder(op)) as facts:
                 variant.run(inputs, config)
-            found[config] = launches
+            found[config] = facts
     return found
 
 
@@ -217,80 +216,81 @@ def around_default(variant: Variant, case: Case) -> Iterator[Config]:
             yield from itertools.islice((config for config in configs if variant.valid(case, config) is None), 1)
 
 
-def _launched_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case, dict[Config, Launches]]:
-    """Return the launches around the default config of each case; the fork's host code keeps buffers without memory."""
+def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case, dict[Config, LaunchFacts]]:
+    """Return the facts of launches around the default config of each case; the fork's host code keeps buffers without memory."""
 
-    def work() -> dict[Case, dict[Config, Launches]]:
-        return {case: launched(op, variant, case, around_default(variant, case)) for case in cases}
+    def work() -> dict[Case, dict[Config, LaunchFacts]]:
+        return {case: facts_by_config(op, variant, case, around_default(variant, case)) for case in cases}
 
     with suppress(ForkCrashedError):
         return Fork(work).result()
     return {case: {} for case in cases}
 
 
-def _with_new_facts(launches: Mapping[Case, Mapping[Config, Launches]], of_whole_blocks: bool) -> list[Pair]:
+def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]], of_whole_blocks: bool) -> list[Pair]:
     """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
 
     of_whole_blocks: whether facts of whole blocks count, of blocks whose size is the value of a knob; or all other facts.
     """
 
-    def facts_of(config: Config, of_config: Launches) -> set[Fact]:
+    def counted_facts(config: Config, of_config: LaunchFacts) -> set[Fact]:
         sizes = {str(value) for _knob, value in knob_values(config)}
         if of_whole_blocks:
             return {fact for fact in of_config if fact.kind == "whole" and fact.where in sizes}
         return {fact for fact in of_config if fact.kind != "whole"}
 
-    known = {fact for of_case in launches.values() for default in [*of_case][:1] for fact in facts_of(default, of_case[default])}
+    defaults = [next(iter(of_case.items())) for of_case in facts.values() if of_case]
+    known = {fact for default in defaults for fact in counted_facts(*default)}
     pairs = list[Pair]()
-    for case, of_case in launches.items():
+    for case, of_case in facts.items():
         for config, of_config in of_case.items():
-            facts = facts_of(config, of_config)
-            pairs += [(config, case)] if facts - known else []
-            known |= facts
+            of_pair = counted_facts(config, of_config)
+            pairs += [(config, case)] if of_pair - known else []
+            known |= of_pair
     return pairs
 
 
-def _cost_of_pair(of_case: float, launches: Mapping[Config, Launches], config: Config) -> float:
+def _cost_of_pair(of_case: float, facts: Mapping[Config, LaunchFacts], config: Config) -> float:
     """Estimate the cost of a pair: knobs multiply the programs of the default config, the first, independently of each other."""
-    if not launches:
+    if not facts:
         return of_case
-    default, *_ = launches
-    base, factor = max(1, launches[default].num_programs), 1.0
+    default, *_ = facts
+    base, factor = max(1, facts[default].num_programs), 1.0
     for value in knob_values(config) - knob_values(default):
-        factor *= next((launches[it].num_programs / base for it in launches if value in knob_values(it)), 1.0)
+        factor *= next((facts[it].num_programs / base for it in facts if value in knob_values(it)), 1.0)
     return of_case + _PROGRAM_COST * base * factor
 
 
 def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, Case], float]) -> Iterator[Pair]:
     """Yield pairs until every knob value has met every class of cases, and then every value of the other knobs.
 
-    The default config of each case counts as checked. The next pair is the pair with the most new meetings, for its cost; a
-    meeting with a class counts as `_CLASS_WEIGHT` meetings of two values.
+    The default config of each case counts as checked. The next pair is the pair with the most new interactions, for its cost; an
+    interaction with a class counts as `_CLASS_WEIGHT` interactions of two values.
 
     Args:
         configs: the configs of each case, its default first.
         cost: the cost of a check of a pair.
     """
-    of_case, met = _classes_by_case(configs), set[Meeting]()
+    of_case, covered = _classes_by_case(configs), set[Interaction]()
     for case, offered in configs.items():
-        met |= _meetings(offered[0], of_case[case])
+        covered |= _interactions(offered[0], of_case[case])
     left = [(config, case) for case, (_default, *rest) in configs.items() if of_case[case] for config in rest]
     random.Random(0).shuffle(left)
     heap = [(-math.inf, number) for number in range(len(left))]
     while heap:
-        _bound, number = heapq.heappop(heap)  # an upper bound: the number of new meetings of a pair only falls
+        _bound, number = heapq.heappop(heap)  # an upper bound: the number of new interactions of a pair only falls
         config, case = left[number]
-        new = _meetings(config, of_case[case]) - met
+        new = _interactions(config, of_case[case]) - covered
         added = sum(1 if name == _OTHER_KNOBS else _CLASS_WEIGHT for name, *_values in new)
         entry = (-added / cost(config, case), number)
         if added and heap and entry > heap[0]:
             heapq.heappush(heap, entry)
         elif added:
-            met |= new
+            covered |= new
             yield config, case
 
 
-def _meetings(config: Config, names: frozenset[str]) -> frozenset[Meeting]:
+def _interactions(config: Config, names: frozenset[str]) -> frozenset[Interaction]:
     """Return each value of a config with the name of each class, and if values meet, each two values."""
     of_knobs = sorted(knob_values(config))
     return frozenset((name, *its) for name in names for its in itertools.combinations(of_knobs, 1 + (name == _OTHER_KNOBS)))
@@ -309,14 +309,14 @@ def _classes_by_case(configs: Iterable[Case]) -> dict[Case, frozenset[str]]:
     return {case: frozenset(names | ({_OTHER_KNOBS} if case in (thick or found) else set())) for case, names in of_case.items()}
 
 
-def unmet(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
+def uncovered(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
     """Yield a line for each class of cases that some knob values did not meet, and one for pairs of values that did not meet."""
     of_case = _classes_by_case(configs)
-    met, possible = (
-        {meeting for config, case in pairs for meeting in _meetings(config, of_case[case])}
+    covered, possible = (
+        {interaction for config, case in pairs for interaction in _interactions(config, of_case[case])}
         for pairs in (done, ((config, case) for case, offered in configs.items() for config in offered))
     )
-    num_left, num_possible = (Counter(name for name, *_values in meetings) for meetings in (possible - met, possible))
+    num_left, num_possible = (Counter(name for name, *_values in them) for them in (possible - covered, possible))
     for name in (*classes(list(configs)), _OTHER_KNOBS):
         if num_left[name]:
             yield f"{name} ({num_left[name]} of {num_possible[name]} left)"

@@ -49,7 +49,7 @@ class Policy:
 POLICIES = {p.name: p for p in (Policy("cold", True, True), Policy("hot", True, False), Policy("eager", False, True))}
 
 
-def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+def num_input_sets(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
     """Return the number of input/output sets with which every call finds the L2 cold.
 
     The sets hold at least four times the size of the L2, and a further set if it fits. At most half the free memory is used. The
@@ -61,11 +61,11 @@ def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> 
     if not policy.cold:
         return 1
     least = max(1, math.ceil(_L2_MULTIPLE * l2_bytes / max(set_bytes, 1)))
-    affordable = max(1, free_bytes // (2 * max(set_bytes, 1)))
-    if least > min(affordable, _MOST_SETS):
-        limit = f"more than {_MOST_SETS:,}" if least > _MOST_SETS else f"half of the free memory holds {affordable:,}"
+    num_fitting = max(1, free_bytes // (2 * max(set_bytes, 1)))
+    if least > min(num_fitting, _MOST_SETS):
+        limit = f"more than {_MOST_SETS:,}" if least > _MOST_SETS else f"half of the free memory holds {num_fitting:,}"
         raise ValueError(f"a cold L2 takes {least:,} input sets of {set_bytes:,} bytes, {limit}: only policy hot can time it")
-    return min(least + 1, affordable)
+    return min(least + 1, num_fitting)
 
 
 class Contender:

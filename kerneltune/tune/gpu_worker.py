@@ -17,7 +17,7 @@ from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, FirstSeen, broken_context
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
-from kerneltune.measuring.memory import affordable, out_of_memory_reason
+from kerneltune.measuring.memory import out_of_memory_reason, skip_if_out_of_memory
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.records import Record
@@ -87,7 +87,7 @@ class GpuBench:
     def check(self, task: Task, config: Config) -> Outcome:
         """Return the outcome of a config."""
         try:
-            return affordable(lambda: self._open(task).check(task.variant, config))
+            return skip_if_out_of_memory(lambda: self._open(task).check(task.variant, config))
         except CaseError as error:
             return Outcome("failed", str(error))
 
@@ -97,7 +97,7 @@ class GpuBench:
         checked = self.check(task, config)
         if checked.status != "checked":
             return Evaluation(checked.status, reason=checked.reason)
-        timed = affordable(lambda: self._timed(task, config, best_us, samples))
+        timed = skip_if_out_of_memory(lambda: self._timed(task, config, best_us, samples))
         return Evaluation("skipped", reason=timed.reason) if isinstance(timed, Outcome) else timed
 
     def _timed(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
@@ -124,7 +124,7 @@ class GpuBench:
         # every other config is compared with the first config, so a failure of the first config fails the request
         contenders = {"0": self._contender(task, configs[0])}
         for i, config in enumerate(configs[1:], start=1):
-            challenger = affordable(partial(self._contender, task, config))
+            challenger = skip_if_out_of_memory(partial(self._contender, task, config))
             if not isinstance(challenger, Outcome):
                 contenders[str(i)] = challenger
         samples = interleave(contenders, min_rounds=15, max_rounds=40)

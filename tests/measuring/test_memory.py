@@ -15,8 +15,8 @@ from fake_tuner import CompiledAtOnce, NoBench
 
 from kerneltune import device, sweep_run
 from kerneltune.measuring import compare, memory
-from kerneltune.measuring.check import check_only
-from kerneltune.measuring.memory import affordable, out_of_memory_reason
+from kerneltune.measuring.check import check_runs
+from kerneltune.measuring.memory import out_of_memory_reason, skip_if_out_of_memory
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -210,7 +210,7 @@ def test_affordable_raises_errors_other_than_out_of_memory() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        affordable(fails)
+        skip_if_out_of_memory(fails)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_host_free_bytes_stays_within_the_limit_of_a_cgroup(
 @pytest.mark.parametrize("field", ["inputs", "reference"])
 def test_check_of_a_case_whose_values_exceed_the_memory_of_the_host_is_skipped(field: str, large: Any) -> None:
     op = checked_op(lambda _case, **_: large()) if field == "inputs" else replace(checked_op(), reference=lambda _: large())
-    (outcome,) = check_only([Run(Task(op, CASE, op.variants[0]), Knobs(0))])
+    (outcome,) = check_runs([Run(Task(op, CASE, op.variants[0]), Knobs(0))])
     assert outcome.status == "skipped"
     assert "llocate" in outcome.reason
 

@@ -339,11 +339,11 @@ def test_covering_pairs_every_knob_value_with_every_class_in_at_most_17_pairs() 
     configs = pairs.configs_by_case(variant, CASES)
     chosen = list(pairs.covering(configs, cost_of_pair))
     done = {*chosen, *((listed[0], case) for case, listed in configs.items())}
-    assert list(pairs.unmet(configs, done)) == []
+    assert list(pairs.uncovered(configs, done)) == []
     assert len(chosen) == len(set(chosen)) <= 17
     assert len({config for config, case in done if case["M"] * case["N"] > 1}) == 12
     assert not any(case["M"] == 0 for _config, case in chosen)
-    assert list(pairs.unmet(configs, done - {chosen[-1]}))
+    assert list(pairs.uncovered(configs, done - {chosen[-1]}))
 
 
 def test_covering_pairs_values_of_two_knobs_in_a_case_of_several_tiles() -> None:
@@ -351,7 +351,7 @@ def test_covering_pairs_values_of_two_knobs_in_a_case_of_several_tiles() -> None
     configs = {case: [Rows(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4)] for case in (odd, row)}
     chosen = list(pairs.covering(configs, cost_of_pair))
     assert {config for config, case in chosen if case is odd} == set(configs[odd][1:])
-    assert list(pairs.unmet(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
+    assert list(pairs.uncovered(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
 
 
 def test_classes_name_ragged_axes_wide_tiny_and_first_cases() -> None:

@@ -6,7 +6,7 @@ import pynvml
 import pytest
 import torch
 
-from kerneltune.measuring.rounds import POLICIES, rotation, throttled
+from kerneltune.measuring.rounds import POLICIES, num_input_sets, throttled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -59,24 +59,24 @@ COLD = POLICIES["cold"]
 )
 def test_rotation_of_input_sets_exceeds_four_times_the_l2(set_bytes: int, sets: int) -> None:
     """Records of the H200 were measured with the first six."""
-    assert rotation(COLD, set_bytes, L2, FREE) == sets
+    assert num_input_sets(COLD, set_bytes, L2, FREE) == sets
     assert sets * set_bytes > 4 * L2
-    assert rotation(POLICIES["eager"], set_bytes, L2, FREE) == sets
-    assert rotation(POLICIES["hot"], set_bytes, L2, FREE) == 1
+    assert num_input_sets(POLICIES["eager"], set_bytes, L2, FREE) == sets
+    assert num_input_sets(POLICIES["hot"], set_bytes, L2, FREE) == 1
 
 
 def test_rotation_with_little_memory_has_one_set_above_four_times_the_l2() -> None:
-    assert rotation(COLD, 1 << 20, L2, 482 << 20) == 241  # four times the L2 is 240 MiB
-    assert rotation(COLD, 1 << 20, L2, 481 << 20) == 240
-    assert rotation(COLD, 1 << 30, L2, 1 << 30) == 1  # it pushes itself out
+    assert num_input_sets(COLD, 1 << 20, L2, 482 << 20) == 241  # four times the L2 is 240 MiB
+    assert num_input_sets(COLD, 1 << 20, L2, 481 << 20) == 240
+    assert num_input_sets(COLD, 1 << 30, L2, 1 << 30) == 1  # it pushes itself out
     with pytest.raises(
         ValueError, match=r"^a cold L2 takes 240 input sets of 1,048,576 bytes, half of the free memory holds 239: "
     ):
-        rotation(COLD, 1 << 20, L2, 479 << 20)
-    assert rotation(POLICIES["hot"], 1 << 20, L2, 479 << 20) == 1
+        num_input_sets(COLD, 1 << 20, L2, 479 << 20)
+    assert num_input_sets(POLICIES["hot"], 1 << 20, L2, 479 << 20) == 1
 
 
 def test_rotation_of_a_case_too_small_for_a_cold_l2_raises() -> None:
-    assert rotation(COLD, 30_721, L2, FREE) == 8193
+    assert num_input_sets(COLD, 30_721, L2, FREE) == 8193
     with pytest.raises(ValueError, match=r"^a cold L2 takes 61,440 input sets of 4,096 bytes, more than 8,192: only policy hot"):
-        rotation(COLD, 4096, L2, FREE)
+        num_input_sets(COLD, 4096, L2, FREE)
