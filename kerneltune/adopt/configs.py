@@ -270,8 +270,6 @@ def free_blocks(launch: Launch) -> dict[str, int]:
 
 def _is_free(launch: Launch, name: str, size: int) -> bool:
     """Return whether a loop steps by a constexpr, or another value gives another grid; False if a heuristic depends on it."""
-    if callable(grid := launch.kwargs.get("grid")) and not inspect.isfunction(grid):
-        return False  # keys of serving hold the type of a partial, so that they cannot tell grids apart
     config, kernel = type(launch.autotuner.configs[0]), launch.autotuner.fn
     held = [value for value in list(launch.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
     around = [layer_heuristic for value in held for layer_heuristic in heuristics_of(value)]

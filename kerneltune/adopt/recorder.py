@@ -285,8 +285,12 @@ class Recorder:
         return RecordedClass()
 
     def _launch(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
+        result = self._launch_class(original, autotuner, recorded, args, kwargs)
         if recorded.digest:
             self._count(recorded.digest)
+        return result
+
+    def _launch_class(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
         if not recorded.configs:
             result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
             if recorded.unwritten is not None:

@@ -11,25 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import arguments, kernels, program
-from kerneltune.adopt.configs import (
-    OPTIONS,
-    StoredConfig,
-    configs_digest,
-    free_blocks,
-    launch_defaults,
-    plain_tuner,
-    split_options,
-    to_triton_configs,
-)
+from kerneltune.adopt.configs import StoredConfig, configs_digest, to_triton_configs
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
+from kerneltune.adopt.plain_serving import ServedConfig, ServedPlainKernel
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
-from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
     from kerneltune.adopt.ahead import Preparation
@@ -37,49 +28,6 @@ if TYPE_CHECKING:
 
 SERVED, MISSED = "served", "missed"
 """Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
-
-
-class LaunchChoice(NamedTuple):
-    """Hold a config and the keyword arguments of a launch with it.
-
-    Attributes:
-        config: the triton.Config; None for a kernel without an autotuner.
-        options: the keyword arguments; without an autotuner only the arguments whose values differ from the program's.
-    """
-
-    config: Any
-    options: dict[str, Any]
-
-    @property
-    def label(self) -> str:
-        """Return the values in a message."""
-        if self.config is not None:
-            return StoredConfig.of(self.config).label
-        return pairs(self.options) or "the program's own arguments"
-
-
-@dataclass(slots=True)
-class ServedConfig:
-    """Hold the config of the launches of a key.
-
-    Attributes:
-        choices: the choice that launches take, then the choices that replace it, in their order, if it fails to launch.
-        slot: place of the count of these launches.
-    """
-
-    choices: list[LaunchChoice]
-    slot: int
-
-    @classmethod
-    def of(cls, configs: Sequence[Any], slot: int) -> "ServedConfig":
-        """Serve the first config, and fall back to the next configs in their order."""
-        return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], slot)
-
-    def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> None:
-        """Replace a choice that fails to launch by the next, unless another thread has done so: see `program.drop_failed`."""
-        if program.drop_failed(self.choices, failed, error):
-            reason, to = first_line(error), self.choices[0].label
-            warn_once(f"{kernel_name(kernel).text}: config {failed.label} fails here ({reason}): falling back to {to}")
 
 
 @dataclass(slots=True)
@@ -174,79 +122,6 @@ class ServedAutotuner:
     author: ServedList
     shown: list[Any]
     assigned: dict[Any, ServedList] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class ServedPlainKernel:
-    """Serve a kernel without an autotuner.
-
-    Attributes:
-        kernels: the table's kernels of this code, each with other options of the program.
-        counters: counts of the process.
-        slots: places of the counts of launches: served, missed.
-        by_launch: the served changes by the keys of launches.
-        by_options: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
-    """
-
-    kernels: list[TableKernel]
-    counters: Counters
-    slots: tuple[int, ...]
-    by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
-    by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
-
-    def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Launch the kernel with the changes of the launch's key. The hot path of serving."""
-        served = self.by_launch.find(args, kwargs) or self._resolve(Launch(kernel, args, kwargs))
-        choice = served.choices[0]
-        try:
-            result = original(kernel, *args, **{**kwargs, **choice.options})
-        except Exception as error:  # Triton's launch errors share no type
-            served.fall_back(kernel, choice, error)
-            return self.launch(original, kernel, args, kwargs)
-        self.counters.add(served.slot)
-        return result
-
-    def _resolve(self, launch: Launch) -> ServedConfig:
-        """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
-        changes: dict[str, Any] | None = None
-        try:
-            changes = self._changes(launch)
-        except Exception as error:  # an argument of an unknown type must not end the user's program
-            warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
-        key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
-        choices = [*([LaunchChoice(None, changes)] if changes else ()), LaunchChoice(None, {})]
-        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.slots[changes is None]))
-
-    def _changes(self, launch: Launch) -> dict[str, Any] | None:
-        """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
-
-        Each argument that a launch passes on costs the host 0.1 us.
-        """
-        own, others = split_options(launch.autotuner, launch.kwargs)
-        if (options := tuple(own.values())) not in self.by_options:
-            tuners = [(plain_tuner(launch.autotuner, own, kernel.keys), kernel) for kernel in self.kernels]
-            self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
-        for tuner, kernel in self.by_options[options]:
-            described = Launch(tuner, launch.args, others)
-            row = kernel.finder(described.author_key(), described.dtypes()).nearest(described.sizes())
-            if row is not None and self._fits(described, row):
-                chosen = row.configs[0].to_triton_config().all_kwargs()
-                present = described.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
-                return {name: value for name, value in chosen.items() if present.get(name) != value}
-        return None
-
-    def _fits(self, launch: Launch, row: ServingRow) -> bool:
-        """Return whether the config of a row fits a launch: other blocks need the grid that was checked with them.
-
-        Another place of the program may launch this kernel with a grid that does not read the blocks.
-        """
-        config, grid = row.configs[0], launch.kwargs.get("grid")
-        changed = config.changed(launch.named)
-        if not changed or not changed <= free_blocks(launch).keys():
-            return not changed
-        with suppress(Exception):  # of the program's own grid
-            return not callable(grid) or list(launch.grid(config.to_triton_config()) or ()) == row.evidence.get("grid")
-        return False
 
 
 class Server:
@@ -377,7 +252,7 @@ class Server:
             served = self._resolve(launch, served_list)
             if served is None:
                 return self._by_author(original, launch, served_list)
-        config, options = choice = served.choices[0]
+        config, options, _ = choice = served.choices[0]
         kwargs.update(options)
         if config.pre_hook is not None:
             config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
@@ -485,13 +360,13 @@ class Server:
 
     def _by_author(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> Any:
         """Let the author's autotuner tune if necessary and launch; remember its choice, and return the launch's result."""
-        self.counters.add(served_list.slots[1])
         warn_once(f"{launch.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = launch.private_copy(served_list.configs)
         if served_list.author_choices is not None:
             alone.cache = served_list.author_choices
         before = len(alone.cache)
         result = original(alone, *launch.args, **launch.kwargs)
+        self.counters.add(served_list.slots[1])
         self.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:

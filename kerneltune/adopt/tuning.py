@@ -393,7 +393,8 @@ def _row(tuned: TunedClass, chosen: StoredConfig, gain: float | None = None) -> 
     configs = list(dict.fromkeys([chosen, tuned.author, *ranked]))[:_MOST_CONFIGS]
     evidence = {**tuned.evidence, "class": tuned.launch_class.digest}
     if tuned.launch_class.is_plain:
-        evidence["grid"] = next(candidate.grid for candidate in tuned.launch_class.candidates if candidate.config == chosen)
+        grids = {candidate.config: candidate.grid for candidate in tuned.launch_class.candidates}
+        evidence |= {"grid": grids[chosen], "program_grid": grids[tuned.launch_class.first_config]}
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
     return ServingRow(tuned.launch_class.sizes, tuple(configs), evidence)

@@ -26,11 +26,13 @@ from kerneltune.task import Outcome, Task
 
 
 class CheckedBench(SizedBench):
-    """Times blocks of 64 as the fastest, and checks in the interpreter."""
+    """Times blocks of one size as the fastest, and checks in the interpreter."""
+
+    fastest = 64
 
     def time_us(self, task: Task, config: Any) -> float:
-        """Return a time longer by 1 µs for each doubling away from 64."""
-        return 10.0 + abs(math.log2(config.BLOCK / 64)) + 0.1 * config.num_warps
+        """Return a time longer by 1 µs for each doubling away from the fastest block."""
+        return 10.0 + abs(math.log2(config.BLOCK / self.fastest)) + 0.1 * config.num_warps
 
     def check(self, task: Task, config: Any) -> Outcome:
         """Launch the config on the CPU."""
@@ -147,13 +149,88 @@ def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: 
         assert {one.config.num_stages for one in launch.candidates} == {3}
 
 
-def test_serving_a_grid_that_is_no_function_keeps_the_block(tmp_path: Path, module: Any, checked: None) -> None:
-    """Partials of functions have one type: the key of a launch cannot tell whether a grid reads the block."""
+IS_WHOLE = True
+
+
+class Grid:
+    """Gives a grid for all elements or for the first block, by a method and by a call."""
+
+    def __init__(self, is_whole: bool) -> None:
+        """Keep whether all elements are wanted."""
+        self.is_whole = is_whole
+
+    def __call__(self, meta: Any) -> tuple[int]:
+        """Return the grid."""
+        return (triton.cdiv(96, meta["BLOCK"]) if self.is_whole else 1,)
+
+
+def of_global(is_whole: bool) -> Any:
+    """Return a function that reads a global."""
+    globals()["IS_WHOLE"] = is_whole
+    return lambda meta: Grid(IS_WHOLE)(meta)
+
+
+def asserted(meta: Any, is_whole: bool) -> tuple[int]:
+    """Return a grid of blocks that are allowed."""
+    assert is_whole or meta["BLOCK"] == 32
+    return (triton.cdiv(96, meta["BLOCK"]),)
+
+
+GRIDS = {
+    "partial": lambda is_whole: functools.partial(Grid.__call__, Grid(is_whole)),
+    "closure": lambda is_whole: lambda meta: Grid(is_whole)(meta),
+    "default": lambda is_whole: lambda meta, *, is_whole=is_whole: Grid(is_whole)(meta),
+    "global": of_global,
+    "method": lambda is_whole: Grid(is_whole).__call__,
+    "object": Grid,
+    "limit": lambda is_whole: lambda meta: (triton.cdiv(96 if is_whole else 64, meta["BLOCK"]),),
+    "assertion": lambda is_whole: lambda meta: asserted(meta, is_whole),
+}
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("fastest", [64, 128])
+def test_serving_another_grid_of_the_same_kind_keeps_the_block(
+    tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch, kind: str, fastest: int
+) -> None:
+    """The key of a launch cannot tell whether a grid reads the block: a function may read any value."""
+    monkeypatch.setattr(CheckedBench, "fastest", fastest)
     folder, x, y = tmp_path / "cap", torch.arange(96.0), torch.zeros(96)
-    launch = module.doubled
-    captured_call(folder, lambda: launch[functools.partial(cdiv_grid(96))](x, y, 96, 2.0, BLOCK=32))
+    captured_call(folder, lambda: module.doubled[GRIDS[kind](True)](x, y, 96, 2.0, BLOCK=32))
     tune_capture(folder, Progress())
+    own = []
+    for is_whole in (True, False):
+        module.doubled[GRIDS[kind](is_whole)](x, y.zero_(), 96, 2.0, BLOCK=32)
+        own.append(y.tolist())
+    for order in ((True, False, True), (False, True)):
+        startup.install(folder, misses=None)
+        for is_whole in order:
+            module.doubled[GRIDS[kind](is_whole)](x, y.zero_(), 96, 2.0, BLOCK=32)
+            assert y.tolist() == own[not is_whole]
+        counts = startup.server().counters.by_name()
+        startup.uninstall()
+        assert counts["missed of_plain_kernels.doubled"] >= 1
+        if order[0]:
+            assert counts == {"served of_plain_kernels.doubled": 2, "missed of_plain_kernels.doubled": 1}
+
+
+def test_serving_a_launch_that_raises_counts_nothing_and_raises_the_error_of_the_program(
+    tmp_path: Path, module: Any, checked: None
+) -> None:
+    folder, wrong = tmp_path / "cap", []
+    captured(folder, module, 96)
+    tune_capture(folder, Progress())
+
+    def grid(meta: Any) -> tuple[int]:
+        return (triton.cdiv(96, meta["BLOCK"]) // (not wrong),)
+
     startup.install(folder, misses=None)
-    for grid in (cdiv_grid(96), lambda meta: (1,)):
-        launch[functools.partial(grid)](x, y.zero_(), 96, 2.0, BLOCK=32)
-    assert y.tolist() == [2.0 * n for n in range(32)] + [0.0] * 64
+    for number in range(2):
+        module.doubled[grid](torch.arange(96.0), torch.empty(96), 96, 2.0, BLOCK=32)
+        wrong.append(number)
+        with pytest.raises(ZeroDivisionError) as raised:
+            module.doubled[grid](torch.arange(96.0), torch.empty(96), 96, 2.0, BLOCK=32)
+        assert raised.value.__context__ is None
+        wrong.clear()
+    counts = {"served of_plain_kernels.doubled": 2, "missed of_plain_kernels.doubled": 0}
+    assert startup.server().counters.by_name() == counts

@@ -218,7 +218,7 @@ def test_capture_with_autotune_keeps_a_choice_that_is_pruned_for_other_sizes_of_
     assert variant.valid(case, variant.default_config(case)) is None
 
 
-def test_capture_with_autotune_gives_a_launch_that_failed_no_other_kernels_choice(
+def test_capture_with_autotune_gives_a_launch_that_failed_no_count_and_no_other_kernels_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_args: object, **_options: object) -> None:
@@ -231,10 +231,13 @@ def test_capture_with_autotune_gives_a_launch_that_failed_no_other_kernels_choic
         patch.setattr(module.row_sum.fn, "run", fail)
         module.row_sum[(4,)](torch.ones(4, 8), torch.empty(4), 4, 8)
     module.scale_chosen[(1, 1)](torch.ones(4, 8), torch.zeros(1, dtype=torch.int64), 8, 2.0)
+    startup.recorder().flush()
     startup.uninstall()
-    (launch,) = read_capture(tmp_path).classes
+    capture = read_capture(tmp_path)
+    (launch,) = capture.classes
     assert launch.kernel.name == "scale_chosen"
     assert launch.choice in author_configs(launch)
+    assert {digest: count.launches for digest, count in capture.notes.launches.items()} == {launch.digest: 2}
 
 
 def test_capture_of_a_list_that_the_program_assigns_launches_its_first_config(

@@ -1,0 +1,214 @@
+"""Serve kernels without an autotuner: options of a launch, and blocks where the grid is the grid that was tuned with them."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+from kerneltune.adopt import program
+from kerneltune.adopt.arguments import SCALAR_TYPES
+from kerneltune.adopt.configs import (
+    OPTIONS,
+    StoredConfig,
+    configs_digest,
+    free_blocks,
+    launch_defaults,
+    plain_tuner,
+    split_options,
+)
+from kerneltune.adopt.counters import Counters
+from kerneltune.adopt.kernels import Launch, LaunchMap, kernel_name
+from kerneltune.adopt.program import warn_once
+from kerneltune.adopt.table import ServingRow, TableKernel
+from kerneltune.errors import first_line
+from kerneltune.wording import pairs
+
+
+class OtherGridError(Exception):
+    """Report that the grid of a launch is not the grid with which its blocks were tuned."""
+
+
+_PURE_NAMES = frozenset(("triton", "tl", "cdiv", "math", "ceil"))
+"""Names that a grid may read so that its values and the arguments decide about the result alone."""
+
+
+class CheckedGrid(NamedTuple):
+    """Hold the grids with which other blocks were tuned. Because a grid may read any value, each launch compares its grids.
+
+    Attributes:
+        blocks: the program's blocks by name.
+        own: grid under the program's blocks.
+        tuned: grid under the tuned blocks.
+        held: values that the compared function holds, if they decide about its grids; else None.
+    """
+
+    blocks: dict[str, int]
+    own: tuple[int, ...]
+    tuned: tuple[int, ...]
+    held: list[Any] | None
+
+    @classmethod
+    def of(cls, launch: Launch, row: ServingRow, blocks: dict[str, int]) -> "CheckedGrid | None":
+        """Return the grids of a row; None if a launch has other grids. Tables of earlier versions lack the program's grid."""
+        own, tuned = launch.grid(launch.autotuner.configs[0]) or (), launch.grid(row.configs[0].to_triton_config()) or ()
+        if [[*own], [*tuned]] != [row.evidence.get("program_grid", [*own]), row.evidence.get("grid")]:
+            return None
+        return cls(blocks, own, tuned, _deciding_values(launch))
+
+    def around(self, grid: Any) -> Any:
+        """Return a program's grid, or a function that raises OtherGridError, before anything is launched, for another grid."""
+        if self.held is not None and _held_values(grid) == self.held:
+            return grid
+
+        def checked(named: dict[str, Any]) -> Any:
+            try:
+                is_own = tuple(grid({**named, **self.blocks})) == self.own
+                if is_own and tuple(sizes := grid(named)) == self.tuned:  # last, as a grid may write its arguments
+                    return sizes
+            except Exception as error:  # the program's own code: its launch raises it again
+                raise OtherGridError from error
+            raise OtherGridError
+
+        return checked
+
+
+def _held_values(function: Any) -> list[Any]:
+    """Return the values that a function encloses or has as defaults; those that are not plain as None."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    if function.__defaults__ or function.__kwdefaults__:
+        values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [value if type(value) in SCALAR_TYPES else None for value in values]
+
+
+def _deciding_values(launch: Launch) -> list[Any] | None:
+    """Return the values that a grid holds, if they and the whole numbers of the launch's key decide about it; else None."""
+    grid, named = launch.kwargs["grid"], launch.named
+    if not inspect.isfunction(grid) or not _PURE_NAMES.issuperset(grid.__code__.co_names):
+        return None
+    texts = [value for value in grid.__code__.co_consts if isinstance(value, str | CodeType)]
+    are_known = all(isinstance(text, str) and text in launch.autotuner.keys and type(named.get(text)) is int for text in texts)
+    held = _held_values(grid)
+    return held if are_known and None not in held else None
+
+
+class LaunchChoice(NamedTuple):
+    """Hold a config and the keyword arguments of a launch with it.
+
+    Attributes:
+        config: the triton.Config; None for a kernel without an autotuner.
+        options: the keyword arguments; without an autotuner only the arguments whose values differ from the program's.
+        grid: the grids of other blocks; None where they follow from no function.
+    """
+
+    config: Any
+    options: dict[str, Any]
+    grid: CheckedGrid | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the values in a message."""
+        if self.config is not None:
+            return StoredConfig.of(self.config).label
+        return pairs(self.options) or "the program's own arguments"
+
+
+@dataclass(slots=True)
+class ServedConfig:
+    """Hold the config of the launches of a key.
+
+    Attributes:
+        choices: the choice that launches take, then the choices that replace it, in their order, if it fails to launch.
+        slot: place of the count of these launches.
+    """
+
+    choices: list[LaunchChoice]
+    slot: int
+
+    @classmethod
+    def of(cls, configs: Sequence[Any], slot: int) -> "ServedConfig":
+        """Serve the first config, and fall back to the next configs in their order."""
+        return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], slot)
+
+    def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> None:
+        """Replace a choice that fails to launch by the next, unless another thread has done so: see `program.drop_failed`."""
+        if program.drop_failed(self.choices, failed, error):
+            reason, to = first_line(error), self.choices[0].label
+            warn_once(f"{kernel_name(kernel).text}: config {failed.label} fails here ({reason}): falling back to {to}")
+
+
+@dataclass(slots=True)
+class ServedPlainKernel:
+    """Serve a kernel without an autotuner.
+
+    Attributes:
+        kernels: the table's kernels of this code, each with other options of the program.
+        counters: counts of the process.
+        slots: places of the counts of launches: served, missed.
+        by_launch: the served changes by the keys of launches.
+        by_options: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
+    """
+
+    kernels: list[TableKernel]
+    counters: Counters
+    slots: tuple[int, ...]
+    by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
+    by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
+
+    def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Launch the kernel with the changes of the launch's key. The hot path of serving."""
+        served = self.by_launch.find(args, kwargs) or self._resolve(Launch(kernel, args, kwargs))
+        choice = served.choices[0]
+        try:
+            if choice.grid is None:
+                result = original(kernel, *args, **{**kwargs, **choice.options})
+            else:
+                grid = choice.grid.around(kwargs["grid"])
+                result = original(kernel, *args, **{**kwargs, **choice.options, "grid": grid})
+            self.counters.add(served.slot)
+            return result
+        except OtherGridError:
+            pass  # the program's own errors are to have no context
+        except Exception as error:  # Triton's launch errors share no type
+            served.fall_back(kernel, choice, error)
+            return self.launch(original, kernel, args, kwargs)
+        result = original(kernel, *args, **kwargs)
+        self.counters.add(self.slots[1])
+        return result
+
+    def _resolve(self, launch: Launch) -> ServedConfig:
+        """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
+        choice: LaunchChoice | None = None
+        try:
+            choice = self._choice(launch)
+        except Exception as error:  # an argument of an unknown type must not end the user's program
+            warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
+        key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
+        choices = [*([choice] if choice and choice.options else ()), LaunchChoice(None, {})]
+        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.slots[choice is None]))
+
+    def _choice(self, launch: Launch) -> LaunchChoice | None:
+        """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
+
+        Each argument that a launch passes on costs the host 0.1 us.
+        """
+        own, others = split_options(launch.autotuner, launch.kwargs)
+        if (options := tuple(own.values())) not in self.by_options:
+            tuners = [(plain_tuner(launch.autotuner, own, kernel.keys), kernel) for kernel in self.kernels]
+            self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
+        for tuner, kernel in self.by_options[options]:
+            described = Launch(tuner, launch.args, others)
+            row = kernel.finder(described.author_key(), described.dtypes()).nearest(described.sizes())
+            if row is None:
+                continue
+            config, grid = row.configs[0], None
+            if changed := config.changed(described.named):
+                blocks = {name: size for name, size in free_blocks(described).items() if name in changed}
+                if blocks.keys() != changed:
+                    continue
+                if callable(described.kwargs.get("grid")) and (grid := CheckedGrid.of(described, row, blocks)) is None:
+                    continue
+            chosen = config.to_triton_config().all_kwargs()
+            present = described.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
+            return LaunchChoice(None, {name: value for name, value in chosen.items() if present.get(name) != value}, grid)
+        return None
