@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import CodeType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -165,6 +165,16 @@ def heuristics_of(value: Any) -> Iterator[tuple[Any, str, Any]]:
 def is_plain(autotuner: Any) -> bool:
     """Return whether an autotuner describes a kernel that no autotuner wraps."""
     return getattr(autotuner, PLAIN_MARK, False) is True
+
+
+def run_of(autotuner: Any) -> Callable[..., Any]:
+    """Return the method that launches an autotuner's kernel with arguments that a capture has seen.
+
+    Of a kernel without an autotuner that is Triton's own: the arguments that a subclass of the program adds are captured.
+    """
+    kernel = autotuner.fn
+    runs = [vars(kind)["run"] for kind in type(kernel).__mro__ if kind.__module__.startswith("triton.") and "run" in vars(kind)]
+    return partial(runs[0], kernel) if is_plain(autotuner) and runs else kernel.run
 
 
 def members(value: Any) -> Iterator[Any]:

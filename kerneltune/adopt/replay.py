@@ -337,7 +337,7 @@ class Replay:
             reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"
             raise ReplayError(f"{launch_class.kernel.text}: {stored.label}: {reason}")
         options = config.all_kwargs()
-        named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn.run
+        named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, kernels.run_of(autotuner)
         named_arguments = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
         device = self.storages[0].device if self.storages else "cpu"
 

@@ -134,6 +134,27 @@ def test_serving_plain_kernels_with_fastest_own_options_changes_nothing(
     assert server.counters.by_name() == {"served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 0}
 
 
+ADDING = """
+class Adding(type(doubled)):
+    def run(self, *args, **kwargs):
+        return super().run(*args, scale=2.0, BLOCK=32, **kwargs)
+adding = Adding(doubled.fn)
+"""
+
+
+def test_replay_and_serving_of_a_subclass_whose_run_adds_arguments_launch_as_the_program(tmp_path: Path, module: Any) -> None:
+    exec(ADDING, vars(module))
+    folder, x, y = tmp_path / "cap", torch.arange(96.0), torch.zeros(96)
+    launch_class = captured_call(folder, lambda: module.adding[cdiv_grid(96)](x, y, 96))
+    replay = make_replay(launch_class, folder / CLASSES / launch_class.digest, "cpu", 0)
+    replay.run(launch_class.first_config)
+    assert torch.equal(replay.named["y_ptr"], replay.named["x_ptr"] * 2)
+    server = serve(folder, [launch_class], 16)
+    module.adding[cdiv_grid(96)](x, y.zero_(), 96)
+    assert y.tolist() == [2.0 * n for n in range(96)]
+    assert server.counters.by_name()["served of_plain_kernels.doubled"] == 1
+
+
 @pytest.mark.parametrize(("given", "named", "stages"), [((2,), {}, 2), ((), {"num_stages": 5}, 5), ((), {}, 7)])
 def test_capture_keeps_an_argument_with_the_name_of_an_option_an_argument(
     tmp_path: Path,
