@@ -7,8 +7,9 @@ capture is executed on load.
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -226,6 +227,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+_STALE_S = 3600
+"""Seconds after which a folder that was never filled is no process's any more."""
+
+
+def remove_parts(root: Path) -> None:
+    """Remove the folders below a capture that killed processes have left: see `whole_folder`."""
+    for part in (*root.glob("*/.part-*"), *root.glob(f"{MISSES}/*/.part-*")):
+        with suppress(OSError):  # another process removes it
+            if time.time() - part.stat().st_mtime > _STALE_S:
+                shutil.rmtree(part, ignore_errors=True)
 
 
 def _has_more(launch_class: LaunchClass, folder: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from kerneltune import cache, device, sweep_file
 from kerneltune.adopt import ahead, getter
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
+from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, remove_parts, write_blocks
 from kerneltune.adopt.getter import CallCase
 from kerneltune.adopt.operators import (
     TUNED,
@@ -126,6 +126,7 @@ def tune_capture(
     """
     began = time.monotonic()
     device.require_gpu("tune")
+    remove_parts(root)
     if added := add_misses(root):
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
     capture = read_capture(root)

@@ -47,7 +47,7 @@ def command(
     command once for each rank, a rank without kernels ends with 0. The program's output is untouched; messages of this command
     go to standard error.
     """
-    from kerneltune.adopt.folder import CLASSES, process_files, read_notes
+    from kerneltune.adopt.folder import CLASSES, process_files, read_notes, remove_parts
     from kerneltune.adopt.program import require_program, run_program
 
     if autotune and device.model() == device.INTERPRETER:
@@ -63,6 +63,7 @@ def command(
         environment["TRITON_INTERPRET"] = "1"
     if eager:
         environment["TORCHDYNAMO_DISABLE"] = "1"
+    remove_parts(out)
     earlier = process_files(out)
     code = run_program(program, environment)
     notes, _ = read_notes([path for path in process_files(out) if path not in earlier])

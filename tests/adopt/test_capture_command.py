@@ -1,8 +1,10 @@
 """The command `capture`: programs without kernels, kernels that cannot be captured, exit codes."""
 
 import json
+import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,16 @@ def test_capture_of_a_program_without_kernels_fails_and_writes_nothing(tmp_path:
     result = run("capture", "--out", tmp_path / "cap", "--", "true")
     message = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, message, False)
+
+
+def test_capture_removes_folders_that_killed_processes_left_an_hour_ago(tmp_path: Path) -> None:
+    parts = [tmp_path / folder / f".part-{age}" for folder in ("classes", "misses/classes", "compiled") for age in (3000, 4000)]
+    for part in parts:
+        part.mkdir(parents=True)
+        (part / "values.safetensors").write_bytes(b"x")
+        os.utime(part, (changed := time.time() - int(part.name[6:]), changed))
+    run("capture", "--out", tmp_path, "--", "true")
+    assert [part.name for part in parts if part.exists()] == [".part-3000"] * 3
 
 
 ALONE = """
