@@ -12,11 +12,11 @@ from kerneltune.task import Run, fingerprint, knobs_of
 
 def with_finished_rows(work: Sequence[Sequence[Run]], journal: Path | None) -> list[tuple[Sequence[Run], list[Record] | None]]:
     """Pair the runs of each case, a run a variant, with their rows of an interrupted run; None for a case to be done."""
-    of_key = records.grouped(journalled(journal) if journal else (), lambda record: record.key)
+    of_key = records.grouped(load_journal(journal) if journal else (), lambda record: record.key)
     return [(runs, finished_rows(of_key, runs)) for runs in work]
 
 
-def journalled(journal: Path) -> list[Record]:
+def load_journal(journal: Path) -> list[Record]:
     """Load the rows of a journal, except a line that was being written; an empty list without a file."""
     if not journal.exists():
         return []

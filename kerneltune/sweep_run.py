@@ -7,12 +7,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import replace_text
-from kerneltune.journals import journalled, with_finished_rows
+from kerneltune.journals import load_journal, with_finished_rows
 from kerneltune.measuring.assembly import TARGETS, Target
 from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.compare import ceiling_task, make_record
@@ -100,7 +100,7 @@ def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progres
                 break
             done += len(sweep_cases)
             sweep_run = _SweepRun(plan, progress, worker, until=until)
-            measured += sweep_run.measure_and_write(sweep_cases, f"measure {plan.family}, to {done} of {total}")[0]
+            measured += sweep_run.measure_and_write(sweep_cases, f"measure {plan.family}, to {done} of {total}").records
     return measured
 
 
@@ -154,7 +154,7 @@ class _SweepRun:
         if not (sweep_cases := self.plan.headline()):
             raise ValueError(f"{self.plan.sweep.path}: no bench case selected")
         self.measure_first(sweep_cases, first_table)
-        return SweepResult(*self.measure_and_write(sweep_cases))
+        return self.measure_and_write(sweep_cases)
 
     def check_tune_and_measure(self, first_table: FirstTable | None) -> SweepResult:
         """Check the check cases, tune configs that the cache lacks, and measure the bench cases.
@@ -172,16 +172,18 @@ class _SweepRun:
             if (record.config or {}) == knobs_of(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
                 self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
         if self.wrong:  # the times of the first table go now, as an interrupt may end the run
-            rows = [self._run(task) for sweep_case in plan.headline() for task in plan.tasks(sweep_case.op, sweep_case.case)]
+            rows = [
+                self._with_config(task) for sweep_case in plan.headline() for task in plan.tasks(sweep_case.op, sweep_case.case)
+            ]
             self.write([row for row in rows if isinstance(row, Record)])
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 
             self.worker.end()
             run_tune(plan.without(self.wrong), self.progress)
-        measured, files = self.measure_and_write(sweep_cases)
+        result = self.measure_and_write(sweep_cases)
         plan.run_file("check.journal").unlink(missing_ok=True)
-        return SweepResult([*failed, *measured], files)
+        return replace(result, records=[*failed, *result.records])
 
     def check(self, sweep_cases: Sequence[SweepCase], with_peers: bool = False) -> list[Record]:
         """Check own variants on the GPU, with the default config and configs of covering pairs; return the records of the cases.
@@ -228,18 +230,18 @@ class _SweepRun:
         self.write(measured)
         first_table(measured)
 
-    def measure_and_write(self, sweep_cases: Sequence[SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
+    def measure_and_write(self, sweep_cases: Sequence[SweepCase], stage: str = "measure") -> SweepResult:
         """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
         journal = self.plan.run_file("journal")
         try:
             measured = self.measure(sweep_cases, journal, stage)
         except (KeyboardInterrupt, WorkerStoppedError):
-            if journalled(journal):
+            if load_journal(journal):
                 self.write([])
             raise
         files = self.write(measured)
         journal.unlink(missing_ok=True)
-        return measured, files
+        return SweepResult(measured, files)
 
     def measure(
         self, sweep_cases: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
@@ -249,7 +251,9 @@ class _SweepRun:
         Where no config of a variant is valid in a case, the variant has a failed row, which is not kept in the journal.
         """
         tasks_of = [self.plan.tasks(sweep_case.op, sweep_case.case) for sweep_case in sweep_cases]
-        runs_of = [[self._run(task) for task in tasks if task.variant.name not in without] * self.repeat for tasks in tasks_of]
+        runs_of = [
+            [self._with_config(task) for task in tasks if task.variant.name not in without] * self.repeat for tasks in tasks_of
+        ]
         failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
         runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
         work = with_finished_rows(list(filter(None, runnable)), journal)
@@ -278,10 +282,10 @@ class _SweepRun:
     def _ceiling(self, task: Task) -> Run | None:
         """Return the run of the streaming operator that moves as many bytes as a task's case; None if no such run is valid."""
         ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
-        run = None if ceiling is None else self._run(ceiling)
+        run = None if ceiling is None else self._with_config(ceiling)
         return run if isinstance(run, Run) else None
 
-    def _run(self, task: Task) -> Run | Record:
+    def _with_config(self, task: Task) -> Run | Record:
         """Pair a task with the config of a call, None in a case that is not supported.
 
         Return a failed row if no config is valid, or if the variant failed its check.
@@ -306,7 +310,7 @@ class _SweepRun:
         """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
         plan = self.plan
         rows, markdown, csv = (plan.options.records_folder / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
-        records.merge(rows, [*journalled(plan.run_file("journal")), *measured])
+        records.merge(rows, [*load_journal(plan.run_file("journal")), *measured])
         table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())
         replace_text(csv, table.csv())

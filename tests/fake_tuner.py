@@ -19,7 +19,7 @@ from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.task import Evaluation, Task
 from kerneltune.tune.candidates import candidates
-from kerneltune.tune.tuner import Tuner
+from kerneltune.tune.tuner import Final, Tuner
 from kerneltune.worker import WorkerCrashedError
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
@@ -136,12 +136,12 @@ class FakeTuner(Tuner):
         time_us = self.landscape(config)
         return Evaluation("failed", reason="off by one") if time_us is None else Evaluation("passed", time_us)
 
-    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
+    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> Final:
         self.finals.append(list(configs))
         best = self.winner(configs)
         default_us = self.landscape(default) if default in configs else None
         speedup = self.landscape(configs[0]) / self.landscape(best)  # type: ignore[operator]
-        return best, {"time_us": self.landscape(best), "speedup": speedup, "default_us": default_us}
+        return Final(configs[0], best, {"time_us": self.landscape(best), "speedup": speedup, "default_us": default_us})
 
 
 def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:

@@ -10,7 +10,7 @@ import pytest
 from literal_records import from_json, to_json
 
 from kerneltune import ops, records
-from kerneltune.journals import finished_rows, journalled
+from kerneltune.journals import finished_rows, load_journal
 from kerneltune.measuring.compare import make_record
 from kerneltune.records import Record
 from kerneltune.spec import Case
@@ -66,18 +66,18 @@ def test_still_good_of_a_case_without_a_row_of_this_source_is_none(changes: dict
 
 def test_journalled_skips_a_truncated_last_row(tmp_path: Path) -> None:
     journal = tmp_path / "runs" / "rmsnorm.journal.jsonl"
-    assert journalled(journal) == []
+    assert load_journal(journal) == []
     rows = [row("baseline"), row("optimized")]
     records.append(journal, rows)
     whole = journal.read_bytes()
     journal.write_bytes(whole + whole[:100])
-    assert journalled(journal) == rows
+    assert load_journal(journal) == rows
     assert journal.read_bytes() == whole + whole[:100]
 
 
 def test_journalled_of_an_unreadable_path_raises_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^cannot read {tmp_path}: Is a directory$"):
-        journalled(tmp_path)
+        load_journal(tmp_path)
 
 
 def test_still_good_of_rows_of_another_policy_is_none() -> None:

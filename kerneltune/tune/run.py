@@ -194,13 +194,13 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
             if own.time_us is None:
                 is_own_fault = times and own.status != "skipped"  # the default runs
                 return TuningResult("dropped" if is_own_fault else "failed", reason=f"{own.status}: {own.reason}")
-            best, evidence = tuner.run_final(list(times), configs[-1])
+            final = tuner.run_final(list(times), configs[-1])
     except (WorkerCrashedError, ValueError) as error:
         return TuningResult("failed", reason=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")
     finally:
         session.queue.forget(task)
-    evidence |= provenance(task.variant)
-    if best != configs[0]:
-        return TuningResult("tuned", replace(entry, config=knobs_of(best), evidence=evidence))
+    evidence = final.evidence | provenance(task.variant)
+    if final.best != configs[0]:
+        return TuningResult("tuned", replace(entry, config=knobs_of(final.best), evidence=evidence))
     of_search = {name: entry.evidence[name] for name in ("trials", "before") if name in entry.evidence}
     return TuningResult("tuned", replace(entry, evidence=evidence | of_search))

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import TARGETS, occupancy_of
@@ -83,6 +83,14 @@ class NothingPassedError(Exception):
     """Report that no config of a search was correct and timed."""
 
 
+class Final(NamedTuple):
+    """Hold the result of a paired final: the incumbent, the best config, and the evidence of an entry."""
+
+    incumbent: Config
+    best: Config
+    evidence: dict[str, Any]
+
+
 class Tuner:
     """Search a task. As the `search.loop.Evaluator` of a GPU, evaluate each config at most once.
 
@@ -150,20 +158,17 @@ class Tuner:
             raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}{why}")
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
         finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
+        final = Final(ranked[0], ranked[0], {"time_us": times[ranked[0]], "default_us": times.get(default)})
         if len(finalists) > 1:
-            incumbent, best, evidence = self._crash_safe_final(finalists, default)
-        else:
-            incumbent = best = finalists[0]
-            evidence = {"time_us": times[best], "default_us": times.get(default)}
-        if incumbent == before.config:
-            evidence["before"] = before.source
+            final = self._crash_safe_final(finalists, default)
+        evidence = final.evidence | ({"before": before.source} if final.incumbent == before.config else {})
         evidence |= {"trials": num_trials, **provenance(task.variant)}
-        entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(best), evidence=evidence)
+        entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(final.best), evidence=evidence)
         cache.store(device.current().slug, entry, self.options.configs)
         return entry
 
-    def _crash_safe_final(self, finalists: Sequence[Config], default: Config) -> tuple[Config, Config, dict[str, Any]]:
-        """Run the final, and return its incumbent, the best config and its evidence.
+    def _crash_safe_final(self, finalists: Sequence[Config], default: Config) -> Final:
+        """Run the final, also if a config crashes the worker.
 
         If the worker crashes, let each challenger meet the incumbent in a final of two configs. If a final of two crashes, its
         challenger drops out. If the incumbent crashes in a final of its own, the next challenger takes its place.
@@ -173,7 +178,7 @@ class Tuner:
         """
         incumbent, *challengers = finalists
         try:
-            return incumbent, *self.run_final(finalists, default)
+            return self.run_final(finalists, default)
         except WorkerCrashedError:
             if not challengers:
                 raise
@@ -185,7 +190,7 @@ class Tuner:
         for challenger in challengers:
             with suppress(WorkerCrashedError):
                 finals.append(self.run_final([incumbent, challenger], default))
-        return incumbent, *max((*finals, alone), key=lambda final: final[1]["speedup"])
+        return max((*finals, alone), key=lambda final: final.evidence["speedup"])
 
     @cached_property
     def drops_unfit(self) -> bool:
@@ -264,8 +269,8 @@ class Tuner:
         """Return whether inputs and the reference are made."""
         return self._preparing is None or self._preparing.done()
 
-    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
-        """Time correct configs interleaved and return the best config with its evidence.
+    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> Final:
+        """Time correct configs interleaved, and choose the best config.
 
         The first config is the incumbent, which stays unless another config is surely faster. Of challengers with
         indistinguishable times the config with the fewest registers wins, then the first. A config drops out if the GPU has no
@@ -299,7 +304,7 @@ class Tuner:
                 "default_us": round(median_interval(default_samples).median, 4),
                 "over_default": [round(default_ratio.low, 4), round(default_ratio.high, 4)],
             }
-        return configs[chosen], evidence
+        return Final(configs[0], configs[chosen], evidence)
 
     def __enter__(self) -> "Tuner":
         return self

@@ -341,7 +341,7 @@ def test_final_chooses_among_configs_that_fit(tmp_path: Path) -> None:
 
     op = checked_op()
     with Tuner(Task(op, CASE, op.variants[0]), TrialStore(tmp_path / "trials"), Bench(), CompiledAtOnce(), Options()) as tuner:
-        best, evidence = tuner.run_final([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
+        _, best, evidence = tuner.run_final([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
     assert best == Knobs(5)
     assert evidence["time_us"] == 15.0
     assert evidence["default_us"] == 19.0

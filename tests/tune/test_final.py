@@ -192,7 +192,7 @@ def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int,
 
     tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), Bench(), CompiledAtOnce(), Options())
     tuner.program_registers = {config: registers for config, (*_, registers) in zip(configs, contenders, strict=True)}
-    best, evidence = tuner.run_final(configs, configs[-1])
+    _, best, evidence = tuner.run_final(configs, configs[-1])
     assert evidence["default_us"] == pytest.approx(contenders[-1][0], rel=0.05), "timed in the same rounds"
     low, high = evidence["over_default"]
     assert low <= 1.05 * contenders[-1][0] / evidence["time_us"], "never surely slower than the default"
