@@ -7,8 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError
@@ -36,141 +37,204 @@ _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 
 
-def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple[list[Case], list[str], set[Fact]]:
+class Derived(NamedTuple):
+    """Hold derived check cases, a text for each value of bench cases without a case, and the facts of bench cases."""
+
+    cases: list[Case]
+    unchecked: list[str]
+    facts: set[Fact]
+
+
+def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> Derived:
     """Derive check cases for the values and facts that only bench cases have.
 
-    For each element type, mode and value of an option that no check case has, a check case of medium cost takes it; another check
-    case, if the operator has no inputs or no reference for the first. Each two values meet, if they meet in no check case. If an
-    axis is the longest in bench cases alone, it takes the longest size of a check case. No derived case costs more than
-    _MOST_COST times the costliest check case: the bench cases of a workload are models of real size. Values of captured kernels
-    are fixed.
-
-    Returns:
-        The derived cases, a text for each value without a case, and the facts of bench cases.
+    No derived case costs more than _MOST_COST times the costliest check case: the bench cases of a workload are models of real
+    size. Values of captured kernels are fixed.
     """
-    derived, without = list[Case](), list[str]()
-    by_cost = sorted((case for case in check if op.traffic(case).total), key=partial(check_cost, op))
-    middle = len(by_cost) // 2
-    by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
-    if not by_cost or op.origin is not None:
-        return [], [], _with_smaller_sizes_in_fork(op, [], [], bench, 0.0)[1]
-    most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
-    known = {value for case in check for value in settings(case)}
-    for value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
-        found, reason = _first_checkable(op, (_with_values(case, value) for case in by_cost), most)
-        derived += found
-        without += [] if found else [f"{_text(value)} ({reason})"]
-    paired, unmet = _with_pairs(op, by_cost, [*check, *derived], bench, most)
-    derived += paired
-    without += unmet
-    longest = {axis for case in by_cost for axis in _longest(case)}
-    oblong = [case for case in by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
-    by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
-    for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
-        derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)[0]
-    wider = [_without_ones(case, by_cost) for case in by_cost]
-    smaller, facts = _with_smaller_sizes_in_fork(op, list(dict.fromkeys([*wider, *by_cost])), [*check, *derived], bench, most)
-    return [*derived, *smaller], without, facts
+    deriver = _Deriver(op, check, bench)
+    unchecked = []
+    if deriver.by_cost:
+        unchecked = [*deriver.add_new_values(), *deriver.add_pairs_of_values()]
+        deriver.add_longest_axes()
+    facts = deriver.add_smaller_sizes_in_fork()
+    return Derived(deriver.derived, unchecked, facts)
 
 
-def _with_smaller_sizes_in_fork(
-    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
-) -> tuple[list[Case], set[Fact]]:
-    """Return what `_with_smaller_sizes` returns; nothing if host code ends the fork, as the check of addresses says then.
-
-    A fork that takes too long gives a fact.
-    """
-
-    def work() -> tuple[list[Case], set[Fact]]:
-        limits = _SMALLER_SIZES_S, _SMALLER_SIZES_S + 5  # SIGXCPU at the first, SIGKILL at the second
-        resource.setrlimit(resource.RLIMIT_CPU, limits)
-        return _with_smaller_sizes(op, by_cost, check, bench, most)
-
-    try:
-        return Fork(work).result()
-    except ForkCrashedError as error:
-        text = f"sizes of bench cases alone: host code takes more than {_SMALLER_SIZES_S} s"
-        return [], {Fact("not judged", text)} if signal.SIGXCPU.name in str(error) else set()
-
-
-def _with_smaller_sizes(
-    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
-) -> tuple[list[Case], set[Fact]]:
-    """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
-
-    Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case
-    has at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A variant that calls `torch.bincount`, for
-    example, is left out: its launches depend on values.
-    """
-    derived, facts = list[Case](), set[Fact]()
-    variants = _variants_with_facts(op, check)
-    for variant in op.variants:
-        if variant not in variants and not variant.is_peer and not only_calls_torch(op, variant, check):
-            facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
-    smaller = _SmallerCases(op, by_cost, [*check, *bench], most / _MOST_COST)
-    for configs in (_default_alone, around_default) if check else (_default_alone,):
-        facts_of = partial(_facts_of_cases, op, variants, configs, facts)
-        of_check = [of_case for _case, of_case in facts_of([*check, *derived])]
-        known = set[Fact]().union(*of_check)
-        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((of_case.num_programs for of_case in of_check), default=0))
-        by_facts: dict[frozenset[Fact], Case] = {}
-        for case, of_case in facts_of(sorted(bench, key=partial(check_cost, op))):
-            facts |= of_case
-            by_facts[frozenset(of_case)] = case
-            for of_whole in (False, True) if len(of_check) >= len(check) else ():
-                wanted = {fact for fact in of_case - known if (fact.kind == "whole") is of_whole}
-                cases = smaller.of(case, of_whole, partial(_has_one_of, facts_of, wanted)) if wanted else ()
-                for candidate, found in facts_of(it for it in cases if check_cost(op, it) <= most):
-                    if found.num_programs <= most_programs and found & wanted and not _obstacle(op, candidate):
-                        derived.append(candidate)
-                        known |= found
-                        wanted -= found
-                    if not wanted:
-                        break
-            known |= of_case
-        bench = [*by_facts.values()]
-    return derived, facts
-
-
-@dataclass(frozen=True, slots=True)
-class _SmallerCases:
-    """Reduce the sizes of a bench case.
+class _Deriver:
+    """Derive the check cases of an operator, one kind of case after another.
 
     Attributes:
-        by_cost: the check cases with longer sizes in place of 1, because a single row or column hides mistakes; then the check
-            cases as they are. Cases of medium cost come first.
-        cases: all check cases and bench cases.
+        bench: the bench cases.
+        by_cost: the check cases with elements, of medium cost first; none of a captured kernel.
+        check: all check cases; none where `by_cost` has none.
+        derived: the cases derived so far.
         costliest: the cost of the costliest check case.
     """
 
-    op: Op
-    by_cost: Sequence[Case]
-    cases: Sequence[Case]
-    costliest: float
+    def __init__(self, op: Op, check: Sequence[Case], bench: Sequence[Case]) -> None:
+        self.op, self.bench, self.derived = op, bench, list[Case]()
+        by_cost = sorted((case for case in check if op.origin is None and op.traffic(case).total), key=self._cost)
+        middle = len(by_cost) // 2
+        self.by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
+        self.check = list(check) if by_cost else []
+        self.costliest = max(map(self._cost, by_cost), default=0.0)
 
-    def of(self, case: Case, of_whole: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
-        """Yield copies of a case with smaller sizes: the cheapest first; last, sizes far above the sizes of check cases.
+    def _cost(self, case: Case) -> float:
+        return check_cost(self.op, case)
+
+    def _is_cheap(self, case: Case) -> bool:
+        return self._cost(case) <= _MOST_COST * self.costliest
+
+    def add_new_values(self) -> list[str]:
+        """Give each element type, mode and value of an option that only bench cases have to a check case of medium cost.
+
+        Another check case takes it, if the operator has no inputs or no reference for the first. Return a text for each value
+        that none takes.
+        """
+        unchecked, known = list[str](), {value for case in self.check for value in settings(case)}
+        for value in dict.fromkeys(value for case in self.bench for value in settings(case) if value not in known):
+            found, reason = self._first_checkable(_with_values(case, value) for case in self.by_cost)
+            self.derived += found
+            unchecked += [] if found else [f"{_text(value)} ({reason})"]
+        return unchecked
+
+    def add_pairs_of_values(self) -> list[str]:
+        """Derive cases in which values of settings meet that meet in no check case.
+
+        Each case is the cheapest of the cases with the most new pairs. Sizes of 1, which hide mistakes, are left out. Return a
+        text for each pair without a case that bench cases have.
+        """
+
+        def pairs_of(case: Case) -> set[tuple[Setting, ...]]:
+            return set(itertools.combinations(settings(case), 2))
+
+        cases = [*self.check, *self.derived]
+        values = dict.fromkeys(value for case in cases for value in settings(case))
+        met, of_bench = (set[tuple[Setting, ...]]().union(*map(pairs_of, its_cases)) for its_cases in (cases, self.bench))
+        wanted = [pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]]
+        order = [name for name, _value in settings(self.by_cost[0])]
+        ordered = (tuple(sorted(pair, key=lambda value: order.index(value[0]))) for pair in wanted)
+        left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
+        wide = [case for case in sorted(self.by_cost, key=self._cost) if all(size > 1 for _axis, size in case.axes)]
+        paired, reasons = list[Case](), dict[tuple[Setting, ...], str]()
+        while left and len(paired) < _MOST_PAIRED and len(paired) + len(reasons) < _MOST_PAIRS:
+            candidates = [_with_values(case, *left[0]) for case in wide or self.by_cost]
+            best = sorted(candidates, key=lambda case: -len(pairs_of(case).intersection(left)))
+            found, reason = self._first_checkable(best[:_TRIED])
+            reasons |= {} if found else {left[0]: reason}
+            left = [pair for pair in left[1:] if pair not in set[tuple[Setting, ...]]().union(*map(pairs_of, found))]
+            paired += found
+        self.derived += paired
+        reasons |= dict.fromkeys(left, "not tried, after many other pairs")
+        return [f"{' with '.join(map(_text, pair))} ({reason})" for pair, reason in reasons.items() if pair in of_bench]
+
+    def add_longest_axes(self) -> None:
+        """Give the longest size of a check case to each axis that is the longest in bench cases alone."""
+        longest = {axis for case in self.by_cost for axis in _longest(case)}
+        oblong = [case for case in self.by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
+        by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
+        for axis in dict.fromkeys(axis for case in self.bench for axis in _longest(case) if axis not in longest):
+            self.derived += self._first_checkable(_with_longest(case, axis) for case in by_size)[0]
+
+    def add_smaller_sizes_in_fork(self) -> set[Fact]:
+        """Derive the cases of `_with_smaller_sizes`, and return its facts; a fork that takes too long gives one.
+
+        If host code ends the fork, there are no cases and no facts, as the check of addresses says why.
+        """
+
+        def work() -> tuple[list[Case], set[Fact]]:
+            limits = _SMALLER_SIZES_S, _SMALLER_SIZES_S + 5  # SIGXCPU at the first, SIGKILL at the second
+            resource.setrlimit(resource.RLIMIT_CPU, limits)
+            return self._with_smaller_sizes()
+
+        try:
+            smaller, facts = Fork(work).result()
+        except ForkCrashedError as error:
+            text = f"sizes of bench cases alone: host code takes more than {_SMALLER_SIZES_S} s"
+            return {Fact("not judged", text)} if signal.SIGXCPU.name in str(error) else set()
+        self.derived += smaller
+        return facts
+
+    def _with_smaller_sizes(self) -> tuple[list[Case], set[Fact]]:
+        """Return bench cases with some sizes of a check case, for facts that no check case has, and all facts of bench cases.
+
+        Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case
+        has at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A variant that calls `torch.bincount`, for
+        example, is left out: its launches depend on values.
+        """
+        op, check, bench = self.op, [*self.check, *self.derived], self.bench
+        smaller, facts, variants = list[Case](), set[Fact](), _variants_with_facts(op, check)
+        for variant in op.variants:
+            if variant not in variants and not variant.is_peer and not only_calls_torch(op, variant, check):
+                facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
+        for configs in (_default_alone, around_default) if check else (_default_alone,):
+            facts_of = partial(_facts_of_cases, op, variants, configs, facts)
+            of_check = [of_case for _case, of_case in facts_of([*check, *smaller])]
+            known = set[Fact]().union(*of_check)
+            most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((of_case.num_programs for of_case in of_check), default=0))
+            by_facts: dict[frozenset[Fact], Case] = {}
+            for case, of_case in facts_of(sorted(bench, key=self._cost)):
+                facts |= of_case
+                by_facts[frozenset(of_case)] = case
+                for of_whole in (False, True) if len(of_check) >= len(check) else ():
+                    wanted = {fact for fact in of_case - known if (fact.kind == "whole") is of_whole}
+                    cases = self._smaller(case, of_whole, partial(_has_one_of, facts_of, wanted)) if wanted else ()
+                    for candidate, found in facts_of(filter(self._is_cheap, cases)):
+                        if found.num_programs <= most_programs and found & wanted and not _obstacle(op, candidate):
+                            smaller.append(candidate)
+                            known |= found
+                            wanted -= found
+                        if not wanted:
+                            break
+                known |= of_case
+            bench = [*by_facts.values()]
+        return smaller, facts
+
+    def _smaller(self, case: Case, of_whole: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
+        """Yield copies of a bench case with smaller sizes: the cheapest first; last, sizes far above the sizes of check cases.
+
+        The sizes are of check cases with longer sizes in place of 1, because a single row or column hides mistakes; then of the
+        check cases as they are.
 
         Args:
             of_whole: whether whole blocks are sought. Copies with the least sizes then come first: their loops are the shortest.
             is_new: whether a case has a fact that is sought.
         """
-        cheapest = sorted(self.by_cost, key=partial(check_cost, self.op))[:1]
-        longer = [it for it in self.by_cost if 1 not in dict(it.axes).values()]
-        others = list(dict.fromkeys([*self.by_cost[:1], *sorted(longer, key=partial(check_cost, self.op))[:1], *cheapest]))
-        steps = {axis: math.gcd(*(case[axis] for case in self.cases)) for axis in self.op.axes}
+        bases = list(dict.fromkeys([*(_without_ones(it, self.by_cost) for it in self.by_cost), *self.by_cost]))
+        longer = [it for it in bases if 1 not in dict(it.axes).values()]
+        others = list(dict.fromkeys([*bases[:1], *sorted(longer, key=self._cost)[:1], *sorted(bases, key=self._cost)[:1]]))
+        all_cases = (*self.check, *self.derived, *self.bench)
+        steps = {axis: math.gcd(*(it[axis] for it in all_cases)) for axis in self.op.axes}
         least = _with_least_sizes(case, others, steps, is_new)
         near, far = list[Case](), list[Case]()
-        for smaller in sorted(_with_sizes_of(case, self.by_cost), key=self._doublings):
-            (far if self._is_far(smaller) else near).append(smaller)
+        for smaller in sorted(_with_sizes_of(case, bases), key=self._doublings):
+            is_far = any(size > _FAR * max((it[axis] for it in bases), default=0) for axis, size in smaller.axes)
+            (far if is_far else near).append(smaller)
         yield from itertools.chain(*((sorted(least, key=self._doublings), near, far) if of_whole else (near, least, far)))
 
     def _doublings(self, case: Case) -> int:
         """Return log2 of a case's cost over the cost of the costliest check case, rounded up; 0 for a cheaper case."""
-        return max(0, math.ceil(math.log2(check_cost(self.op, case) / self.costliest)))
+        return max(0, math.ceil(math.log2(self._cost(case) / self.costliest)))
 
-    def _is_far(self, case: Case) -> bool:
-        return any(size > _FAR * max((it[axis] for it in self.by_cost), default=0) for axis, size in case.axes)
+    def _first_checkable(self, cases: Iterable[Case]) -> tuple[list[Case], str]:
+        """Return the first case that can be checked, in a list; else an empty list, and why the last case cannot be checked.
+
+        A case can be checked if it is cheap, if an own variant supports it, if the operator has inputs and expected values for
+        it, which forks make, and if host code of no own variant refuses it by a ValueError.
+        """
+        reason = "no check case to derive a case from"
+        for case in cases:
+            try:
+                own = [variant.unsupported(case) for variant in self.op.variants if not variant.is_peer]
+                if not self._is_cheap(case):
+                    reason = "too costly"
+                elif all(own):
+                    reason = f"unsupported: {own[0]}" if own else "no own variant"
+                elif not (reason := Fork(partial(_obstacle, self.op, case)).result()):
+                    return [case], ""
+            except Exception as error:  # code of an operator on a case that its author may not have thought of
+                reason = first_line(error)
+        return [], reason
 
 
 def _without_ones(case: Case, others: Sequence[Case]) -> Case:
@@ -184,8 +248,7 @@ def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
     for num_kept in range(1, len(case.axes)):
         for other, kept in itertools.product(others, itertools.combinations(dict(case.axes), num_kept)):
             sizes = {axis: size if axis in kept else min(size, other[axis]) for axis, size in case.axes}
-            changed = ",".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in kept)
-            yield replace(case, name=f"{case.name},{changed}", axes=tuple(sizes.items()))
+            yield _resized(case, sizes, [axis for axis in sizes if axis not in kept])
 
 
 def _with_least_sizes(
@@ -212,10 +275,15 @@ def _with_least_sizes(
             yield sized(least)
 
 
+def _resized(case: Case, sizes: Mapping[str, int], named: Iterable[str]) -> Case:
+    """Return a case with other sizes; its name tells the named sizes."""
+    name = ",".join([case.name, *(f"{axis}={sizes[axis]}" for axis in named)])
+    return replace(case, name=name, axes=tuple(sizes.items()))
+
+
 def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
     sizes = {**dict(case.axes), **dict(other.axes), axis: size}
-    changed = ",".join(f"{name}={its}" for name, its in sizes.items())
-    return replace(case, name=f"{case.name},{changed}", axes=tuple(sizes.items()))
+    return _resized(case, sizes, sizes)
 
 
 def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
@@ -282,7 +350,7 @@ def _with_longest(case: Case, axis: str) -> Case:
     (longest,) = _longest(case)
     sizes = dict(case.axes)
     sizes[axis], sizes[longest] = sizes[longest], sizes[axis]
-    return replace(case, name=f"{case.name},{axis}={sizes[axis]},{longest}={sizes[longest]}", axes=tuple(sizes.items()))
+    return _resized(case, sizes, (axis, longest))
 
 
 def _with_values(case: Case, *values: Setting) -> Case:
@@ -294,38 +362,6 @@ def _with_values(case: Case, *values: Setting) -> Case:
 
 def _text(value: Setting) -> str:
     return "{}={}".format(*value)
-
-
-def _with_pairs(
-    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
-) -> tuple[list[Case], list[str]]:
-    """Return cases in which values of settings meet that meet in no check case, and texts of those that only bench cases have.
-
-    Each case is the cheapest of the cases with the most new meetings. Sizes of 1, which hide mistakes, are left out.
-    """
-
-    def pairs_of(case: Case) -> set[tuple[Setting, ...]]:
-        return set(itertools.combinations(settings(case), 2))
-
-    values = dict.fromkeys(value for case in check for value in settings(case))
-    met, of_bench = (set[tuple[Setting, ...]]().union(*map(pairs_of, cases)) for cases in (check, bench))
-    wanted = [pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]]
-    order = [name for name, _value in settings(by_cost[0])]
-    ordered = (tuple(sorted(pair, key=lambda it: order.index(it[0]))) for pair in wanted)
-    left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
-    bases = [
-        case for case in sorted(by_cost, key=partial(check_cost, op)) if all(size > 1 for _axis, size in case.axes)
-    ] or by_cost
-    derived, reasons = list[Case](), dict[tuple[Setting, ...], str]()
-    while left and len(derived) < _MOST_PAIRED and len(derived) + len(reasons) < _MOST_PAIRS:
-        candidates = [_with_values(case, *left[0]) for case in bases]
-        best = sorted(candidates, key=lambda case: -len(pairs_of(case).intersection(left)))
-        found, reason = _first_checkable(op, best[:_TRIED], most)
-        reasons |= {} if found else {left[0]: reason}
-        left = [pair for pair in left[1:] if pair not in set[tuple[Setting, ...]]().union(*map(pairs_of, found))]
-        derived += found
-    reasons |= dict.fromkeys(left, "not tried, after many other pairs")
-    return derived, [f"{' with '.join(map(_text, pair))} ({reason})" for pair, reason in reasons.items() if pair in of_bench]
 
 
 def _obstacle(op: Op, case: Case) -> str:
@@ -340,24 +376,3 @@ def _obstacle(op: Op, case: Case) -> str:
             except (ValueError, AssertionError) as error:
                 return first_line(error)
     return ""
-
-
-def _first_checkable(op: Op, cases: Iterable[Case], most: float) -> tuple[list[Case], str]:
-    """Return the first case that can be checked, in a list; else an empty list, and why the last case cannot be checked.
-
-    A case can be checked if it costs at most `most`, if an own variant supports it, if the operator has inputs and expected
-    values for it, which forks make, and if host code of no own variant refuses it by a ValueError.
-    """
-    reason = "no check case to derive a case from"
-    for case in cases:
-        try:
-            own = [variant.unsupported(case) for variant in op.variants if not variant.is_peer]
-            if check_cost(op, case) > most:
-                reason = "too costly"
-            elif all(own):
-                reason = f"unsupported: {own[0]}" if own else "no own variant"
-            elif not (reason := Fork(partial(_obstacle, op, case)).result()):
-                return [case], ""
-        except Exception as error:  # code of an operator on a case that its author may not have thought of
-            reason = first_line(error)
-    return [], reason
