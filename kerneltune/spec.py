@@ -396,9 +396,9 @@ def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
     """
     for name, value in knobs.items():
         offered = space.get(name, (value,))
-        whole = [one for one in offered if type(one) is int]
+        whole = [other for other in offered if type(other) is int]
         high = min(max(whole, default=0) * _BEYOND, _MOST_WARPS if name == "warps" else sys.maxsize)
-        powers = all(one >= 0 and not one & (one - 1) for one in whole)
+        powers = all(other >= 0 and not other & (other - 1) for other in whole)
         is_near = type(value) is int and value > 0 and min(whole, default=0) // _BEYOND <= value <= high
         if value not in offered and not (is_near and not (powers and value & (value - 1))):
             text = repr(value) if type(value) is not int or abs(value) < 1 << 64 else "a number of very many digits"

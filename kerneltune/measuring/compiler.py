@@ -22,7 +22,7 @@ from typing import Any
 
 from kerneltune.compat import failing_line
 from kerneltune.errors import first_line, line_of_inputs, statement_in
-from kerneltune.measuring import assembly as code
+from kerneltune.measuring import assembly
 from kerneltune.measuring.assembly import MAX_THREADS, TARGETS, Kernel, Target
 from kerneltune.programs import run_to_end
 from kerneltune.spec import Config, Inputs
@@ -293,11 +293,11 @@ class _DryDriver:
 
     def _kernel(self, metadata: Any, binary: bytes) -> Kernel:
         if self.target.backend == "cuda":
-            assembly, stray_stores = _assembly(metadata, "ptx"), _stray_stores(binary)
-            usage, accesses = code.sass_usage(_resource_report(binary)), code.ptx_accesses(assembly)
+            ptx, stray_stores = _assembly(metadata, "ptx"), _stray_stores(binary)
+            usage, accesses = assembly.sass_usage(_resource_report(binary)), assembly.ptx_accesses(ptx)
         else:
-            assembly, stray_stores = _assembly(metadata, "amdgcn"), 0
-            usage, accesses = code.gcn_usage(assembly), code.gcn_accesses(assembly)
+            amdgcn, stray_stores = _assembly(metadata, "amdgcn"), 0
+            usage, accesses = assembly.gcn_usage(amdgcn), assembly.gcn_accesses(amdgcn)
         registers, spill_bytes, scalar_registers = usage
         return Kernel(
             metadata.name, metadata.num_warps, registers, spill_bytes, metadata.shared, scalar_registers, accesses,

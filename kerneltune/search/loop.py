@@ -76,11 +76,11 @@ class Candidates:
     pool: Sequence[Config]
     first: Sequence[Config] = ()
 
-    def in_order(self, search: SearchLimits) -> list[Config]:
+    def in_order(self, limits: SearchLimits) -> list[Config]:
         """Return all configs in the order in which a search tries them before the first times are known."""
         first = dict.fromkeys(self.first)
         rest = [config for config in self.pool if config not in first]
-        return [*first, *_drawn(rest, () if search.sampler == "random" else list(first), search.seed)]
+        return [*first, *_drawn(rest, () if limits.sampler == "random" else list(first), limits.seed)]
 
 
 class Evaluator(Protocol):
@@ -102,29 +102,29 @@ class Evaluator(Protocol):
 
 
 def explore(
-    candidates: Candidates, search: SearchLimits, evaluator: Evaluator, known: Mapping[Config, Evaluation] = MappingProxyType({})
+    candidates: Candidates, limits: SearchLimits, evaluator: Evaluator, known: Mapping[Config, Evaluation] = MappingProxyType({})
 ) -> dict[Config, Evaluation]:
     """Try candidates until a budget is used, the expected gain is small, or no config is left.
 
     Args:
         candidates: the configs.
-        search: limits of the search.
+        limits: limits of the search.
         evaluator: evaluates the configs.
         known: evaluations of an earlier search, which count as tried.
 
     Returns:
         The evaluations in their order, known evaluations first.
     """
-    state = SearchState(candidates, search, evaluator)
+    state = SearchState(candidates, limits, evaluator)
     for config, evaluation in known.items():
         state.tell(config, evaluation.time_us)
-    limit = min(search.trials or len(candidates.pool), len(candidates.pool))
+    most = min(limits.trials or len(candidates.pool), len(candidates.pool))
     evaluations = dict(known)
     began_at: float | None = None  # the time to start a process and to make inputs does not belong to the search
     is_over = False
     try:
         while True:
-            while not is_over and len(evaluations) + state.num_in_flight < limit and state.begin_next():
+            while not is_over and len(evaluations) + state.num_in_flight < most and state.begin_next():
                 pass
             if not state.num_in_flight:
                 break
@@ -136,7 +136,7 @@ def explore(
                 began_at = time.monotonic() if began_at is None and evaluator.is_ready() else began_at
                 is_over = is_over or state.is_gain_small()
             spent_s = 0.0 if began_at is None else time.monotonic() - began_at
-            is_over = is_over or spent_s > (search.budget_s or math.inf)
+            is_over = is_over or spent_s > (limits.budget_s or math.inf)
             if is_over:
                 state.cancel()
     finally:
@@ -170,18 +170,18 @@ class SearchState:
         sampler: sampler that chooses among the untried configs.
     """
 
-    def __init__(self, candidates: Candidates, search: SearchLimits, evaluator: Evaluator) -> None:
+    def __init__(self, candidates: Candidates, limits: SearchLimits, evaluator: Evaluator) -> None:
         """Set up the sampler of a search."""
         from kerneltune.search.study import FiniteGPSampler, ListSampler
 
-        self._order, self._evaluator = candidates.in_order(search), evaluator
+        self._order, self._evaluator = candidates.in_order(limits), evaluator
         knobs = [knobs_of(config) for config in self._order]
-        is_blind = search.sampler == "random"
+        is_blind = limits.sampler == "random"
         self._ahead = _AHEAD_BLIND if is_blind else AHEAD
         self.sampler = ListSampler(knobs)
         if not is_blind:
-            self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed)
-        self._least_gain, self._seed = search.until_gain, search.seed
+            self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, limits.seed)
+        self._least_gain, self._seed = limits.until_gain, limits.seed
         self._index = {config: index for index, config in enumerate(self._order)}
         self._compiling: list[tuple[Config, Future[Any]]] = []
         self._waiting: list[tuple[Config, Future[Evaluation]]] = []
@@ -221,13 +221,13 @@ class SearchState:
 
     def finished(self) -> list[tuple[Config, Evaluation]]:
         """Hand compiled configs to their evaluation and return up to two finished evaluations; wait 1 ms if there are none."""
-        for trial in [trial for trial in self._compiling if trial[1].done()]:
-            self._compiling.remove(trial)
-            self._waiting.append((trial[0], self._evaluator.evaluate(*trial)))
-        ready = [trial for trial in self._waiting if trial[1].done()][:_READY]
+        for config, compilation in [(config, future) for config, future in self._compiling if future.done()]:
+            self._compiling.remove((config, compilation))
+            self._waiting.append((config, self._evaluator.evaluate(config, compilation)))
+        ready = [pending for pending in self._waiting if pending[1].done()][:_READY]
         if not ready:
             time.sleep(_POLL_S)
-        self._waiting = [trial for trial in self._waiting if trial not in ready]
+        self._waiting = [pending for pending in self._waiting if pending not in ready]
         return [(config, evaluation.result()) for config, evaluation in ready]
 
     def cancel(self) -> None:
@@ -235,4 +235,4 @@ class SearchState:
         for _, compilation in self._compiling:
             compilation.cancel()
         self._compiling.clear()
-        self._waiting = [trial for trial in self._waiting if not trial[1].cancel()]
+        self._waiting = [(config, evaluation) for config, evaluation in self._waiting if not evaluation.cancel()]

@@ -133,19 +133,19 @@ class Tuner:
 
     def first_runs(self) -> Iterator[Run]:
         """Yield the configs that the search would try first; nothing if the task was searched before."""
-        offered, search = candidates(self.task, self.store, self.options), self.options.search
+        offered, limits = candidates(self.task, self.store, self.options), self.options.search
         if not self._evaluations(offered.pool):
-            order = offered.in_order(search)
-            yield from (Run(self.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
+            order = offered.in_order(limits)
+            yield from (Run(self.task, config) for config in order[: min(_AHEAD, limits.trials or _AHEAD)])
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
         return {config: stored for config in pool if (stored := self.stored(config)) is not None}
 
-    def _explored(self, offered: Candidates, search: SearchLimits) -> dict[Config, Evaluation]:
+    def _explored(self, offered: Candidates, limits: SearchLimits) -> dict[Config, Evaluation]:
         stored = self._evaluations(offered.pool)
         if len(stored) < len(offered.pool):
             self.prepare()
-        return explore(offered, search, self, stored)
+        return explore(offered, limits, self, stored)
 
     def _decide(self, before: cache.Choice, times: dict[Config, float], num_trials: int) -> cache.CacheEntry:
         """Time the fastest configs against the incumbent, and store the winner. The default stands in for a failed incumbent."""
