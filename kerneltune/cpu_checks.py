@@ -11,7 +11,7 @@ from functools import partial
 from kerneltune import records
 from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
-from kerneltune.journals import with_finished_rows
+from kerneltune.journals import finished_in
 from kerneltune.measuring.check import CaseError, is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
@@ -37,29 +37,29 @@ from kerneltune.wording import counted
 _MOST_OFFSET = 2**31 - 1
 
 
-def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
+def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
     """Check cases, then cases derived from bench cases, pairs of config and case, and addresses; with `quick` the cases alone.
 
     The journal of checks keeps the records of each case that is checked. Return all records, and lines about the coverage of the
     checks.
     """
     runner = _JobRunner(plan, progress)
-    for entry in entries:  # here, as torch._dynamo, which torch imports to compute on device `meta`, takes every fork 1.5 s
+    for sweep_case in sweep_cases:  # here, as torch._dynamo, which torch imports for device `meta`, takes every fork 1.5 s
         with suppress(CaseError):  # its own check says why
-            meta_inputs(plan.ops[entry.op], entry.case)
+            meta_inputs(plan.ops[sweep_case.op], sweep_case.case)
     if plan.options.quick:
-        runner.run("check", runner.case_jobs(entries))
-        return [*runner.of_cases(), *runner.compiled()], []
+        runner.run("check", runner.case_jobs(sweep_cases))
+        return [*runner.case_records(), *runner.compile_refusals()], []
     deriving = Fork(partial(_derived_checks, plan))
     try:
-        runner.run("check", runner.case_jobs(entries))
+        runner.run("check", runner.case_jobs(sweep_cases))
         derived, unchecked, facts = deriving.result()
     finally:
         deriving.end()
-    further = _further_jobs(plan, [*entries, *derived], facts)
+    further = _further_jobs(plan, [*sweep_cases, *derived], facts)
     runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
-    failures, coverage = runner.of_further(further)
-    return [*runner.of_cases(), *failures, *runner.compiled()], [*coverage, *unchecked]
+    failures, coverage = runner.failures_and_coverage(further)
+    return [*runner.case_records(), *failures, *runner.compile_refusals()], [*coverage, *unchecked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,18 @@ class _JobRunner:
     records: dict[Job, list[Record]] = field(default_factory=dict)
     kept: list[Job] = field(default_factory=list)
 
-    def case_jobs(self, entries: Sequence[SweepCase]) -> list[Job]:
+    def case_jobs(self, sweep_cases: Sequence[SweepCase]) -> list[Job]:
         """Return a job for each case, with default configs of own variants; a peer is checked if the selection names variants."""
         with_peers = bool(self.plan.selection.variants)
-        tasks_of = [self.plan.check_tasks(entry.op, entry.case, with_peers=with_peers) for entry in entries]
+        tasks_of = [self.plan.check_tasks(sweep_case.op, sweep_case.case, with_peers=with_peers) for sweep_case in sweep_cases]
         runs_of = [[Run(task, task.default) for task in tasks] for tasks in tasks_of]
         return [case_job(runs) for runs in runs_of if runs]
 
     def run(self, stage: str, jobs: Sequence[Job]) -> None:
         """Run jobs whose cases the journal lacks, and keep the records of each case in the journal."""
         journal, family = self.plan.run_file("check.journal"), self.plan.family
-        of_cases = [job for job in jobs if job.runs]
-        of_journal = {
-            job: rows
-            for job, (_, rows) in zip(of_cases, with_finished_rows([job.runs for job in of_cases], journal), strict=True)
-            if rows is not None
-        }
+        finished = finished_in(journal)
+        of_journal = {job: rows for job in jobs if job.runs and (rows := finished(job.runs)) is not None}
         lacking = [job for job in jobs if job not in of_journal]
         self.kept.extend(of_journal)
         self.records.update({job: of_journal.get(job, []) for job in jobs})
@@ -103,22 +99,22 @@ class _JobRunner:
                 records.append(journal, self.records[job])
             self.progress.advance(job.label, job.cost)
 
-    def of_cases(self) -> list[Record]:
+    def case_records(self) -> list[Record]:
         """Return the records of all cases."""
         return [row for job, rows in self.records.items() if job.runs for row in rows]
 
-    def of_further(self, jobs: Sequence[Job]) -> tuple[list[Record], list[str]]:
+    def failures_and_coverage(self, jobs: Sequence[Job]) -> tuple[list[Record], list[str]]:
         """Return the failures of jobs that no record of a case has, and a line for each covered fact.
 
         A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now.
         """
-        of_cases = [_failure_key(row) for row in self.of_cases()]
+        known = [_failure_key(row) for row in self.case_records()]
         rows = [row for job in jobs for row in self.records[job]]
-        failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in of_cases]
+        failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in known]
         coverage = [row.reason for row in rows if row.status != "failed"]
         return failures, coverage if self.kept else [*coverage, *coverage_lines(list(self.records))]
 
-    def compiled(self) -> list[Record]:
+    def compile_refusals(self) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.
 
         Return a record of each refusal: the interpreter accepts Python that Triton's compiler refuses. This project's
@@ -161,16 +157,16 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
         of_op, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
         derived += [SweepCase(op, case) for case in of_op]
         lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
-    checked = {entry.op for entry in plan.sweep.check}
+    checked = {sweep_case.op for sweep_case in plan.sweep.check}
     return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in checked)], facts
 
 
-def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
+def _further_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
     """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases.
 
     `compare` of other projects' operators is checked on the outputs of the first variant.
     """
-    jobs, check_cases = [], cases_by_op(entries)
+    jobs, check_cases = [], cases_by_op(sweep_cases)
     for op, cases in check_cases.items():
         tasks = plan.check_tasks(op, cases[0])
         jobs += [pairs_job(task, cases) for task in tasks]

@@ -1,6 +1,7 @@
 """Read the rows that an interrupted run has checked or measured, so that the next run continues behind them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kerneltune import device, records
@@ -10,10 +11,9 @@ from kerneltune.spec import TaskKey
 from kerneltune.task import Run, fingerprint, knobs_of
 
 
-def with_finished_rows(work: Sequence[Sequence[Run]], journal: Path | None) -> list[tuple[Sequence[Run], list[Record] | None]]:
-    """Pair the runs of each case, a run a variant, with their rows of an interrupted run; None for a case to be done."""
-    of_key = records.grouped(load_journal(journal) if journal else (), lambda record: record.key)
-    return [(runs, finished_rows(of_key, runs)) for runs in work]
+def finished_in(journal: Path | None) -> Callable[[Sequence[Run]], list[Record] | None]:
+    """Return the function that finds the rows of a case's runs in a journal; see `finished_rows`."""
+    return partial(finished_rows, records.grouped(load_journal(journal) if journal else (), lambda record: record.key))
 
 
 def load_journal(journal: Path) -> list[Record]:

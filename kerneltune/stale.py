@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from kerneltune import cache, records, sweep_file
 from kerneltune.cache import CacheEntry
@@ -89,9 +90,9 @@ def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> l
     """Return the plan of the selected family, or of each family where none is selected."""
     names = [selection.family] if selection.family else sweep_file.families()
     loaded = [sweep_file.load(sweep_file.find(name), ops, options.max_cases) for name in names]
-    entries = [entry for family in loaded for entry in family.bench]
-    selection.require_names([ops[name] for name in cases_by_op(entries)])
-    require_case(selection, selection.family or "families", entries)
+    sweep_cases = [sweep_case for family in loaded for sweep_case in family.bench]
+    selection.require_names([ops[name] for name in cases_by_op(sweep_cases)])
+    require_case(selection, selection.family or "families", sweep_cases)
     return [Plan(ops, family, selection, options) for family in loaded]
 
 
@@ -165,8 +166,11 @@ def _is_fresh(plan: Plan, sweep_case: SweepCase, rows: Mapping[TaskKey, Record],
     return True
 
 
-Difference = tuple[str, str]
-"""`other code` or `another config`, and the digests, or the knobs that differ: `warps=4, here warps=8`."""
+class Difference(NamedTuple):
+    """Name a difference, `other code` or `another config`, and its digests or knobs: `warps=4, here warps=8`."""
+
+    kind: str
+    detail: str
 
 
 def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Difference | None:
@@ -177,16 +181,16 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     """
     here = task.variant.source_hash
     if row.source_hash != here:
-        return "other code", f"{row.source_hash[:_DIGITS]}, here {here[:_DIGITS]}"
+        return Difference("other code", f"{row.source_hash[:_DIGITS]}, here {here[:_DIGITS]}")
     is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
     try:
         now = knobs_of(task.config_of_call(configs, gpu))
     except ValueError as error:  # no config can run the case any more
-        return "another config", f"{row.config_label}, here {error}"
+        return Difference("another config", f"{row.config_label}, here {error}")
     values = differing(row.config or {}, now)
-    return values and ("another config", f"{values[0]}, here {values[1]}")
+    return Difference("another config", f"{values[0]}, here {values[1]}") if values else None
 
 
 def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | None) -> list[str]:
@@ -203,11 +207,11 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
         if variant not in {offered.name for offered in ops[name].variants}:
             lines.append(f"{name} {variant}: {counted(len(of_variant), 'row')} of no variant here: measure again")
             continue
-        differences = [(row, _difference_of(row, ops[name], configs)) for row in of_variant]
-        stale = [(row, differs) for row, differs in differences if differs is not None]
-        for what, of_kind in grouped(stale, lambda pair: pair[1][0]).items():
-            named = first_of((f"{_row_label(row, ops[name])} ({differs})" for row, (_, differs) in of_kind), _NAMED)
-            measured = f"{len(of_kind)} of {counted(len(of_variant), 'row')} measured with {what}"
+        compared = [(row, _difference_to_op(row, ops[name], configs)) for row in of_variant]
+        stale = [(row, differs) for row, differs in compared if differs is not None]
+        for kind, of_kind in grouped(stale, lambda pair: pair[1].kind).items():
+            named = first_of((f"{_row_label(row, ops[name])} ({differs.detail})" for row, differs in of_kind), _NAMED)
+            measured = f"{len(of_kind)} of {counted(len(of_variant), 'row')} measured with {kind}"
             lines.append(f"{name} {variant}: {measured}: {named}: measure again")
     return lines
 
@@ -218,12 +222,12 @@ def _row_label(row: Record, op: Op) -> str:
     return " ".join(filter(None, [row.case, pairs(options), row.dtype, row.quant]))
 
 
-def _difference_of(row: Record, op: Op, configs: Path | None) -> Difference | None:
+def _difference_to_op(row: Record, op: Op, configs: Path | None) -> Difference | None:
     """Return the difference of a record whose operator is at hand; a case that the operator no longer has is another code's."""
     options = {name: row.options.get(name, values[0]) for name, values in op.options.items()}
     if set(row.axes) != set(op.axes) or not set(row.options) <= set(options):
         present = f"axes and options {', '.join([*op.axes, *options])}"
-        return "other code", f"{pairs({**row.axes, **row.options})}, here {present}"
+        return Difference("other code", f"{pairs({**row.axes, **row.options})}, here {present}")
     axes = tuple((name, row.axes[name]) for name in op.axes)
     case = Case(row.case, axes, row.dtype, row.quant, tuple(options.items()))
     return difference(row, Task(op, case, op.variant(row.variant), row.policy), configs, slug(row.device))

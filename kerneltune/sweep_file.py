@@ -53,9 +53,9 @@ class SweepCase:
     case: Case
 
 
-def cases_by_op(entries: Iterable[SweepCase]) -> dict[str, list[Case]]:
+def cases_by_op(sweep_cases: Iterable[SweepCase]) -> dict[str, list[Case]]:
     """Return the cases of each operator."""
-    return {op: [entry.case for entry in of_op] for op, of_op in grouped(entries, lambda entry: entry.op).items()}
+    return {op: [it.case for it in of_op] for op, of_op in grouped(sweep_cases, lambda it: it.op).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Sweep:
     gate: Mapping[str, float]
     headline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def is_headline(self, entry: SweepCase) -> bool:
+    def is_headline(self, sweep_case: SweepCase) -> bool:
         """Return whether the file's `headline` selects a bench case."""
-        case = entry.case
-        values = {"op": entry.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
+        case = sweep_case.case
+        values = {"op": sweep_case.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
         named = self.headline.items()
         return bool(self.headline) and all(any(fnmatch.fnmatch(values[key], p) for p in patterns) for key, patterns in named)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import replace_text
-from kerneltune.journals import load_journal, with_finished_rows
+from kerneltune.journals import finished_in, load_journal
 from kerneltune.measuring.assembly import TARGETS, Target
 from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.compare import ceiling_task, make_record
@@ -191,7 +191,8 @@ class _SweepRun:
         The journal of checks keeps the records until the run is over.
         """
         family, journal = self.plan.family, self.plan.run_file("check.journal")
-        work = with_finished_rows(_runs_to_check(self.plan, sweep_cases, with_peers), journal)
+        finished = finished_in(journal)
+        work = [(runs, finished(runs)) for runs in _runs_to_check(self.plan, sweep_cases, with_peers)]
         lacking = [runs for runs, rows in work if rows is None]
         if lacking:
             self._compile([run for runs in lacking for run in runs if run.config is not None], "check")
@@ -256,7 +257,8 @@ class _SweepRun:
         ]
         failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
         runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
-        work = with_finished_rows(list(filter(None, runnable)), journal)
+        finished = finished_in(journal)
+        work = [(runs, finished(runs)) for runs in filter(None, runnable)]
         lacking = [runs for runs, rows in work if rows is None]
         to_launch = (run for runs in lacking for run in (*runs, self._ceiling(runs[0].task)))
         to_compile = [run for run in to_launch if run is not None and run.config is not None]

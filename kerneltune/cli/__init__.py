@@ -226,7 +226,7 @@ def _root(
     settings.apply()
     options.use_capture(captured or "")
     if captured:
-        if not options.capture_of(captured):
+        if not options.capture_folder(captured):
             raise ValueError(f"{captured}: no capture: expected a folder that `kerneltune capture` wrote")
         for variable, name in ((RESULTS, "results"), ("KERNELTUNE_CONFIGS", "configs")):
             os.environ.setdefault(variable, os.path.join(captured, name))

@@ -208,7 +208,7 @@ def family_of(op: str) -> str:
     for family in sweep_file.families():
         with suppress(ValueError):  # a broken sweep file of another family is not the mistake here
             loaded = sweep_file.load(sweep_file.find(family), ops)
-            if any(entry.op == op for entry in (*loaded.check, *loaded.bench)):
+            if any(sweep_case.op == op for sweep_case in (*loaded.check, *loaded.bench)):
                 return family
     return ""
 
@@ -304,7 +304,7 @@ def damaged_classes() -> list[str]:
     return []
 
 
-def capture_of(family: str) -> str:
+def capture_folder(family: str) -> str:
     """Return the folder of a capture whose folder or sweep file is given as the family; empty for another family."""
     folder = family if Path(family).is_dir() else str(Path(family).parent) if Path(family).name == "sweep.yaml" else ""
     return folder if folder and Path(folder, "classes").is_dir() else ""

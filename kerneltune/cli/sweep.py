@@ -62,7 +62,7 @@ def command(
     Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if every row is skipped, or if --stale
     finds no records.
     """
-    folder = o.capture_of(family)
+    folder = o.capture_folder(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}
     fields["mode"] = "check" if check_only else "tune" if tune and not quick else "measure"
     if stale:
@@ -200,7 +200,7 @@ def _show_unchecked(plan: Plan, checked: Sequence[Record], capture: Path) -> Non
     """Name the launches of a capture whose values were not checked, and the kernels that cannot be launched again."""
     from kerneltune.adopt.overview import read_capture
 
-    launches = [entry.case for entry in plan.cases()]
+    launches = [sweep_case.case for sweep_case in plan.cases()]
     names = {record.case for record in checked}
     unchecked = [f"{case.name} ({pairs(dict(case.axes))})" for case in launches if case.name not in names]
     if unchecked:

@@ -40,7 +40,7 @@ def command(
     by_title = searches_of(plan, gpu)
     if not by_title:
         folder = store_path(plan.options.results, gpu, "").parent
-        patterns = {str(store_path(Path(), "*", entry.op)) for entry in plan.cases()}
+        patterns = {str(store_path(Path(), "*", sweep_case.op)) for sweep_case in plan.cases()}
         stores = (path for pattern in patterns for path in plan.options.results.glob(pattern))
         elsewhere = sorted({path.parent.name for path in stores} - {gpu})
         how = f"read those of {' or '.join(f'--gpu {other}' for other in elsewhere)}, or " if elsewhere else ""
@@ -60,10 +60,10 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
 
     by_title: dict[str, Searches] = {}
     kept = {name: newest_trials(store_path(plan.options.results, gpu, name)) for name in {e.op for e in plan.cases()}}
-    for entry in plan.cases():
-        op, case = plan.ops[entry.op], entry.case
+    for sweep_case in plan.cases():
+        op, case = plan.ops[sweep_case.op], sweep_case.case
         for variant in filter(lambda variant: plan.selection.matches_variant(variant.name), op.variants):
-            stored = kept[op.name].get(plan.key(entry)._replace(variant=variant.name), {})
+            stored = kept[op.name].get(plan.key(sweep_case)._replace(variant=variant.name), {})
             if any(evaluation.time_us is not None for evaluation in stored.values()):
                 by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return by_title

@@ -118,7 +118,7 @@ def _show_forecast(plan: Plan) -> None:
     """Print the cases and configs that `tune` would search on this machine, by variant, and about how long it takes."""
     from kerneltune.tune.run import expected_work, tasks_to_search
 
-    here, budget_s, ops = device.current(), plan.options.search.budget_s, {entry.op for entry in plan.cases()}
+    here, budget_s, ops = device.current(), plan.options.search.budget_s, {sweep_case.op for sweep_case in plan.cases()}
     tasks, kept = tasks_to_search(plan, Progress())
     works = [(task, *expected_work(task, plan.options)) for task in tasks]
     for (op, variant), of_variant in grouped(works, lambda work: (work[0].op.name, work[0].variant.name)).items():

@@ -14,6 +14,7 @@ from kerneltune.processes import in_fresh_processes
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Op, TaskKey
+from kerneltune.sweep_file import cases_by_op
 from kerneltune.sweep_run import measure_live
 from kerneltune.wording import counted
 
@@ -76,7 +77,7 @@ def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Co
 
 def _selected(record: Record, plan: Plan) -> bool:
     """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
-    of_family = record.family == plan.family or (not record.family and record.op in {entry.op for entry in plan.sweep.bench})
+    of_family = record.family == plan.family or (not record.family and record.op in cases_by_op(plan.sweep.bench))
     op, selection, options = plan.ops.get(record.op), plan.selection, plan.options
     variants = {variant.name: variant for variant in op.variants} if op else {}
     peer = record.variant in variants and variants[record.variant].is_peer
