@@ -201,7 +201,8 @@ class Server:
         named = [kernel for kernel in of_name if kernel.module == name.module]
         alike = named + [kernel for kernel in of_name if kernel not in named and "__main__" in (kernel.module, name.module)]
         same = [kernel for kernel in alike if kernel.bytecode == kernels.bytecode_digest(function)]
-        same = same or [kernel for kernel in alike if kernel.source == arguments.source_digest(function)]  # another Python
+        if not same and table is not None and table.versions.get("python") != program.python_version():  # has other bytecode
+            same = [kernel for kernel in alike if kernel.source == arguments.source_digest(function)]
         read = kernels.read_globals(function) if same else {}  # a global that is not bound yet may have any value
         same = [kernel for kernel in same if all(read.get(name, value) == value for name, value in kernel.globals.items())]
         if named and not same:

@@ -296,8 +296,9 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
             name = first.kernel
             about = (*digests, first.keys, groups, shared, first.is_plain, first.globals)
             kernels.append(TableKernel(name.module, name.name, *about))
-    here = device.current()
-    return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
+    here, pythons = device.current(), {tuned_class.launch_class.versions.get("python", "") for tuned_class in tuned}
+    versions = {**device.versions(), "driver": here.driver, "python": "".join(pythons) if len(pythons) == 1 else ""}
+    return ServingTable(here.slug, versions, tuple(kernels))
 
 
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.runtime.interpreter
-from plain_kernels import captured, captured_call, cdiv_grid
+from plain_kernels import SOURCE, captured, captured_call, cdiv_grid
 from test_capture_tuning import GPU, SizedBench
 
 from kerneltune.adopt import program, startup, tuning
@@ -147,6 +147,31 @@ def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: 
         launch = captured_call(tmp_path / str(number), call)
         assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
         assert {one.config.num_stages for one in launch.candidates} == {3}
+
+
+SAME_NAME = """
+whole = doubled
+@triton.jit
+def doubled(x_ptr, y_ptr, N, scale, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + places, mask=places < N, other=0.0)))
+"""
+
+
+def test_serving_the_second_kernel_of_a_name_keeps_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: None
+) -> None:
+    """The digest of the source is that of a name; the block of the first kernel has no effect on its results."""
+    (tmp_path / "of_same_name.py").write_text(SOURCE + SAME_NAME)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, folder, x, y = __import__("of_same_name"), tmp_path / "cap", torch.arange(96.0), torch.zeros(96)
+    captured_call(folder, lambda: module.whole[cdiv_grid(96)](x, y, 96, 2.0, BLOCK=32))
+    tune_capture(folder, Progress())
+    startup.install(folder, misses=None)
+    module.whole[cdiv_grid(96)](x, y, 96, 2.0, BLOCK=32)
+    module.doubled[cdiv_grid(96)](x, y.zero_(), 96, 2.0, BLOCK=32)
+    assert y.tolist() == [sum(range(n, n + 32)) for n in (0, 32, 64)] + [0.0] * 93
+    assert startup.server().counters.by_name() == {"served of_same_name.doubled": 1, "missed of_same_name.doubled": 0}
 
 
 IS_WHOLE = True
