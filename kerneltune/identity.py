@@ -78,7 +78,7 @@ def _digest(target: Any) -> str:
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, _DEPTH))
         try:
-            writer.value(target)
+            writer.write_value(target)
         finally:
             sys.setrecursionlimit(limit)
     return writer.digest()
@@ -115,6 +115,10 @@ class _Definition:
     name: str = ""
 
 
+_Meaning = _Definition | str | None
+"""Meaning of a name: a definition, the text of another package's name or of a builtin, or None for the engine."""
+
+
 class _Writer:
     """Write a canonical text of definitions: a definition in full at its first use, its number at later uses."""
 
@@ -129,7 +133,7 @@ class _Writer:
     def digest(self) -> str:
         return hashlib.sha256("\n".join(self._parts).encode()).hexdigest()[:_DIGITS]
 
-    def value(self, value: Any) -> None:
+    def write_value(self, value: Any) -> None:
         """Write a live object: the callable asked for, and what partials, methods, closures and objects hold."""
         if id(value) in self._open:
             self._parts.append("itself")
@@ -137,46 +141,46 @@ class _Writer:
         self._open.add(id(value))
         if isinstance(value, functools.partial):
             self._parts.append("partial")
-            self._values((value.func, *value.args, *value.keywords.items()))
+            self._write_values((value.func, *value.args, *value.keywords.items()))
         elif isinstance(value, tuple | list | dict):
             self._parts.append(f"{'mapping' if isinstance(value, dict) else 'sequence'} {len(value)}")
-            self._values(value.items() if isinstance(value, dict) else value)
+            self._write_values(value.items() if isinstance(value, dict) else value)
         elif isinstance(value, set | frozenset):
             self._parts += [f"set {len(value)}", *sorted(map(self._text_alone, value))]
         elif inspect.ismethod(value):
-            self._values((value.__func__, value.__self__))
+            self._write_values((value.__func__, value.__self__))
         elif inspect.isfunction(value):
-            self._values((value.__wrapped__,) if hasattr(value, "__wrapped__") else ())
+            self._write_values((value.__wrapped__,) if hasattr(value, "__wrapped__") else ())
             if not hasattr(value, "__wrapped__") or (self._is_followed(module_of(value)) and not _is_decorated(value)):
-                self._function(value)
+                self._write_function(value)
         elif inspect.isbuiltin(value):
             self._parts.append(f"{value.__module__}.{value.__qualname__}")
         elif isinstance(value, type):
-            self._named(value.__module__, value.__qualname__)
+            self._write_named(value.__module__, value.__qualname__)
         else:
-            self._instance(value)
+            self._write_instance(value)
         self._open.remove(id(value))
 
     def _text_alone(self, value: Any) -> str:
         """Return the text of an item of a set: each definition in full, so that the order of the items does not matter."""
         writer = _Writer(self._followed, follows_uninstalled=self._follows_uninstalled)
         writer._open = self._open
-        writer.value(value)
+        writer.write_value(value)
         return "\n".join(writer._parts)
 
-    def _values(self, values: Iterable[Any]) -> None:
+    def _write_values(self, values: Iterable[Any]) -> None:
         for value in values:
-            self.value(value)
+            self.write_value(value)
 
-    def _instance(self, value: Any) -> None:
+    def _write_instance(self, value: Any) -> None:
         """Write the function in a wrapper, class and constants of an object, else the value itself."""
         kind, wrapped = type(value), wrapped_by(value)
         is_constant = isinstance(value, Enum | ModuleType | bool | int | float | str)
         is_own = is_dataclass(value) or (self._is_followed(kind.__module__) and not is_constant)
-        self._values(() if wrapped is None else (wrapped,))
+        self._write_values(() if wrapped is None else (wrapped,))
         if is_own or (wrapped is None and callable(value) and not is_constant):
-            self._named(kind.__module__, kind.__qualname__)
-            self._values(self._constants_of(value) if is_own else ())
+            self._write_named(kind.__module__, kind.__qualname__)
+            self._write_values(self._constants_of(value) if is_own else ())
         elif wrapped is None:
             self._parts.append(value.__name__ if isinstance(value, ModuleType) else _ADDRESS.sub("", repr(value)))
 
@@ -191,32 +195,32 @@ class _Writer:
         held = [(name, item) for name, item in getattr(value, "__dict__", {}).items() if name not in state]
         return [(name, item) for name, item in held if callable(item) or isinstance(item, Enum | bool | int | float | str)]
 
-    def _function(self, function: Any) -> None:
+    def _write_function(self, function: Any) -> None:
         outer, nested, _ = function.__code__.co_qualname.partition(".<locals>")
         if "<lambda>" in outer:
-            self._lambda(function)
+            self._write_lambda(function)
         else:
-            self._named(module_of(function), outer)
+            self._write_named(module_of(function), outer)
         if nested:
             self._parts.append(f"nested {_number_of(function)}")
-            self._values(cell.cell_contents for cell in function.__closure__ or ())
+            self._write_values(cell.cell_contents for cell in function.__closure__ or ())
 
-    def _lambda(self, function: Any) -> None:
+    def _write_lambda(self, function: Any) -> None:
         module = required_module(module_of(function))
         line = function.__code__.co_firstlineno
         lambdas = [n for n in ast.walk(module.tree) if isinstance(n, ast.Lambda) and n.lineno == line]
         if not lambdas:
             raise ValueError(f"{module.name}: no lambda at line {line}: edited after it was imported: start a new process")
         for node in lambdas:
-            self.node(node, _Scope(module))
+            self.write_node(node, _Scope(module))
 
-    def _named(self, module_name: str, qualname: str) -> None:
+    def _write_named(self, module_name: str, qualname: str) -> None:
         if not self._is_followed(module_name):
             self._parts.append(f"{module_name}.{qualname}")
             return
-        self._write(_Definition(required_module(module_name), qualname.partition(".")[0]))
+        self._write_definition(_Definition(required_module(module_name), qualname.partition(".")[0]))
 
-    def _write(self, definition: _Definition) -> None:
+    def _write_definition(self, definition: _Definition) -> None:
         """Write the statements that bind a name at the top of a module."""
         key = definition.module.name, definition.name
         if key in self._numbers:
@@ -227,9 +231,9 @@ class _Writer:
             if isinstance(statement, ast.Assign | ast.AnnAssign) and self._calls_engine(statement.value, definition.module):
                 self._parts.append("engine")
             else:
-                self.node(statement, _Scope(definition.module), definition.name)
+                self.write_node(statement, _Scope(definition.module), definition.name)
 
-    def node(self, node: ast.AST, scope: _Scope, bound_name: str = "") -> None:
+    def write_node(self, node: ast.AST, scope: _Scope, bound_name: str = "") -> None:
         """Write a tree; `bound_name` is the name that a top-level statement is asked for."""
         match node:
             case ast.Expr(value=ast.Constant(value=str())) | ast.Import() | ast.ImportFrom() | ast.Pass():
@@ -238,22 +242,22 @@ class _Writer:
                 self._parts.append("raise")
             case ast.Assert(test=test):
                 self._parts.append("assert")
-                self.node(test, scope)
+                self.write_node(test, scope)
             case ast.Name(id=name):
-                self._name(name, scope, bound_name)
+                self._write_name(name, scope, bound_name)
             case ast.Attribute():
-                self._attribute(node, scope)
+                self._write_attribute(node, scope)
             case ast.Constant(value=value):
                 self._parts.append(f"{type(value).__name__} {value!r}")
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() | ast.ClassDef() | ast.ExceptHandler(name=str()):
-                self._binding(node, scope)
+                self._write_binding(node, scope)
             case ast.arg() | ast.AnnAssign():
-                self._annotated(node, scope, bound_name)
+                self._write_annotated(node, scope, bound_name)
             case _:
                 self._parts.append(type(node).__name__)
-                self._fields(node, scope, bound_name=bound_name)
+                self._write_fields(node, scope, bound_name=bound_name)
 
-    def _binding(self, node: ast.AST, scope: _Scope) -> None:
+    def _write_binding(self, node: ast.AST, scope: _Scope) -> None:
         """Write a function, class or handler without the name that it binds."""
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
@@ -263,9 +267,9 @@ class _Writer:
                 self._parts.append(f"as {scope.local.get(name, name)}")
             case _:
                 self._parts.append(type(node).__name__)
-        self._fields(node, scope, without=("name",))
+        self._write_fields(node, scope, without=("name",))
 
-    def _annotated(self, node: ast.arg | ast.AnnAssign, scope: _Scope, bound_name: str) -> None:
+    def _write_annotated(self, node: ast.arg | ast.AnnAssign, scope: _Scope, bound_name: str) -> None:
         """Write a parameter or an annotated assignment without its annotation, except what Triton reads."""
         match node:
             case ast.arg(arg=name, annotation=annotation):
@@ -273,37 +277,37 @@ class _Writer:
                 kind = " constexpr" if text.endswith("constexpr") else f" {text}" if _ELEMENT_TYPE.fullmatch(text) else ""
                 self._parts.append(f"parameter {scope.local.get(name, name)}{kind}")
             case ast.AnnAssign(target=target, value=value) if value is not None or isinstance(target, ast.Name):
-                self.node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, bound_name)
+                self.write_node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, bound_name)
 
-    def _fields(self, node: ast.AST, scope: _Scope, without: tuple[str, ...] = (), bound_name: str = "") -> None:
+    def _write_fields(self, node: ast.AST, scope: _Scope, without: tuple[str, ...] = (), bound_name: str = "") -> None:
         for name, value in ast.iter_fields(node):
             if name in _SKIPPED or name in without or value is None or value == []:
                 continue
             if isinstance(value, ast.AST):
                 self._parts += [name] if isinstance(node, ast.Slice | ast.arguments) else []  # any part of these may be missing
-                self.node(value, scope, bound_name)
+                self.write_node(value, scope, bound_name)
             elif isinstance(value, list):
                 self._parts.append(f"{name} (")
                 for item in value:
                     if isinstance(node, ast.JoinedStr) and isinstance(item, ast.Constant) and item.value == "":
                         continue  # Python 3.12 alone writes empty texts into nested format specifications
                     if isinstance(item, ast.AST):
-                        self.node(item, scope, bound_name)
+                        self.write_node(item, scope, bound_name)
                     else:
                         self._parts.append(str(scope.local.get(item, item)))
                 self._parts.append(")")
             else:
                 self._parts.append(f"{name} {value}")
 
-    def _name(self, name: str, scope: _Scope, bound_name: str) -> None:
+    def _write_name(self, name: str, scope: _Scope, bound_name: str) -> None:
         if scope.binds(name):
             self._parts.append(f"local {scope.local[name]}")
         elif name == bound_name:
             self._parts.append("itself")
         else:
-            self._reference(self._resolve(name, scope))
+            self._write_reference(self._resolve(name, scope))
 
-    def _attribute(self, node: ast.Attribute, scope: _Scope) -> None:
+    def _write_attribute(self, node: ast.Attribute, scope: _Scope) -> None:
         """Write `a.b.c`: its definition if `a` is a followed module, its name if `a` is a module of another package."""
         names = [node.attr]
         base = node.value
@@ -311,19 +315,19 @@ class _Writer:
             names.append(base.attr)
             base = base.value
         if not isinstance(base, ast.Name) or scope.binds(base.id):
-            self.node(node.value, scope)
+            self.write_node(node.value, scope)
             self._parts.append(f".{node.attr}")
             return
         meaning = self._resolve(base.id, scope)
         while names and isinstance(meaning, _Definition) and not meaning.name:
-            meaning = self._member(meaning.module, names.pop())
-        self._reference(meaning)
+            meaning = self._resolve_member(meaning.module, names.pop())
+        self._write_reference(meaning)
         self._parts += [f".{name}" for name in reversed(names)] if meaning is not None else []
 
-    def _reference(self, meaning: "_Definition | str | None") -> None:
+    def _write_reference(self, meaning: _Meaning) -> None:
         """Write what `_resolve` returned."""
         if isinstance(meaning, _Definition):
-            self._write(meaning)
+            self._write_definition(meaning)
         else:
             self._parts.append("engine" if meaning is None else meaning)
 
@@ -331,30 +335,30 @@ class _Writer:
         top = name.partition(".")[0]
         return name not in _ENGINE and (top in self._followed or (self._follows_uninstalled and not is_installed(top)))
 
-    def _resolve(self, name: str, scope: _Scope) -> "_Definition | str | None":
-        """Return the meaning of a name that is not local: see `_member`; a builtin is the name itself."""
+    def _resolve(self, name: str, scope: _Scope) -> _Meaning:
+        """Return the meaning of a name that is not local."""
         if name in scope.imported:
-            return self._target(*scope.imported[name])
+            return self._resolve_import(*scope.imported[name])
         if name in scope.module.bound:
-            return self._member(scope.module, name)
+            return self._resolve_member(scope.module, name)
         for statement in scope.module.bound.get("*", ()):
             for _, source, _ in imports_of(statement, scope.module.package):
                 if self._is_followed(source) and (module := source_module(source)) is not None and name in module.bound:
-                    return self._member(module, name)
+                    return self._resolve_member(module, name)
         return f"builtin {name}"
 
-    def _member(self, module: SourceModule, name: str) -> "_Definition | str | None":
-        """Return the meaning of `name` in a module: a definition, the text of another package's name, or None for the engine."""
+    def _resolve_member(self, module: SourceModule, name: str) -> _Meaning:
+        """Return the meaning of `name` in a module."""
         statements = module.bound.get(name, ())
         for statement in statements:
             for bound, source, attribute in imports_of(statement, module.package):
                 if bound == name:
-                    return self._target(source, attribute)
+                    return self._resolve_import(source, attribute)
         if not statements and (below := source_module(f"{module.name}.{name}")) is not None:
             return _Definition(below)
         return _Definition(module, name)
 
-    def _target(self, source: str, attribute: str) -> "_Definition | str | None":
+    def _resolve_import(self, source: str, attribute: str) -> _Meaning:
         """Return the meaning of the name that `import source` or `from source import attribute` binds."""
         full = f"{source}.{attribute}" if attribute else source
         if source in _ENGINE or full in _ENGINE:
@@ -365,7 +369,7 @@ class _Writer:
         if below is not None:
             return _Definition(below)
         module = source_module(source)
-        return full if module is None else self._member(module, attribute)
+        return full if module is None else self._resolve_member(module, attribute)
 
     def _calls_engine(self, value: ast.expr | None, module: SourceModule) -> bool:
         """Return whether the engine makes an assigned value: a look-up of configs is no part of a config's code."""
