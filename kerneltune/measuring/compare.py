@@ -68,9 +68,11 @@ def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Ou
     """
     outcomes = dict(untimed)
     left = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
-    _check(runs[0].task, left, outcomes)
+    outcomes |= _unchecked(runs[0].task, left)
     torch.cuda.empty_cache()
-    contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes)
+    made = _contenders({name: run for name, run in left.items() if name not in outcomes})
+    outcomes |= {name: outcome for name, outcome in made.items() if isinstance(outcome, Outcome)}
+    contenders = {name: it for name, it in made.items() if not isinstance(it, Outcome)}
     samples = _sample(contenders, ceiling) if contenders else {}
     torch.cuda.empty_cache()
     if isinstance(samples, Outcome):
@@ -78,13 +80,13 @@ def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Ou
     return Compared(samples, outcomes)
 
 
-def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome]) -> None:
-    """Check variants of a task's case; add variants that cannot be timed to `untimed`."""
+def _unchecked(task: Task, runs: Mapping[str, Run]) -> dict[str, Outcome]:
+    """Check variants of a task's case; return the outcomes of variants that fail, or cannot be timed."""
     reason = obstacle(task)
     checker = Checker.make(task.op, task.case, "cuda") if reason is None else Outcome("skipped", reason)
     if isinstance(checker, Outcome):
-        untimed |= dict.fromkeys(runs, checker)
-        return
+        return dict.fromkeys(runs, checker)
+    untimed = dict[str, Outcome]()
     for name, (variant_task, config) in runs.items():
         unsupported = variant_task.variant.unsupported(task.case)
         if unsupported is not None:
@@ -96,6 +98,7 @@ def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome]) -> 
             untimed[name] = outcome
         if outcome.status == "failed":
             _require_context(outcome.reason)
+    return untimed
 
 
 def _require_context(reason: str) -> None:
@@ -104,21 +107,18 @@ def _require_context(reason: str) -> None:
         raise RuntimeError(reason)
 
 
-def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome]) -> dict[str, Contender]:
-    """Capture variants of one case, the first variant twice; add variants that cannot be timed to `untimed`."""
-    contenders: dict[str, Contender] = {}
+def _contenders(runs: Mapping[str, Run]) -> Mapping[str, Contender | Outcome]:
+    """Capture variants of one case, the first variant twice; a variant that cannot be timed has an outcome."""
     inputs = input_sets(next(iter(runs.values())).task) if runs else []
     if isinstance(inputs, Outcome):
-        untimed |= dict.fromkeys(runs, inputs)
-        return contenders
+        return dict.fromkeys(runs, inputs)
+    made: dict[str, Contender | Outcome] = {}
     for name, run in runs.items():
         tell(name)
-        captured = _capture((name,) if contenders else (name, SELF), run, inputs)
-        if isinstance(captured, dict):
-            contenders |= captured
-        else:
-            untimed[name] = captured
-    return contenders
+        is_first = all(isinstance(it, Outcome) for it in made.values())
+        captured = _capture((name, SELF) if is_first else (name,), run, inputs)
+        made |= {name: captured} if isinstance(captured, Outcome) else captured
+    return made
 
 
 def _capture(names: Iterable[str], run: Run, inputs: Sequence[Inputs]) -> dict[str, Contender] | Outcome:
