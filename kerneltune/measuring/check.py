@@ -53,9 +53,20 @@ def poisoned_memory() -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-FirstSeen = dict[tuple[object, ...], tuple[object, Case]]
-"""(Function of a variant, setting of the case, name of an output, question) -> the answer in the first case checked, and this
-case. Questions: is the output written over an input, what is its element type, is it the reference's element type?"""
+class FirstSeen:
+    """Remember the first answer to each question about outputs, and its case. Checkers of several cases share it.
+
+    Questions: is an output written over an input, what is its element type, is it the reference's element type? A question names
+    the function of the variant, settings of the case and the output.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[object, ...], tuple[object, Case]] = {}
+
+    def differing(self, question: tuple[object, ...], answer: object, case: Case) -> tuple[object, Case] | None:
+        """Return the first answer with its case, if the answer in this case is another; else None."""
+        first = self._first.setdefault(question, (answer, case))
+        return first if first[0] != answer else None
 
 
 class CaseError(ValueError):
@@ -152,7 +163,7 @@ class Checker:
             owner = given.get(tensor.untyped_storage().data_ptr())
             if owner and (owner not in self.inputs_before or _same(self.inputs[owner], self.inputs_before[owner])):
                 continue  # unknown, or an input that is returned
-            if differing := self._differing((variant.run, self.case.quant, name), owner is not None):
+            if differing := self._first_seen.differing((variant.run, self.case.quant, name), owner is not None, self.case):
                 cases = [differing[1], self.case]
                 here, there = (f"{case.name} {case.dtype} {case.quant}" for case in (reversed(cases) if owner else cases))
                 return [f"outputs: {name} is written over an input in case {here}, and not in case {there}"]
@@ -169,22 +180,17 @@ class Checker:
             if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
                 continue
             given, in_reference = tensor.dtype, wanted.dtype
-            if differing := self._differing((variant.run, of_case, name, "type"), given):
+            if differing := self._first_seen.differing((variant.run, of_case, name, "type"), given, self.case):
                 return [f"{name}: {given}, and {differing[0]} with another config or in case {differing[1].name}"]
             are_floats = given.is_floating_point and in_reference.is_floating_point
             if are_floats and given != in_reference and given.itemsize >= in_reference.itemsize:
                 return [f"{name}: {given}, expected {in_reference} as of the reference"]
-            key = variant.run, of_case[:2], name, "reference's type"
+            question = variant.run, of_case[:2], name, "reference's type"
             are_whole = _is_whole(given) and _is_whole(in_reference)
-            if are_whole and (differing := self._differing(key, given == in_reference)):
+            if are_whole and (differing := self._first_seen.differing(question, given == in_reference, self.case)):
                 equal = f"equal types in case {differing[1].name}, or inversely"
                 return [f"{name}: {given}, {in_reference} in the reference; {equal}"]
         return []
-
-    def _differing(self, key: tuple[object, ...], answer: object) -> tuple[object, Case] | None:
-        """Return the first answer to a question, with its case, if the answer is another now; else None. See `FirstSeen`."""
-        first = self._first_seen.setdefault(key, (answer, self.case))
-        return first if first[0] != answer else None
 
     @classmethod
     def make(
