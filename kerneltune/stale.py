@@ -40,7 +40,7 @@ _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
 _DIGITS, _NAMED = 8, 2
 """Digits of a digest of code, and rows, that a line about stale records names."""
-_Uses = Mapping[tuple[str, Case], int]
+_Ranks = Mapping[tuple[str, Case], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +105,21 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     folder = first.options.results / gpu
     recorded = {path.stem for path in folder.glob("*.jsonl")}
     families = [_family(plan, folder) for plan in plans if plan.family in recorded or (recorded and first.selection.family)]
-    uses = _uses(plans)
+    ranks = _lookup_ranks(plans)
     cached: Counter[str] = Counter()
     stale = []
     for name, op in first.ops.items():
         path = cache.path_of(name, gpu, first.options.configs)
         for entry in cache.load_strict(path) if path.exists() else ():
-            if _selects(first.selection, entry, uses):
+            if _matches(first.selection, entry, ranks):
                 cached[name] += 1
                 own = (variant for variant in op.variants if variant.name == entry.variant)
                 stale += [entry] if any(is_stale(variant, entry) for variant in own) else []
-    stale.sort(key=lambda entry: (entry.variant != "optimized", uses.get((entry.op, entry.case), len(uses))))
+    stale.sort(key=lambda entry: (entry.variant != "optimized", ranks.get((entry.op, entry.case), len(ranks))))
     return Stale(gpu, cached, tuple(stale), tuple(families), tuple(plans))
 
 
-def _uses(plans: Sequence[Plan]) -> _Uses:
+def _lookup_ranks(plans: Sequence[Plan]) -> _Ranks:
     """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
     selected = [(plan, sweep_case) for plan in plans for sweep_case in plan.cases()]
     ranks: dict[tuple[str, Case], int] = {}
@@ -128,9 +128,9 @@ def _uses(plans: Sequence[Plan]) -> _Uses:
     return ranks
 
 
-def _selects(selection: Selection, entry: CacheEntry, uses: _Uses) -> bool:
+def _matches(selection: Selection, entry: CacheEntry, ranks: _Ranks) -> bool:
     """Return whether a config is selected; if a family or cases are selected, one of their cases must look the config up."""
-    is_used = (entry.op, entry.case) in uses or not (selection.family or selection.cases)
+    is_used = (entry.op, entry.case) in ranks or not (selection.family or selection.cases)
     return is_used and replace(selection, cases=()).matches(entry.key)
 
 

@@ -209,7 +209,7 @@ class Setting:
 
 def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:
     """Compile on the thread that asks."""
-    return tuner.evaluated_once(config, compiled, tuner.refusal(config, compiled))
+    return tuner.evaluate_once(config, compiled, tuner.refusal(config, compiled))
 
 
 def compiled(_config: object = None) -> "Future[CompileResult]":

@@ -97,10 +97,10 @@ class GpuBench:
         checked = self.check(task, config)
         if checked.status != "checked":
             return Evaluation(checked.status, reason=checked.reason)
-        timed = skip_if_out_of_memory(lambda: self._timed(task, config, best_us, samples))
+        timed = skip_if_out_of_memory(lambda: self._time(task, config, best_us, samples))
         return Evaluation("skipped", reason=timed.reason) if isinstance(timed, Outcome) else timed
 
-    def _timed(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
+    def _time(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
             screened = self._contender(task, config, sample_us=_SCREEN_US)
             times = [screened.sample_us()]

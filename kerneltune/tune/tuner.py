@@ -209,9 +209,9 @@ class Tuner:
         compiled = compilation.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
-            return self.requests.submit(self.evaluated_once, config, compiled, None)
+            return self.requests.submit(self.evaluate_once, config, compiled, None)
         refused: Future[Evaluation] = Future()
-        refused.set_result(self.evaluated_once(config, compiled, refusal))
+        refused.set_result(self.evaluate_once(config, compiled, refusal))
         return refused
 
     def use_idle_time(self) -> None:
@@ -225,7 +225,7 @@ class Tuner:
             return None
         return self._remember(config, evaluation)
 
-    def evaluated_once(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
+    def evaluate_once(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
         """Return the stored evaluation of a config; if there is none, measure the config unless it is refused, and store it."""
         evaluation = self.stored(config)
         if evaluation is None:

@@ -329,7 +329,7 @@ def test_whole_space_measures_configs_that_a_search_refused(setting: Setting, mo
     searching = setting.tuner(SMALL, small_time)
     refusal = Tuner.refusal(searching, Small(64, 2), spilling)
     assert refusal == Evaluation("spills", reason="96 bytes per thread")
-    searching.evaluated_once(Small(64, 2), spilling, refusal)
+    searching.evaluate_once(Small(64, 2), spilling, refusal)
     whole = setting.tuner(SMALL, small_time)
     assert whole.stored(Small(64, 2)) is not None
     whole.options = Options(exhaustive=True, configs=setting.root)
