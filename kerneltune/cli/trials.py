@@ -17,7 +17,7 @@ from kerneltune.table import Column, Row, Table
 from kerneltune.task import Evaluation, store_path
 from kerneltune.wording import counted, pairs
 
-Searches = list[tuple["Case", dict[Any, "Evaluation"]]]
+Searches = list[tuple[Case, dict[Any, Evaluation]]]
 """Cases with the stored evaluations of their configs."""
 _DEAD = 4
 """Most values of knobs that a short answer names."""

@@ -115,10 +115,10 @@ class _Deriver:
         order = [name for name, _value in settings(self.by_cost[0])]
         ordered = (tuple(sorted(pair, key=lambda value: order.index(value[0]))) for pair in wanted)
         left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
-        wide = [case for case in sorted(self.by_cost, key=self._cost) if all(size > 1 for _axis, size in case.axes)]
+        thick = [case for case in sorted(self.by_cost, key=self._cost) if all(size > 1 for _axis, size in case.axes)]
         paired, reasons = list[Case](), dict[tuple[Setting, ...], str]()
         while left and len(paired) < _MOST_PAIRED and len(paired) + len(reasons) < _MOST_PAIRS:
-            candidates = [_with_values(case, *left[0]) for case in wide or self.by_cost]
+            candidates = [_with_values(case, *left[0]) for case in thick or self.by_cost]
             best = sorted(candidates, key=lambda case: -len(pairs_of(case).intersection(left)))
             found, reason = self._first_checkable(best[:_TRIED])
             reasons |= {} if found else {left[0]: reason}
