@@ -153,7 +153,7 @@ class _SweepRun:
         """Measure ten headline cases with their present configs; check and tune nothing."""
         if not (sweep_cases := self.plan.headline()):
             raise ValueError(f"{self.plan.sweep.path}: no bench case selected")
-        self.measure_first(sweep_cases, first_table)
+        self.show_first_table(sweep_cases, first_table)
         return self.measure_and_write(sweep_cases)
 
     def check_tune_and_measure(self, first_table: FirstTable | None) -> SweepResult:
@@ -162,7 +162,7 @@ class _SweepRun:
         A variant whose default config fails has failed rows in place of times. A peer is checked when it is measured.
         """
         plan, sweep_cases = self.plan, self.plan.cases()
-        self.measure_first(sweep_cases, first_table)
+        self.show_first_table(sweep_cases, first_table)
         checked = self.check(plan.cases("check"))
         self._warn_if_all_variants_fail(checked)
         failed = [record for record in checked if record.status == "failed"]
@@ -215,7 +215,7 @@ class _SweepRun:
             if len(variants) > 1 and all(row.status == "failed" for row in rows):
                 self.progress.note(f"{op}: all {len(variants)} variants fail in all cases: are inputs and reference right?")
 
-    def measure_first(self, sweep_cases: Sequence[SweepCase], first_table: FirstTable | None) -> None:
+    def show_first_table(self, sweep_cases: Sequence[SweepCase], first_table: FirstTable | None) -> None:
         """Show a first table: the headline cases without variants that compile for seconds.
 
         There is none if the run continues another, or if these cases and variants are all.

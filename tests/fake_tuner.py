@@ -225,4 +225,4 @@ class CompiledAtOnce:
 
     def __init__(self) -> None:
         self.fill: Callable[[], None] = lambda: None
-        self.begin: Callable[[Task, Config], Future[CompileResult]] = lambda _task, config: compiled(config)
+        self.compile: Callable[[Task, Config], Future[CompileResult]] = lambda _task, config: compiled(config)

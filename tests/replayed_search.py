@@ -19,7 +19,7 @@ from kerneltune.task import Evaluation
 class StandIn:
     """An evaluator whose parts a test gives; each part does nothing by default."""
 
-    begin: Callable[[Config], Any]
+    compile: Callable[[Config], Any]
     evaluate: Callable[[Config, Any], Future[Evaluation]] = lambda _config, begun: begun.evaluate()
     compilers: int = 1
     use_idle_time: Callable[[], None] = lambda: None

@@ -88,7 +88,7 @@ class Evaluator(Protocol):
 
     compilers: int
 
-    def begin(self, config: Config) -> "Future[Any]":
+    def compile(self, config: Config) -> "Future[Any]":
         """Begin to compile a config. The compilation can be cancelled until it runs."""
 
     def evaluate(self, config: Config, compilation: "Future[Any]") -> "Future[Evaluation]":
@@ -124,7 +124,7 @@ def explore(
     is_over = False
     try:
         while True:
-            while not is_over and len(evaluations) + state.num_in_flight < most and state.begin_next():
+            while not is_over and len(evaluations) + state.num_in_flight < most and state.compile_next():
                 pass
             if not state.num_in_flight:
                 break
@@ -191,13 +191,13 @@ class SearchState:
         """Return the number of configs that compile or wait."""
         return len(self._compiling) + len(self._waiting)
 
-    def begin_next(self) -> bool:
+    def compile_next(self) -> bool:
         """Begin to compile the next config; return False if enough configs are in flight, or all were tried."""
         is_busy = len(self._waiting) > _READY or len(self._compiling) >= self._evaluator.compilers
         index = None if self.num_in_flight >= self._ahead and is_busy else self.sampler.ask()
         if index is not None:
             config = self._order[index]
-            self._compiling.append((config, self._evaluator.begin(config)))
+            self._compiling.append((config, self._evaluator.compile(config)))
         return index is not None
 
     def tell(self, config: Config, time_us: float | None) -> None:

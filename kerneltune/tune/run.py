@@ -182,7 +182,7 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
     tuner = session.tuner(task)
     try:
         with tuner:
-            compilations = [tuner.begin(config) for config in configs]
+            compilations = [tuner.compile(config) for config in configs]
             tuner.prepare()
             session.queue.fill()
             for compilation in compilations:

@@ -53,7 +53,7 @@ class CompileQueue:
         self._ahead: dict[tuple[TaskKey, Config], Future[CompileResult]] = {}
         self._later: Iterator[Run] = iter(())
 
-    def begin(self, task: Task, config: Config) -> "Future[CompileResult]":
+    def compile(self, task: Task, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config, or return a compilation that began ahead."""
         return self._ahead.pop((task.key, config), None) or self._submit(task, config)
 
@@ -122,7 +122,7 @@ class Tuner:
             times = times_of(explored)
             before = self.task.chooser(self.options.configs).find(self.task.op.case_of_call(self.task.case))
             if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
-                evaluated = self.evaluate(before.config, self.begin(before.config)).result()
+                evaluated = self.evaluate(before.config, self.compile(before.config)).result()
                 times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}
             return self._decide(before, times, len(explored))
 
@@ -197,9 +197,9 @@ class Tuner:
         """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
         return not self.options.exhaustive and sum(1 for _ in self.task.variant.configs(self.task.case)) > _MAX_UNPRUNED_CONFIGS
 
-    def begin(self, config: Config) -> "Future[CompileResult]":
+    def compile(self, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config."""
-        return self.queue.begin(self.task, config)
+        return self.queue.compile(self.task, config)
 
     def evaluate(self, config: Config, compilation: "Future[CompileResult]") -> "Future[Evaluation]":
         """Return the evaluation of a config that has begun to compile, which is stored when it is done.

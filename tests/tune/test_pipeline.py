@@ -177,11 +177,11 @@ def test_search_prepares_the_case_while_the_first_config_compiles(setting: Setti
                 if not future.done():
                     future.set_result(CompileResult((), 0.0))
 
-    tuner.queue.fill, tuner.queue.begin = meanwhile, compiling
+    tuner.queue.fill, tuner.queue.compile = meanwhile, compiling
     assert setting.tune(tuner).evidence["trials"] == 25
     again = setting.tuner(SMALL, small_time)
     again.worker = Ready()
-    again.queue.begin = compiling
+    again.queue.compile = compiling
     setting.tune(again)
     assert prepared == [True]  # not where everything is known
 
@@ -217,7 +217,7 @@ def test_idle_compilers_compile_for_later_cases(slow: Options) -> None:
     with TuningSession(slow) as session:
         now, *later = (session.tuner(Task(op, case, SMALL)) for case in cases)
         session.queue.look_ahead(run for one in later for run in one.first_runs())
-        now.begin(Small(64, 1))
+        now.compile(Small(64, 1))
         session.queue.fill()
         session.queue.fill()
         assert [case for case, _ in Slow.requested] == [cases[0], cases[1], cases[1]]  # three workers
@@ -228,11 +228,11 @@ def test_idle_compilers_compile_for_later_cases(slow: Options) -> None:
         assert len(ahead) == len(set(ahead)) == 50
         assert {case for case, _ in ahead} == {cases[1], cases[2]}
         assert ahead[0] == (cases[1], Small(256, 4))  # what the search asks for first
-        taken = [later[0].begin(config) for config in SMALL.configs(cases[1])]
+        taken = [later[0].compile(config) for config in SMALL.configs(cases[1])]
         assert len(Slow.requested) == 51
         assert len(taken) == 25
         session.queue.forget(later[1].task)
-        later[1].begin(Small(64, 1))
+        later[1].compile(Small(64, 1))
         assert len(Slow.requested) == 52
 
 

@@ -428,7 +428,7 @@ def test_tuner_measures_others_while_one_compilation_is_slow(setting: Setting) -
         if len(tuner.evaluated) == 24 and not slow.done():
             slow.set_result(CompileResult((), 60.0))
 
-    tuner.queue.begin = compiling
+    tuner.queue.compile = compiling
     entry = setting.tune(tuner, on_trial=on_trial)
     assert tuner.evaluated[-1] == Small(64, 1)
     assert entry.evidence["trials"] == 25
@@ -449,7 +449,7 @@ def test_tuner_cancels_compilations_in_flight_at_an_interrupt(setting: Setting) 
         if len(tuner.evaluated) == 3:
             raise KeyboardInterrupt
 
-    tuner.queue.begin = compiling
+    tuner.queue.compile = compiling
     with pytest.raises(KeyboardInterrupt):
         setting.tune(tuner, SearchLimits(trials=30), interrupt)
     assert len(futures) == 2 + loop.AHEAD
