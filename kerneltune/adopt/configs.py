@@ -275,9 +275,9 @@ def _is_free(launch: Launch, name: str, size: int) -> bool:
     around = [layer_heuristic for value in held for layer_heuristic in heuristics_of(value)]
     try:
         is_free, own = name in _steps(launch.autotuner.base_fn), launch.grid(config({name: size}))
-        for other in (size // 2, size * 2):
-            is_free |= launch.grid(config({name: other})) != own
-            named = {**launch.named, name: other}
+        is_free |= any(launch.grid(config({name: other})) != own for other in (size // 2, size * 2))
+        for doublings in range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1):
+            named = {**launch.named, name: int(size * 2.0**doublings)}
             if any(heuristic(named) != launch.named.get(of) for _, of, heuristic in around):
                 return False
     except Exception:  # the program's own code

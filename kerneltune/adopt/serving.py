@@ -234,8 +234,10 @@ class Server:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             if kernel.fn not in served:
-                same = self._kernels_of(kernel.fn, is_plain=True)
-                served[kernel.fn] = ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
+                with self._lock:  # two threads would give two kernels one place of their counts
+                    same = self._kernels_of(kernel.fn, is_plain=True)
+                    new = ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
+                    served.setdefault(kernel.fn, new)
             plain = served[kernel.fn]
             if plain is None or kwargs.get("warmup"):  # which compiles, and launches nothing
                 return original(kernel, *args, **kwargs)

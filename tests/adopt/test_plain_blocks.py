@@ -143,6 +143,7 @@ def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: 
         lambda: module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32),
         lambda: module.doubled[lambda _: (3,)](x, y, 96, 2.0, BLOCK=32),
         lambda: module.even[cdiv_grid(96)](x, y, 96, BLOCK=32),
+        lambda: module.even[cdiv_grid(64)](x, y, 64, BLOCK=32),  # odd for blocks of 128
     )):  # fmt: skip
         launch = captured_call(tmp_path / str(number), call)
         assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
