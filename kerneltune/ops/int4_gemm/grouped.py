@@ -6,7 +6,7 @@ N tokens of all groups, M rows of each weight, K summed over, E groups. The weig
 """
 
 from dataclasses import dataclass, replace
-from math import ceil, inf, sqrt
+from math import ceil, sqrt
 from statistics import NormalDist
 
 import torch
@@ -21,20 +21,21 @@ from kerneltune.ops.int4_gemm import configs, estimate, fastest, fp8_gemm, gemm,
 from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, cast_tokens
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, int4_fp8_groups
 from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
+from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _SPREAD = 0.284
 """Variance over squared mean of the experts' probabilities, by which the default expects tokens: as the cases' router has."""
-_STEPS = (4, 10, 26), (12, 10, 44), (inf, 18, 44)
-"""Programs of an SM below which a row holds, and the tokens expected of the largest group from which steps have 32 and 64 tokens.
-Where an SM has few programs, those of the largest group end last. Fitted to 378 cases on H100s and an H200, 2026-11-27."""
-_BUSY = 2.5
-"""Programs of an SM above which a program takes two blocks of rows where a step has several groups of k. The same cases."""
+_FEW = 12.7
+"""Tokens expected of the largest group up to which steps have 16. This and all numbers of `_shape`: 369 cases, each under four
+routings, on two H200s, 2026-11-28."""
 _HELD = 8, 5
 """Programs of 16 tokens with one and two blocks that an SM holds where a step has one group of k: by registers, on sm_90."""
+_MAXNREG = {(32, 1): 80, (32, 2): 128, (64, 1): 128}
+"""Registers of a thread, by tokens and blocks, with which an SM holds one program more than the compiler would have it hold."""
 _SHORT_CAST, _WAVES = 8, 8
 """Tokens up to which, and programs of an SM from which on, programs begin early. Between, SMs that the cast of x occupies get
-fewer programs than others, and the last programs end late: up to 1.7 times the time. The same cases."""
+fewer programs than others, and the last programs end late: up to 1.7 times the time. 378 cases, H100s and an H200, 2026-11-27."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,13 @@ class Int4GroupedConfig:
     """Config of a grouped product.
 
     Attributes:
-        tokens: rows of x per step of a program, which walks over all tokens of its group.
+        tokens: most rows of x per step of a program, which walks over all tokens of its group; a step has 32 or 16 rows where no
+            more are left.
         blocks: blocks of 64 rows of w per program.
         warps: warps of a program; four warps multiply 64 rows of w at once.
         stages: stages of the load pipeline.
         early: whether the kernel begins while the cast of x still runs.
+        maxnreg: most registers of a thread, so that an SM holds more programs; 0 leaves the number to the compiler.
     """
 
     tokens: int
@@ -54,6 +57,7 @@ class Int4GroupedConfig:
     warps: int
     stages: int
     early: bool
+    maxnreg: int = 0
 
 
 @on_its_device
@@ -86,19 +90,29 @@ def int4_fp8_grouped_gemm(
     if M % (ROWS * c.blocks):
         raise ValueError(f"config={c}: {c.blocks} blocks of {ROWS} rows, of which {M} rows are no multiple")
     tokens, early = x if isinstance(x, Fp8Tokens) else cast_tokens(x), c.early and since_sm_90()
-    int4_fp8_groups[(M // (ROWS * c.blocks), E)](
-        *fp8_gemm.descriptors(tokens, weight, c), tokens.scale, weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros, offs, y, M, weight.depth, int(tokens.scale.shape[0] > 1),
-        WEIGHT=gemm.constants(weight, False),
-        WORK=Fp8Work.of(tokens=c.tokens, blocks=c.blocks, splits=1, stages=c.stages),
-        EARLY=early, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
+    x_desc, w_desc = fp8_gemm.descriptors(tokens, weight, c)
+    fewer = min(c.tokens, 32), 16
+    int4_fp8_groups[(M // (ROWS * c.blocks), min(count, E))](
+        x_desc, *(replace(x_desc, block_shape=[rows, x_desc.block_shape[1]]) for rows in fewer), w_desc,
+        tokens.scale, weight.scales, weight.scales if weight.zeros is None else weight.zeros, offs, y,
+        M, weight.depth, E, int(tokens.scale.shape[0] > 1), gemm.constants(weight, False),
+        *(Fp8Work.of(tokens=rows, blocks=c.blocks, splits=1, stages=c.stages) for rows in (c.tokens, *fewer)),
+        GROUPS=max(32, next_power_of_2(E)), EARLY=early, num_warps=c.warps,
+        **({"launch_pdl": True} if early else {}), **({"maxnreg": c.maxnreg} if c.maxnreg else {}),
     )  # fmt: skip
     return y
 
 
 def space(_case: Case) -> Space:
     """Offer tiles of few tokens."""
-    return {"tokens": (16, 32, 64), "blocks": (1, 2), "warps": (4, 8), "stages": (3, 4, 5), "early": (True, False)}
+    return {
+        "tokens": (16, 32, 64),
+        "blocks": (1, 2),
+        "warps": (4, 8),
+        "stages": (3, 4, 5),
+        "early": (True, False),
+        "maxnreg": (0, 80, 128),
+    }
 
 
 def valid(case: Case, config: Int4GroupedConfig) -> str | None:
@@ -111,33 +125,46 @@ def valid(case: Case, config: Int4GroupedConfig) -> str | None:
     sums = ROWS * c.blocks * c.tokens // (32 * c.warps)
     if sums > 64:
         return f"{sums} sums to a thread, and as many of a group"
+    if c.maxnreg and (c.warps > 4 or c.maxnreg != _MAXNREG.get((c.tokens, c.blocks))):
+        return f"{c.maxnreg} registers for {c.tokens} tokens, {c.blocks} blocks of rows and {c.warps} warps"
     if c.tokens > 16 and c.tokens >= 2 * case["N"]:
         return f"steps of {c.tokens} tokens where there are {case['N']}"
     return too_much_shared(c.stages * DEPTH * (c.tokens + ROWS // 2 * c.blocks))
 
 
 def default(case: Case) -> Int4GroupedConfig:
-    """Return a config for any shape: a step has the tokens of the largest group, as a router with unequal experts deals them."""
+    """Return a config for any shape, by the sizes of groups that a router with unequal experts is expected to deal."""
     N, rows, _, groups = fp8_gemm.sizes_of(case)
     E, mean = case["E"], N / case["E"]
     largest = mean + sqrt(mean + _SPREAD * mean * mean) * NormalDist().inv_cdf((E - 0.375) / (E + 0.25))  # Blom's formula
     reached = E * (1 - (1 + _SPREAD * mean) ** (-1 / _SPREAD))  # groups that have tokens: a negative binomial distribution
-    programs = reached * rows / estimate.sms()  # of one block, for an SM
-    least_for_32, least_for_64 = next(limits for most, *limits in _STEPS if programs < most)
-    tokens = 16 if N <= 16 or largest < least_for_32 else 32 if N <= 32 or largest < least_for_64 else 64
-    blocks = _blocks(tokens, programs, groups) if rows % 2 == 0 else 1
-    return Int4GroupedConfig(tokens, blocks, 4, 3, N <= _SHORT_CAST or programs / blocks > _WAVES)
+    programs, launched = reached * rows / estimate.sms(), min(N, E) * rows / estimate.sms()  # of one block, for an SM
+    if largest <= _FEW:
+        tokens, blocks = _shape_of_few(programs, launched, groups)
+    else:
+        tokens, blocks = (64, 1) if (programs <= 4 and mean > 8.5) or (programs <= 12 and mean > 16) else (32, 2)
+    tokens, blocks = min(tokens, 64 if N > 32 else 32 if N > 16 else 16), blocks if rows % 2 == 0 else 1
+    is_held = programs <= {(32, 2): 6, (32, 1): 5}.get((tokens, blocks), 0)
+    early = N <= _SHORT_CAST or programs / blocks > _WAVES
+    return Int4GroupedConfig(tokens, blocks, 4, 3, early, 0 if is_held else _MAXNREG.get((tokens, blocks), 0))
 
 
-def _blocks(tokens: int, programs: float, groups: int) -> int:
-    """Return the blocks of rows of a program, where an SM has so many programs of one block.
+def _shape_of_few(programs: float, launched: float, groups: int) -> tuple[int, int]:
+    """Return the tokens and the blocks of rows of a program where groups have up to 16 tokens.
 
-    With one group of k, 16 tokens take two blocks if the last wave is fuller then: few programs alone use little of the GPU.
+    Args:
+        programs: programs of one block of groups that have tokens, for an SM.
+        launched: programs of one block of all groups that may have tokens, for an SM.
+        groups: groups of k of a step.
     """
-    one, two = (programs / blocks / held for blocks, held in enumerate(_HELD, 1))
-    if groups == 1:
-        return 2 if tokens == 16 and two / ceil(two) > one / ceil(one) else 1
-    return 2 if tokens < 64 and programs > _BUSY else 1
+    if programs < (1 if groups == 4 else 3):
+        return 16, 1
+    if groups > 1:
+        return 16, 2
+    if min(_HELD[1], int(launched / 2)) > ceil(1.05 * programs / 2):
+        return 32, 2  # the GPU deals programs by their number, those that end at once included: hold as few as an SM needs
+    one, two = (1.02 * programs / blocks / held for blocks, held in enumerate(_HELD, 1))
+    return (16, 2) if one <= 1 or two / ceil(two) > 0.8 * one / ceil(one) else (16, 1)  # where the last wave is fuller
 
 
 def unsupported(case: Case) -> str | None:

@@ -34,6 +34,9 @@ def exact_groups(x: torch.Tensor, codes: Codes, offs: torch.Tensor) -> torch.Ten
     ((17, 0, 40), 128, 512, 64, False, (32, 2, 4, 3)),
     ((1, 70, 2), 256, 384, 128, True, (64, 2, 8, 3)),
     ((16, 16), 192, 416, 416, True, (16, 1, 4, 5)),  # one scale for all of k; groups that end with a step
+    ((4, 33, 0, 97, 17, 16, 64, 32), 64, 128, 64, False, (64, 1, 4, 3)),  # steps of 64, 32 and 16 tokens; large groups come first
+    ((0, 0, 2, 0, 0, 0, 1), 64, 128, 128, False, (16, 1, 4, 3)),  # more groups than tokens
+    ((*[0, 1] * 17, 18), 64, 128, 128, False, (32, 1, 4, 3)),  # more groups than a warp has threads
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_int4_grouped_gemm_of_whole_numbers_is_exact(
@@ -88,26 +91,30 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
 @pytest.mark.parametrize(
     ("tokens", "rows", "depth", "groups", "group", "expected"),
     [
-        (8, 5120, 4096, 16, 128, (16, 1, True)),  # the cast of x occupies few SMs
-        (9, 5120, 4096, 16, 128, (16, 1, False)),
-        (44, 5120, 8192, 16, 128, (16, 2, False)),  # 1048 programs of one block: a few more than 132 SMs hold
-        (60, 7168, 4864, 16, 128, (16, 1, True)),  # waves that follow even out where programs began
-        (160, 4096, 1408, 16, 128, (32, 1, False)),
-        (20, 4096, 4096, 1, 128, (32, 1, False)),
-        (352, 7168, 4864, 16, 128, (64, 1, True)),
-        (176, 7168, 3584, 32, 128, (16, 2, True)),  # many programs: not only the largest group counts
-        (256, 4096, 6400, 16, 128, (32, 1, False)),
-        (99, 2560, 6400, 6, 128, (64, 1, False)),  # few programs: those of the largest group end last
-        (96, 6144, 3584, 32, 32, (16, 2, True)),
-        (29, 768, 7168, 8, 64, (16, 1, False)),
+        (8, 5120, 4096, 16, 128, (16, 2, True, 0)),  # the cast of x occupies few SMs
+        (9, 5120, 4096, 16, 128, (16, 2, False, 0)),
+        (26, 2048, 4096, 8, 128, (16, 1, False, 0)),  # fewer than three programs of one block for an SM
+        (36, 2048, 7168, 6, 32, (16, 2, False, 0)),
+        (60, 7168, 4864, 16, 128, (16, 1, True, 0)),  # 11.2 programs of one block: a wave of two blocks would be nearly empty
+        (64, 10240, 4096, 16, 128, (16, 2, True, 0)),
+        (72, 1024, 3584, 80, 128, (32, 2, False, 0)),  # half of all programs end at once, and an SM holds three
+        (99, 1408, 2560, 48, 128, (16, 2, False, 0)),
+        (12, 1024, 3584, 80, 128, (16, 1, False, 0)),  # no more programs than tokens times tiles
+        (256, 4096, 6400, 16, 128, (32, 2, False, 128)),
+        (352, 7168, 4864, 16, 128, (32, 2, False, 128)),
+        (400, 2048, 4096, 20, 128, (64, 1, False, 128)),
+        (99, 2560, 6400, 6, 128, (64, 1, False, 128)),  # few programs: those of the largest group end last
+        (20, 4096, 4096, 1, 128, (32, 1, False, 0)),
+        (128, 2112, 4096, 16, 128, (32, 1, False, 0)),  # an odd number of blocks of rows
+        (29, 768, 7168, 8, 64, (16, 1, False, 0)),
     ],
 )
-def test_default_follows_the_tokens_of_the_largest_group_and_the_waves_of_programs(
-    tokens: int, rows: int, depth: int, groups: int, group: int, expected: tuple[int, int, bool]
+def test_default_follows_the_tokens_of_the_largest_group_and_the_programs_of_an_sm(
+    tokens: int, rows: int, depth: int, groups: int, group: int, expected: tuple[int, int, bool, int]
 ) -> None:
     case = case_of(tokens, rows, depth, groups)
     config = grouped.default(dataclasses.replace(case, options=(("group", group), *case.options[1:])))
-    assert (config.tokens, config.blocks, config.warps, config.stages, config.early) == (*expected[:2], 4, 3, expected[2])
+    assert config == Int4GroupedConfig(*expected[:2], warps=4, stages=3, early=expected[2], maxnreg=expected[3])
 
 
 def test_valid_refuses_too_many_registers_or_tokens() -> None:
@@ -115,7 +122,7 @@ def test_valid_refuses_too_many_registers_or_tokens() -> None:
     assert grouped.valid(case, good) is None
     for changed, reason in (
         ({"tokens": 64}, "64 tokens where there are 20"), ({"blocks": 1, "warps": 8}, "8 warps to 1 blocks"),
-        ({"tokens": 128}, "128 sums"), ({"stages": 20}, "bytes of shared"),
+        ({"tokens": 128}, "128 sums"), ({"stages": 20}, "bytes of shared"), ({"maxnreg": 80}, "80 registers for 32 tokens"),
     ):  # fmt: skip
         assert reason in (grouped.valid(case, dataclasses.replace(good, **changed)) or ""), changed
 

@@ -247,24 +247,67 @@ def int4_fp8_gemm(
 
 
 @triton.jit
-def int4_fp8_groups(
-    x_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, token_scale_stride,
-    WEIGHT: tl.constexpr, WORK: tl.constexpr, EARLY: tl.constexpr,
+def _group_of(place, end_ptr, E, GROUPS: tl.constexpr):
+    """Return the group at a place among the groups that have tokens, E if there are fewer. GROUPS: a power of two from E on.
+
+    Groups of more than 16 tokens come first, because their programs take longest.
+    """
+    group = tl.arange(0, GROUPS)
+    size = tl.load(end_ptr + group, group < E, 0) - tl.load(end_ptr + group - 1, (group > 0) & (group < E), 0)
+    is_large = size > 16
+    counts = tl.where(is_large, 65536, tl.where(size > 0, 1, 0))  # large groups in the upper half, other groups in the lower
+    upto = tl.cumsum(counts, 0)
+    places = tl.where(is_large, upto >> 16, (tl.sum(counts) >> 16) + (upto & 65535)) - 1
+    return E + tl.sum(tl.where((places == place) & (size > 0), group - E, 0))
+
+
+@triton.jit
+def _step_of_group(
+    x_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end, M, K,
+    token_scale_stride, WEIGHT: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
-    """Write y (N, M); x as in `int4_fp8_gemm`, the groups' weights stacked. A program walks over the tokens of its group."""
+    """Write a tile of y for WORK.tokens of a group from first_token on, or fewer at its end."""
+    y = _sums(x_desc, w_desc, scale_ptr, zero_ptr, first_token, row_block, at, row_blocks, 0, tl.cdiv(K, 128), WEIGHT, WORK)
+    y = _scaled_tokens(y, token_scale_ptr, first_token, end, token_scale_stride, WORK)
+    finish(y_ptr, y_ptr, y_ptr, 0, tile, first_token, y, end, M, 1, False)
+
+
+@triton.jit(do_not_specialize=["E"])
+def int4_fp8_groups(
+    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, E, token_scale_stride,
+    WEIGHT: tl.constexpr, WORK: tl.constexpr, WORK32: tl.constexpr, WORK16: tl.constexpr, GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Write y (N, M); x as in `int4_fp8_gemm`, the weights of E groups stacked. A program walks over the tokens of its group.
+
+    A step has WORK.tokens, or 32 or 16 where no more are left. x32_desc, x16_desc: x in blocks of as many rows.
+    """
     if EARLY:
         gdc_wait()
-    tile, group = tl.program_id(0), tl.program_id(1)
-    tiles = tl.num_programs(0)
-    start = tl.load(end_ptr + group - 1, mask=group > 0, other=0)
-    end = tl.load(end_ptr + group)
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    group = _group_of(tl.program_id(1), end_ptr, E, GROUPS)
+    start = tl.load(end_ptr + group - 1, (group > 0) & (group < E), 0)
+    end = tl.load(end_ptr + group, group < E, 0)
     at = group * tiles + tile
     row_block = at * WORK.blocks + tl.arange(0, 4 * WORK.blocks) // 4
-    row_blocks = tiles * WORK.blocks * tl.num_programs(1)
+    row_blocks = tiles * WORK.blocks * E
     for first_token in tl.range(start, end, WORK.tokens, num_stages=1):
-        y = _sums(x_desc, w_desc, scale_ptr, zero_ptr, first_token, row_block, at, row_blocks, 0, tl.cdiv(K, 128), WEIGHT, WORK)
-        y = _scaled_tokens(y, token_scale_ptr, first_token, end, token_scale_stride, WORK)
-        finish(y_ptr, y_ptr, y_ptr, 0, tile, first_token, y, end, M, 1, False)
+        left = end - first_token
+        if (WORK.tokens > 32) & (left > 32):
+            _step_of_group(
+                x_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end,
+                M, K, token_scale_stride, WEIGHT, WORK,
+            )  # fmt: skip
+        elif (WORK.tokens > 16) & (left > 16):
+            _step_of_group(
+                x32_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end,
+                M, K, token_scale_stride, WEIGHT, WORK32,
+            )  # fmt: skip
+        else:
+            _step_of_group(
+                x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end,
+                M, K, token_scale_stride, WEIGHT, WORK16,
+            )  # fmt: skip
 
 
 @triton.jit
