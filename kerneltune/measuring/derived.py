@@ -52,12 +52,12 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> Deriv
     size. Values of captured kernels are fixed.
     """
     deriver = _Deriver(op, check, bench)
-    unchecked = []
     if deriver.by_cost:
-        unchecked = [*deriver.add_new_values(), *deriver.add_pairs_of_values()]
+        deriver.add_new_values()
+        deriver.add_pairs_of_values()
         deriver.add_longest_axes()
     facts = deriver.add_smaller_sizes_in_fork()
-    return Derived(deriver.derived, unchecked, facts)
+    return Derived(deriver.derived, deriver.unchecked, facts)
 
 
 class _Deriver:
@@ -67,12 +67,13 @@ class _Deriver:
         bench: the bench cases.
         by_cost: the check cases with elements, of medium cost first; none of a captured kernel.
         check: all check cases; none where `by_cost` has none.
-        derived: the cases derived so far.
+        derived: the cases derived so far; `unchecked` has a text for each value, and pair of values, without a case.
         costliest: the cost of the costliest check case.
     """
 
     def __init__(self, op: Op, check: Sequence[Case], bench: Sequence[Case]) -> None:
-        self.op, self.bench, self.derived = op, bench, list[Case]()
+        self.op, self.bench = op, bench
+        self.derived, self.unchecked = list[Case](), list[str]()
         by_cost = sorted((case for case in check if op.origin is None and op.traffic(case).total), key=self._cost)
         middle = len(by_cost) // 2
         self.by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
@@ -85,32 +86,29 @@ class _Deriver:
     def _is_cheap(self, case: Case) -> bool:
         return self._cost(case) <= _MOST_COST * self.costliest
 
-    def add_new_values(self) -> list[str]:
+    def add_new_values(self) -> None:
         """Give each element type, mode and value of an option that only bench cases have to a check case of medium cost.
 
-        Another check case takes it, if the operator has no inputs or no reference for the first. Return a text for each value
-        that none takes.
+        Another check case takes it, if the operator has no inputs or no reference for the first.
         """
-        unchecked, known = list[str](), {value for case in self.check for value in settings(case)}
+        known = {value for case in self.check for value in settings(case)}
         for value in dict.fromkeys(value for case in self.bench for value in settings(case) if value not in known):
             found, reason = self._first_checkable(_with_values(case, value) for case in self.by_cost)
             self.derived += found
-            unchecked += [] if found else [f"{_text(value)} ({reason})"]
-        return unchecked
+            self.unchecked += [] if found else [f"{_text(value)} ({reason})"]
 
-    def add_pairs_of_values(self) -> list[str]:
+    def add_pairs_of_values(self) -> None:
         """Derive cases in which values of settings meet that meet in no check case.
 
-        Each case is the cheapest of the cases with the most new pairs. Sizes of 1, which hide mistakes, are left out. Return a
-        text for each pair without a case that bench cases have.
+        Each case is the cheapest of the cases with the most new pairs. Sizes of 1, which hide mistakes, are left out.
         """
 
         def pairs_of(case: Case) -> set[tuple[Setting, ...]]:
             return set(itertools.combinations(settings(case), 2))
 
-        cases = [*self.check, *self.derived]
-        values = dict.fromkeys(value for case in cases for value in settings(case))
-        met, of_bench = (set[tuple[Setting, ...]]().union(*map(pairs_of, its_cases)) for its_cases in (cases, self.bench))
+        checks = [*self.check, *self.derived]
+        values = dict.fromkeys(value for case in checks for value in settings(case))
+        met, of_bench = (set[tuple[Setting, ...]]().union(*map(pairs_of, cases)) for cases in (checks, self.bench))
         wanted = [pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]]
         order = [name for name, _value in settings(self.by_cost[0])]
         ordered = (tuple(sorted(pair, key=lambda value: order.index(value[0]))) for pair in wanted)
@@ -126,7 +124,7 @@ class _Deriver:
             paired += found
         self.derived += paired
         reasons |= dict.fromkeys(left, "not tried, after many other pairs")
-        return [f"{' with '.join(map(_text, pair))} ({reason})" for pair, reason in reasons.items() if pair in of_bench]
+        self.unchecked += [f"{' with '.join(map(_text, pair))} ({why})" for pair, why in reasons.items() if pair in of_bench]
 
     def add_longest_axes(self) -> None:
         """Give the longest size of a check case to each axis that is the longest in bench cases alone."""
@@ -143,8 +141,7 @@ class _Deriver:
         """
 
         def work() -> tuple[list[Case], set[Fact]]:
-            limits = _SMALLER_SIZES_S, _SMALLER_SIZES_S + 5  # SIGXCPU at the first, SIGKILL at the second
-            resource.setrlimit(resource.RLIMIT_CPU, limits)
+            resource.setrlimit(resource.RLIMIT_CPU, (_SMALLER_SIZES_S, _SMALLER_SIZES_S + 5))  # then SIGXCPU, and SIGKILL
             return self._with_smaller_sizes()
 
         try:
@@ -203,8 +200,7 @@ class _Deriver:
         bases = list(dict.fromkeys([*(_without_ones(it, self.by_cost) for it in self.by_cost), *self.by_cost]))
         longer = [it for it in bases if 1 not in dict(it.axes).values()]
         others = list(dict.fromkeys([*bases[:1], *sorted(longer, key=self._cost)[:1], *sorted(bases, key=self._cost)[:1]]))
-        all_cases = (*self.check, *self.derived, *self.bench)
-        steps = {axis: math.gcd(*(it[axis] for it in all_cases)) for axis in self.op.axes}
+        steps = {axis: math.gcd(*(it[axis] for it in (*self.check, *self.derived, *self.bench))) for axis in self.op.axes}
         least = _with_least_sizes(case, others, steps, is_new)
         near, far = list[Case](), list[Case]()
         for smaller in sorted(_with_sizes_of(case, bases), key=self._doublings):
