@@ -22,7 +22,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def regret(evaluations: Iterable[Evaluation]) -> tuple[list[float], int]:
     """Return after every evaluation the gap of the best time so far to the best of all; and the evaluations to a gap of 2 %."""
-    so_far = list(itertools.accumulate((math.inf if trial.time_us is None else trial.time_us for trial in evaluations), min))
+    so_far = list(itertools.accumulate((math.inf if it.time_us is None else it.time_us for it in evaluations), min))
     gaps = [time / so_far[-1] - 1.0 for time in so_far]
     return gaps, next(i for i, gap in enumerate(gaps, start=1) if gap <= NEAR)
 

@@ -147,7 +147,7 @@ class TrialStore:
 
     def ranked(self, task: Task) -> list[dict[str, Any]]:
         """Return the knobs of a task's configs that have a time, fastest first."""
-        timed = [(trial.time_us, knobs) for knobs, trial in self.of_task(task).items() if trial.time_us]
+        timed = [(evaluation.time_us, knobs) for knobs, evaluation in self.of_task(task).items() if evaluation.time_us]
         return [dict(knobs) for _, knobs in sorted(timed)]
 
     def __len__(self) -> int:

@@ -187,10 +187,10 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
             session.queue.fill()
             for compilation in compilations:
                 compilation.result()
-            trials = {config: tuner.requests.submit(tuner.measure, config).result() for config in configs}
-            if trials[configs[0]].status == "crashed":  # perhaps another process kept the GPU busy
-                trials[configs[0]] = tuner.requests.submit(tuner.measure, configs[0]).result()
-            own, times = trials[configs[0]], times_of(trials)
+            evaluations = {config: tuner.requests.submit(tuner.measure, config).result() for config in configs}
+            if evaluations[configs[0]].status == "crashed":  # perhaps another process kept the GPU busy
+                evaluations[configs[0]] = tuner.requests.submit(tuner.measure, configs[0]).result()
+            own, times = evaluations[configs[0]], times_of(evaluations)
             if own.time_us is None:
                 is_own_fault = times and own.status != "skipped"  # the default runs
                 return TuningResult("dropped" if is_own_fault else "failed", reason=f"{own.status}: {own.reason}")

@@ -151,12 +151,12 @@ class TuningSession:
 
     def _measured(self, tuner: Tuner) -> TuningResult:
         """Measure the space of a case; the result says how many configs have a time, and the best time."""
-        trials = tuner.measure_space()
-        if not (times := times_of(trials)):
+        evaluations = tuner.measure_space()
+        if not (times := times_of(evaluations)):
             where = f"{tuner.task.op.name} {tuner.task.variant.name}"
             raise NothingPassedError(f"{where}: no config has a time for {tuner.task.case.label}")
         return TuningResult(
-            "measured", best=f"{len(times)} of {len(trials)} configs have a time, best {min(times.values()):.2f} µs"
+            "measured", best=f"{len(times)} of {len(evaluations)} configs have a time, best {min(times.values()):.2f} µs"
         )
 
     @contextmanager

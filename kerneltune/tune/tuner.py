@@ -150,14 +150,14 @@ class Tuner:
     def _decide(self, before: cache.Choice, times: dict[Config, float], num_trials: int) -> cache.CacheEntry:
         """Time the fastest configs against the incumbent, and store the winner. The default stands in for a failed incumbent."""
         task, default = self.task, self.task.default
-        standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
+        incumbents = list(dict.fromkeys(config for config in (before.config, default) if config in times))
         ranked = sorted(times, key=lambda config: times[config])
         if not ranked:
             evaluation = self.stored(default)
             why = f"; the default: {evaluation.reason}" if evaluation is not None and evaluation.reason else ""
             raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}{why}")
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
-        finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
+        finalists = list(dict.fromkeys([*(incumbents or ranked[:1]), *close]))
         final = Final(ranked[0], ranked[0], {"time_us": times[ranked[0]], "default_us": times.get(default)})
         if len(finalists) > 1:
             final = self._crash_safe_final(finalists, default)
