@@ -173,18 +173,18 @@ def _check_variant(op: Op, variant: Variant) -> None:
     """Check the space and the default of a variant that has knobs."""
     where = f"{op.name} {variant.name}"
     assert variant.config is not None
-    if (wrong := _wrong_config(variant.config)) is not None:
+    if (wrong := _mistake_in_config(variant.config)) is not None:
         raise ValueError(f"{where}: config: {wrong}")
     if variant.default is None:
         raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
     reasons = []
-    for case in _cases(op):
+    for case in _trial_cases(op):
         about = f"{where} {case.label}"
         try:
             is_supported = _check_knobs(about, variant, variant.default, variant.config, case)
-            if not is_supported or _asked(about, "space", next, variant.configs(case), None) is not None:
+            if not is_supported or _ask(about, "space", next, variant.configs(case), None) is not None:
                 return
-            reasons.append(_wrong(about, "space", variant.space, f"{dict(variant.space(case))}: no valid config"))
+            reasons.append(_error(about, "space", variant.space, f"{dict(variant.space(case))}: no valid config"))
         except ValueError as error:
             if not isinstance(error.__cause__, ValueError | LookupError | ArithmeticError):  # sizes that do not fit together
                 reasons.append(error)
@@ -192,7 +192,7 @@ def _check_variant(op: Op, variant: Variant) -> None:
         raise reasons[0]
 
 
-def _wrong_config(config: type[Any]) -> str | None:
+def _mistake_in_config(config: type[Any]) -> str | None:
     """Return the mistake of a config class, with the expected value; None for a right class."""
     if not dataclasses.is_dataclass(config):
         return f"{config!r}: expected a dataclass"
@@ -212,17 +212,17 @@ def check_case(op: Op, case: Case) -> None:
         ValueError: a function fails or contradicts the contract; the message is one line, `FILE:LINE: field: …`.
     """
     about = f"{op.name} {case.label}"
-    traffic = _asked(about, "traffic", op.traffic, case)
+    traffic = _ask(about, "traffic", op.traffic, case)
     if not isinstance(traffic, Traffic):
-        raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
+        raise _error(about, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
     if traffic.total <= 0 and all(size > 0 for _axis, size in case.axes):
-        raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
+        raise _error(about, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
     for field, function, counts in (
         ("traffic", op.traffic, (traffic.read, traffic.write)),
-        ("flops", op.flops, (op.flops and _asked(about, "flops", op.flops, case),)),
+        ("flops", op.flops, (op.flops and _ask(about, "flops", op.flops, case),)),
     ):
         if odd := [count for count in counts if count is not None and type(count) is not int]:
-            raise _wrong(about, field, cast(Any, function), f"{odd[0]!r}: expected a whole number of type int")
+            raise _error(about, field, cast(Any, function), f"{odd[0]!r}: expected a whole number of type int")
     for variant in op.variants:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)
@@ -235,37 +235,37 @@ def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], c
     """Check the space and the default of a variant for a case, and return whether the variant supports the case."""
     if not _is_supported(about, variant, case):
         return False
-    wrong = _wrong_knob(_asked(about, "space", variant.space, case), knobs_of_class(config)[0])
+    wrong = _mistake_in_space(_ask(about, "space", variant.space, case), knobs_of_class(config)[0])
     if wrong is not None:
-        raise _wrong(about, "space", variant.space, wrong)
-    chosen = _asked(about, "default", default, case)
+        raise _error(about, "space", variant.space, wrong)
+    chosen = _ask(about, "default", default, case)
     if not isinstance(chosen, config):
-        raise _wrong(about, "default", default, f"{chosen!r}: expected a {config.__name__}")
-    refused = _asked(about, "valid", variant.valid, case, chosen)
+        raise _error(about, "default", default, f"{chosen!r}: expected a {config.__name__}")
+    refused = _ask(about, "valid", variant.valid, case, chosen)
     if refused is not None:
-        raise _wrong(about, "default", default, f"{chosen}: not valid ({refused})")
+        raise _error(about, "default", default, f"{chosen}: not valid ({refused})")
     return True
 
 
 def _is_supported(about: str, variant: Variant, case: Case) -> bool:
-    reason = _asked(about, "unsupported", variant.unsupported, case)
+    reason = _ask(about, "unsupported", variant.unsupported, case)
     if reason is not None and not (isinstance(reason, str) and reason):
-        raise _wrong(about, "unsupported", variant.unsupported, f"{reason!r}: expected None, or a reason in words")
+        raise _error(about, "unsupported", variant.unsupported, f"{reason!r}: expected None, or a reason in words")
     return reason is None
 
 
-def _asked(about: str, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _ask(about: str, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:  # an operator's own code may fail in any way
-        raise _wrong(about, field, function, first_line(error), error) from error
+        raise _error(about, field, function, first_line(error), error) from error
 
 
-def _wrong(about: str, field: str, function: Callable[..., Any], text: str, error: Exception | None = None) -> ValueError:
+def _error(about: str, field: str, function: Callable[..., Any], text: str, error: Exception | None = None) -> ValueError:
     return ValueError(f"{place_of(function, error)}{field}: {text}, for {about}")
 
 
-def _wrong_knob(space: Space, knobs: Mapping[str, type]) -> str | None:
+def _mistake_in_space(space: Space, knobs: Mapping[str, type]) -> str | None:
     """Return the first wrong knob of a space, with the expected values; None if all knobs are right.
 
     knobs: types of the knobs of the config, by name.
@@ -286,7 +286,7 @@ def _wrong_knob(space: Space, knobs: Mapping[str, type]) -> str | None:
     return None
 
 
-def _cases(op: Op) -> Iterator[Case]:
+def _trial_cases(op: Op) -> Iterator[Case]:
     options = tuple((name, values[0]) for name, values in op.options.items())
     for size in _SIZES:
         yield Case("contract", tuple((axis, size) for axis in op.axes), op.dtypes[0], op.quants[0], options)

@@ -99,7 +99,7 @@ def family_name(family: str) -> str:
     """Return the name of a family in records; for a `.yaml` path, return the name in the file."""
     if not family.endswith((".yaml", ".yml")):
         return family
-    return _family(_root(find(family)))
+    return _read_family(_read_yaml(find(family)))
 
 
 def gate_margin(family: str) -> float | None:
@@ -108,7 +108,7 @@ def gate_margin(family: str) -> float | None:
         path = find(f"{family}.yaml" if Path(f"{family}.yaml").is_file() else family)
     except ValueError:  # records of another package, whose sweep file is not here
         return None
-    return _gate(_root(path).fields().get("gate")).get("margin")
+    return _read_gate(_read_yaml(path).fields().get("gate")).get("margin")
 
 
 def find(family: str) -> Path:
@@ -142,12 +142,12 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
         ops: operators by name.
         max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
     """
-    return _Reader(ops, max_cases).sweep(_root(path))
+    return _Reader(ops, max_cases).read_sweep(_read_yaml(path))
 
 
 def whole_numbers(path: Path) -> dict[str, list[int]]:
     """Return the whole numbers of 0 or more in a YAML file, one or more for each field."""
-    return {name: numbers.sizes(0) for name, numbers in _root(path).fields().items()}
+    return {name: numbers.sizes(0) for name, numbers in _read_yaml(path).fields().items()}
 
 
 def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tuple[str, Case]]]) -> str:
@@ -166,7 +166,7 @@ def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tupl
     return "\n".join(lines) + "\n"
 
 
-def _root(path: Path) -> "_Field":
+def _read_yaml(path: Path) -> "_Field":
     """Return the content of a file."""
     data = read_bytes(path, _MAX_BYTES)
     try:
@@ -322,7 +322,7 @@ class _Field:
         return [match for _, value in values if (match := _match(value, own)) is not None]
 
 
-def _family(root: _Field) -> str:
+def _read_family(root: _Field) -> str:
     """Return the family that a file names."""
     fields = root.fields()
     if "family" not in fields:
@@ -333,7 +333,7 @@ def _family(root: _Field) -> str:
     return family
 
 
-def _gate(field: _Field | None) -> dict[str, float]:
+def _read_gate(field: _Field | None) -> dict[str, float]:
     """Return the gate limits of a file."""
     limits: dict[str, float] = {}
     for key, limit in field.fields(("margin",), "gate.").items() if field else ():
@@ -344,7 +344,7 @@ def _gate(field: _Field | None) -> dict[str, float]:
     return limits
 
 
-def _headline(field: _Field | None) -> dict[str, tuple[str, ...]]:
+def _read_headline(field: _Field | None) -> dict[str, tuple[str, ...]]:
     """Return the patterns that select the headline cases of a file."""
     named: dict[str, tuple[str, ...]] = {}
     for key, patterns in field.fields(_HEADLINE, "headline.").items() if field else ():
@@ -359,16 +359,16 @@ class _Reader:
     """Expand the sections of a file to cases; remember its operators and the names used so far."""
 
     def __init__(self, ops: Mapping[str, Op], max_cases: int) -> None:
-        self.room = self.max_cases = max_cases
+        self.rows_left = self.max_cases = max_cases
         self.known = ops
         self.ops: list[Op] = []
         self.defaults: dict[str, _Field] = {}
         self.shapes: dict[object, tuple[object, int]] = {}
         self.rows: dict[object, tuple[str, int]] = {}
 
-    def sweep(self, root: _Field) -> Sweep:
+    def read_sweep(self, root: _Field) -> Sweep:
         """Return the contents of a file."""
-        fields, family = root.fields(_TOP), _family(root)
+        fields, family = root.fields(_TOP), _read_family(root)
         if "ops" not in fields:
             root.fail("names of operators", "missing", "ops")
         self.ops = fields["ops"].operators(self.known, ", or an operator that --plugin loads")
@@ -378,7 +378,7 @@ class _Reader:
         check, bench = (tuple(self.section(section, fields.get(section))) for section in _SMALLEST)
         if not check and not bench:
             root.fail("at least one entry in check or bench", "missing", "check")
-        loaded = Sweep(family, root.path, check, bench, _gate(fields.get("gate")), _headline(fields.get("headline")))
+        loaded = Sweep(family, root.path, check, bench, _read_gate(fields.get("gate")), _read_headline(fields.get("headline")))
         if loaded.headline and not any(map(loaded.is_headline, bench)):
             shown = ", ".join(f"{key} {' '.join(patterns)}" for key, patterns in loaded.headline.items())
             fields["headline"].fail("what at least one bench case has", shown)
@@ -413,9 +413,9 @@ class _Reader:
             among = [op] if named else ops
             values = [fields[key].choices(op, among) if key in fields else list(default) for key, default in usual.items()]
             count += (rows := math.prod([*map(len, sizes), *map(len, values)]))
-            self.room -= rows
-            if self.room < 0:  # before the rows are built
-                entry.fail(f"at most {self.max_cases}; see --max-cases", f"{self.max_cases - self.room} or more", "cases")
+            self.rows_left -= rows
+            if self.rows_left < 0:  # before the rows are built
+                entry.fail(f"at most {self.max_cases}; see --max-cases", f"{self.max_cases - self.rows_left} or more", "cases")
             for point in itertools.product(*sizes):
                 axes = tuple(zip(op.axes, point, strict=True))
                 sized = _sized_name(name, template, axes)
