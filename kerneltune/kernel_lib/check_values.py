@@ -7,6 +7,8 @@ import torch
 _EVERY = 8
 _TINY = 2.0**-10
 """Squares of tiny rows are as large as the usual epsilon, 1e-6."""
+_CONSTANT = 1.75
+"""A power of two times the largest values of e4m3 and e5m2: scales that are rounded up to powers of two are exact there."""
 _OFFSET, _LARGE = 4.0, 48.0
 """The exponential of a large row overflows unless its maximum is subtracted; products of two fit in fp16."""
 _BELOW_ZERO = 3.2
@@ -24,16 +26,16 @@ def draw(method: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, s
 def vary_rows(x: torch.Tensor, large: float = _LARGE) -> torch.Tensor:
     """Change six of every eight rows of a contiguous tensor (..., columns) in place, and return the tensor.
 
-    The rows become 1, tiny, negative throughout, large and 0, and a row gets a mean. A mean shows elements of a mask that enter
-    a variance, and a divisor that is not the number of columns. A tiny row shows an epsilon in the wrong place. A negative row
-    shows a maximum that takes 0 for elements beyond the row; a tensor without negative elements gets none.
+    The rows become constant, tiny, negative throughout, large and 0, and a row gets a mean. A mean shows elements of a mask that
+    enter a variance, and a divisor that is not the number of columns. A tiny row shows an epsilon in the wrong place. A negative
+    row shows a maximum that takes 0 for elements beyond the row; a tensor without negative elements gets none.
 
     Args:
         large: factor of the large row.
     """
     rows = x.view(-1, x.shape[-1])
     is_signed, magnitude = bool((rows < 0).any()), rows.float().abs().mean().nan_to_num()
-    rows[1::_EVERY] = 1  # the mean is exact: other constants leave rounding errors, which a division by the deviation makes large
+    rows[1::_EVERY] = _CONSTANT  # the mean is exact: other constants leave errors that a division by the deviation makes large
     rows[2::_EVERY] *= _TINY
     rows[3::_EVERY] += (_OFFSET * magnitude).to(x.dtype)
     if is_signed:
