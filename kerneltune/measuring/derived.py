@@ -203,7 +203,7 @@ class _Deriver:
         steps = {axis: math.gcd(*(it[axis] for it in (*self.check, *self.derived, *self.bench))) for axis in self.op.axes}
         least = _with_least_sizes(case, others, steps, is_new)
         near, far = list[Case](), list[Case]()
-        for smaller in sorted(_with_sizes_of(case, bases), key=self._doublings):
+        for smaller in sorted(_with_sizes_of(case, bases), key=partial(self._order, case)):
             is_far = any(size > _FAR * max((it[axis] for it in bases), default=0) for axis, size in smaller.axes)
             (far if is_far else near).append(smaller)
         yield from itertools.chain(*((sorted(least, key=self._doublings), near, far) if of_whole else (near, least, far)))
@@ -211,6 +211,10 @@ class _Deriver:
     def _doublings(self, case: Case) -> int:
         """Return log2 of a case's cost over the cost of the costliest check case, rounded up; 0 for a cheaper case."""
         return max(0, math.ceil(math.log2(self._cost(case) / self.costliest)))
+
+    def _order(self, case: Case, smaller: Case) -> tuple[bool, int]:
+        """Return the place of a copy: a single row, for example of ids, hides mistakes that further rows show."""
+        return any(size > smaller[axis] == 1 for axis, size in case.axes), self._doublings(smaller)
 
     def _first_checkable(self, cases: Iterable[Case]) -> tuple[list[Case], str]:
         """Return the first case that can be checked, in a list; else an empty list, and why the last case cannot be checked.

@@ -456,3 +456,28 @@ def test_place_in_16_bits_is_found_in_a_derived_case_that_needs_more(is_narrow: 
     op = replace(summing(""), reference=places, variants=(Variant("optimized", partial(last_places, is_narrow)),))
     derived, _, _ = derived_cases(op, CASES, [case_of("large", 4096, 1 << 20)])
     assert findings(op, derived) == ["y: wrong"] * is_narrow
+
+
+@triton.jit
+def _largest_places(x_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_NARROW: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * N + at, at < N, other=float("-inf"))
+    place = tl.argmax(x, 0)
+    tl.store(y_ptr + tl.program_id(0), place.to(tl.uint8).to(tl.int8).to(tl.int32) if IS_NARROW else place)
+
+
+def largest_places(is_narrow: bool, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    y = torch.empty_like(x[:, 0], dtype=torch.int32)
+    _largest_places[(x.shape[0],)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), IS_NARROW=is_narrow)
+    return {"y": y}
+
+
+def test_derived_case_keeps_several_rows_where_a_check_case_has_one() -> None:
+    """A single id may be small in a row of 256 elements."""
+    op = replace(summing("", elements=4), variants=(Variant("optimized", partial(largest_places, True)),))
+    checks = [case_of("one", 1, 1), case_of("odd", 17, 33), case_of("more", 24, 8)]
+    derived, _, _ = derived_cases(op, checks, [case_of("large", 16384, 256)])
+    rows = [case["M"] for case in derived if case["N"] == 256]
+    assert rows
+    assert min(rows) > 1
