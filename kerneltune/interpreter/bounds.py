@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, noting
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, note_here, noting
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
@@ -44,6 +44,8 @@ LAUNCH_SECONDS = 2.0
 _LOADED = (0, 1 << 24)
 """Values that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits one
 that searches the group of a row: with 0 every group would end at row 0."""
+_NARROW = 16
+"""Bits of the largest elements whose casts of whole numbers are judged."""
 _WHOLE_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
@@ -96,6 +98,9 @@ def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
         (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_whole,
         (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_whole,
+        (interpreter.InterpreterBuilder, "create_int_cast"): _cast_of_whole,
+        (interpreter.InterpreterBuilder, "create_si_to_fp"): _cast_of_whole,
+        (interpreter.InterpreterBuilder, "create_ui_to_fp"): _cast_of_whole,
         (interpreter.TensorHandle, "set_attr"): _promised,
         (interpreter.interpreter_builder, "options"): dataclasses.replace(interpreter.interpreter_builder.options, debug=True),
     }
@@ -203,6 +208,7 @@ class _Guard:
         note(*facts_of(executor, bound))
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             result = call(*args, **kwargs)
+            self._races.end_launch()
             note(*self._last_elements.facts(self._kernel))
             return result
         self._names = {id(value): name for name, value in bound.items()}
@@ -457,6 +463,18 @@ def _cast_to_whole(builder: Any, source: Any, target: Any) -> Any:
     is_defined = (whole >= kind.get_int_min_value()) & (whole <= kind.get_int_max_value())
     if kind.int_bitwidth > 1 and not is_defined.all():
         result.data = np.where(is_defined, result.data, np.array(_WHOLE_GARBAGE, result.data.dtype))
+    return result
+
+
+def _cast_of_whole(builder: Any, source: Any, target: Any, *_is_signed: Any) -> Any:
+    """Stand for InterpreterBuilder.create_int_cast, create_si_to_fp and create_ui_to_fp: note numbers that do not fit 16 bits."""
+    result, kind = builder.cast_impl(source, target), target.scalar
+    if 1 < kind.primitive_bitwidth <= _NARROW < 8 * source.data.dtype.itemsize:
+        numbers = source.data.astype(np.int64)
+        digits = np.abs(numbers) // np.maximum(numbers & -numbers, 1)  # without the zeros at the end of the number in binary
+        is_changed = result.data != numbers if kind.is_int() else digits >> kind.fp_mantissa_width + 1 > 0
+        if is_changed.any() or (kind.is_fp16() and (np.abs(numbers) > np.finfo(np.float16).max).any()):
+            note_here("lossy cast", kind.name)
     return result
 
 

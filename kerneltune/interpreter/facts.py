@@ -15,6 +15,7 @@ Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "whole",
+    "lossy cast",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -30,6 +31,7 @@ _TEXTS: Mapping[str, str] = {
     "last not stored": "stores no last element of {text} in {where}",
     "not judged": "{text}",
     "whole": "{text}, {where}",
+    "lossy cast": "whole numbers that {text} does not hold at {where}",
 }
 """Texts of the kinds that users and tests see."""
 _ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
@@ -54,6 +56,7 @@ class Fact(NamedTuple):
     | last loaded, last not loaded | whether the programs that run load an argument's last element | argument | kernel |
     | last stored, last not stored | whether the programs that run store it | argument | kernel |
     | whole | several blocks, none of them ragged | text | size of the block |
+    | lossy cast | whole numbers that a cast to 8 or 16 bits changes | element type | PATH:LINE |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 
@@ -97,10 +100,10 @@ def note(*facts: Fact) -> None:
         noted.update(facts)
 
 
-def note_here(kind: Kind) -> None:
+def note_here(kind: Kind, text: str = "") -> None:
     """Note a fact whose place is the kernel's statement that runs."""
     file, line = statement()
-    note(Fact(kind, "", f"{file}:{line}"))
+    note(Fact(kind, text, f"{file}:{line}"))
 
 
 def iterations_of(loop: range) -> Sequence[int]:
@@ -118,7 +121,7 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     """
     loops = (fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS)
     wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}
-    few = (wanted | {fact for fact in largest if fact.kind in ("two programs", *_OF_CODE)}) - checks
+    few = (wanted | {fact for fact in largest if fact.kind in ("two programs", "lossy cast", *_OF_CODE)}) - checks
     unknown = {fact.text for fact in few if fact.kind in ("launch", "call")}
     hidden = "call" if any(fact.kind == "launch" for fact in few) else ""
     few = {fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.where in unknown)}

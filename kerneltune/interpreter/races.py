@@ -7,12 +7,18 @@ they have no order and are either a plain store with any access, or an atomic wi
 by a vector clock of each program, `_known`, and a shadow of each storage.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+Touched = dict[tuple[str, int], Any]
+"""(`load` or `store`, address of a storage) -> whether programs load, or store, each of its bytes."""
+_TOUCHED: ContextVar[Touched | None] = ContextVar("touched", default=None)
 _ALWAYS = np.iinfo(np.int32).max
 _MOST_PENDING = 1 << 24
 """Most loaded elements that are kept until a store to their storage needs them."""
@@ -167,6 +173,17 @@ class Races:
             self._release(places)
         return None
 
+    def end_launch(self) -> None:
+        """Note the bytes that programs touched, within `touching`."""
+        if (touched := _TOUCHED.get()) is None:
+            return
+        for (storage, shadow), what in itertools.product(self._shadows.items(), ("load", "store")):
+            of_what = (shadow.of(what) != 0) | (shadow.of("atomic") != 0)
+            for _event, units in shadow.pending if what == "load" else ():
+                of_what[units] = True
+            before = touched.get((what, storage), np.zeros(shadow.size, bool))
+            touched[what, storage] = np.repeat(of_what, shadow.unit)[: shadow.size] | before[: shadow.size]
+
     def acquire(self, places: list[int]) -> None:
         """Order the present program after the segments that other programs released at some addresses."""
         for place in places:
@@ -192,3 +209,13 @@ class Races:
             last[units] = event
         shadow.pending.clear()
         shadow.num_pending = 0
+
+
+@contextmanager
+def touching() -> Iterator[Touched]:
+    """Collect the bytes that the programs of launches within load and store, except words that order programs."""
+    token = _TOUCHED.set(touched := Touched())
+    try:
+        yield touched
+    finally:
+        _TOUCHED.reset(token)

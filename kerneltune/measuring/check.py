@@ -4,6 +4,7 @@ Every check of the package gives an `Outcome`. A check that runs out of memory d
 nothing and records nothing.
 """
 
+import itertools
 import os
 import sys
 import traceback
@@ -21,6 +22,7 @@ from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import refusing_launches, strict
+from kerneltune.interpreter.races import touching
 from kerneltune.measuring.layouts import ELEMENTS, EVERY_OUTER_AXIS, ROWS, names_by_storage, noting_layouts, with_gaps
 from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, skip_if_out_of_memory
 from kerneltune.records import IMPORT_FAILED
@@ -33,6 +35,8 @@ T = TypeVar("T")
 LAUNCH_FAILURE = "the launch failed"
 _NEAR = 2.0**-16
 """Relative difference of outputs that inexact divisions of fp32, 2^-22 each, explain."""
+_NEAR_TRAFFIC = 1.25
+"""Largest factor between the declared bytes of `traffic` and the bytes of accesses: small tensors may be left out."""
 _FEW = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
 _KEPT_BYTES = 1 << 24
@@ -310,6 +314,21 @@ class Checker:
         names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
         known.update(names)
         return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS})[2]]
+
+    def wrong_traffic(self, variant: Variant, config: Config) -> list[str]:
+        """Return a text for bytes that `traffic` counts far too low for the kernels' accesses, or too high for all tensors."""
+        with touching() as touched:
+            outputs = self.outputs(variant, config)
+        declared, texts = self.op.traffic(self.case), list[str]()
+        for what, values, given in (("load", self.inputs, declared.read), ("store", outputs, declared.write)):
+            tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            accessed = sum(int(touched[key].sum()) for key in itertools.product([what], storages) if key in touched)
+            whole = sum(tensor.nbytes for tensor in tensors)
+            if not accessed / _NEAR_TRAFFIC <= given <= max(whole, accessed) * _NEAR_TRAFFIC:
+                side = f"kernels {what} {accessed:,}" if given < accessed else f"all tensors have {whole:,}"
+                texts.append(f"{'read' if what == 'load' else 'write'}={given:,} in case {self.case.name}, and {side}")
+        return texts
 
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""

@@ -94,13 +94,14 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
         done.add((config, case))
     if not failures:
         failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if isinstance(it, Checker)})
-    layouts = _wrong_layouts(op, variant, checkers, configs) if not failures else []
+    judged = () if failures else (_wrong_layouts, _wrong_traffic)
+    notes = [outcome for judge in judged for outcome in judge(op, variant, checkers, configs)]
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
     num_once = len(configs) - len(checkers)
     if variant.config is None and not num_once:
-        return [*failures, *layouts]
+        return [*failures, *notes]
     line = _coverage(configs, done, len(failures), num_without, num_once)
-    return [*failures, *layouts, Outcome("checked", f"{op.name} {variant.name}: {line}")]
+    return [*failures, *notes, Outcome("checked", f"{op.name} {variant.name}: {line}")]
 
 
 def _wrong_layouts(
@@ -120,6 +121,17 @@ def _wrong_layouts(
             of_shipped = Outcome("checked", f"{op.name} {variant.name}: {text}")
             outcomes.append(of_shipped if is_shipped(op) else Outcome("failed", ways, config, case))
     return outcomes
+
+
+def _wrong_traffic(
+    op: Op, variant: Variant, checkers: Mapping[Case, Checker | Outcome], configs: Mapping[Case, Sequence[Config]]
+) -> list[Outcome]:
+    """Return a line if `traffic` is far from the bytes of the largest case, where small tensors count little."""
+    case = max(checkers, key=_elements, default=None)
+    if case is None or op.origin is not None or isinstance(checker := checkers[case], Outcome):
+        return []
+    wrong = checker.wrong_traffic(variant, configs[case][0])
+    return [Outcome("checked", f"{op.name} {variant.name}: traffic: {'; '.join(wrong)}")] if wrong else []
 
 
 def _coverage(

@@ -249,7 +249,7 @@ def test_check_of_pairs_finds_wrong_strides_of_matrices_with_gaps_that_host_code
     found = pairs.check_pairs(op, replace(KNOBLESS, run=partial(_heads, mistake)), cases, elements)
     line = "run 2: with gaps between rows of x, which host code accepts: y: wrong"
     is_found = "columns" in mistake or (mistake in ("rows", "heads") and not is_first_alone)
-    assert [outcome.reason for outcome in found] == [line] * (is_found * len(cases))
+    assert [outcome.reason for outcome in found if outcome.status == "failed"] == [line] * (is_found * len(cases))
 
 
 @interpreted

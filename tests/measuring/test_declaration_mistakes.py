@@ -1,0 +1,99 @@
+"""Name bytes that `traffic` counts wrong, and places that a cast changes in bench cases alone."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from mistaken_ops import CASES, case_of
+from row_sums import summing
+from test_pairs import op_with
+
+from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.measuring.pairs import check_cost, check_pairs
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.task import Run, Task
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="accesses are noted in Triton's interpreter")
+
+
+def traffic_lines(op: Op) -> list[str]:
+    outcomes = check_pairs(op, op.variants[0], CASES, partial(check_cost, op))
+    assert not [outcome for outcome in outcomes if outcome.status == "failed"]
+    return [outcome.reason for outcome in outcomes if "traffic" in outcome.reason]
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "named"),
+    [
+        (4, 4, ""),
+        (4.5, 3.5, ""),
+        (8, 4, "read=16,640 in case wide, and all tensors have 8,320"),
+        (4, 2, "write=4,160 in case wide, and kernels store 8,320"),
+        (0, 4000, "read=0 in case wide, and kernels load 8,320; write=8,320,000 in case wide, and all tensors have 8,320"),
+    ],
+)
+def test_traffic_far_from_the_accesses_of_the_largest_case_is_named(read: float, write: float, named: str) -> None:
+    def traffic(case: Case) -> Traffic:
+        return Traffic(int(read * case["M"] * case["N"]), int(write * case["M"] * case["N"]))
+
+    lines = traffic_lines(replace(op_with(""), traffic=traffic))
+    assert lines == ([f"scaled optimized: traffic: {named}"] if named else [])
+
+
+def test_traffic_of_a_launch_that_loads_a_part_of_an_input_may_count_the_part() -> None:
+    def halves(given: Inputs, config: object) -> Outputs:
+        half = op_with("").variants[0].run({"x": given["x"][: len(given["x"]) // 2]}, config)["y"]
+        return {"y": half.repeat(2, 1)}
+
+    def reference(given: Inputs) -> Outputs:
+        half = given["x"][: len(given["x"]) // 2]
+        return {"y": (half / half.abs().amax(1, keepdim=True) if half.numel() else half).repeat(2, 1)}
+
+    op = op_with("")
+    half = replace(
+        op, reference=reference, variants=(replace(op.variants[0], run=halves),),
+        traffic=lambda case: Traffic(2 * case["M"] * case["N"], 4 * case["M"] * case["N"]),
+    )  # fmt: skip
+    cases = [case_of("odd", 14, 34), case_of("wide", 8, 260)]
+    outcomes = check_pairs(half, half.variants[0], cases, partial(check_cost, half))
+    assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == []
+
+
+@triton.jit
+def _shifted(x_ptr, y_ptr, N, KIND: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, 64)
+    place = at.to(KIND).to(tl.int32)
+    mask = tl.arange(0, 64) < N
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask, other=0.0) + place, mask)
+
+
+def shifted(kind: tl.dtype, given: Inputs, _config: None) -> Outputs:
+    y = torch.empty_like(given["x"])
+    _shifted[(len(y),)](given["x"], y, y.shape[1], KIND=kind)
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "is_named"),
+    [
+        (tl.int16, 600, True),
+        (tl.int16, 2000, False),
+        (tl.uint16, 1100, True),
+        (tl.uint16, 600, False),
+        (tl.float16, 100, True),
+        (tl.bfloat16, 10, True),
+        (tl.int32, 5000, False),
+    ],
+)
+def test_cast_that_changes_places_of_the_largest_case_alone_is_named(kind: tl.dtype, rows: int, is_named: bool) -> None:
+    """Checks that pass where the cast changes numbers, here with 2,000 rows, tell that a kernel takes low bits on purpose."""
+    variant = Variant("optimized", partial(shifted, kind))
+    op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
+    checked = case_of("checked", 2000 if rows == 2000 else 3, 64)
+    jobs = [case_job([Run(Task(op, checked, variant), None)]), address_job(Task(op, case_of("large", rows + 1, 64), variant))]
+    assert not [outcome for _job, outcomes in run_jobs(jobs) for outcome in outcomes if outcome.reason]
+    named = f"whole numbers that {kind.name} does not hold at test_declaration_mistakes.py:"
+    assert (named in " ".join(coverage_lines(jobs))) == is_named
