@@ -325,11 +325,14 @@ class Launch:
     def author_key(self) -> list[Any]:
         """Return the author's key of the launch, without element types: the values of the key's arguments.
 
-        A tensor stands for its element type and shape, as it has no value of its own.
+        A tensor stands for its element type and shape, as it has no value of its own. Of a kernel without an autotuner, whose
+        key has every argument, the key says which arguments are floats or are not given.
         """
-        key, named = [], self.named
+        key, named, has_all = list[Any](), self.named, is_plain(self.autotuner)
         for name in self.autotuner.keys:
-            if name in named:
+            if has_all and isinstance(named.get(name, 0.0), float):
+                key.append({"float": name in named})
+            elif name in named:
                 value = named[name]
                 try:
                     key.append(encode_value(value))

@@ -165,7 +165,7 @@ def _of_kernel(classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]
     present = {argument.name.partition("[")[0] for argument in first.arguments}
     if first.problem:
         yield f"cannot be tuned: {first.problem}"
-    if unknown := [name for name in first.keys if name not in present]:
+    if unknown := [name for name in first.keys if name not in present and not first.is_plain]:
         yield f"key names what no launch gives, which triton.autotune leaves out: {', '.join(unknown)}"
     if hint := seed_hint(classes):
         yield hint

@@ -18,7 +18,7 @@ from kerneltune.adopt.configs import (
     split_options,
 )
 from kerneltune.adopt.counters import Counters
-from kerneltune.adopt.kernels import Launch, LaunchMap, kernel_name
+from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, kernel_name
 from kerneltune.adopt.program import warn_once
 from kerneltune.adopt.table import ServingRow, TableKernel
 from kerneltune.errors import first_line
@@ -183,7 +183,8 @@ class ServedPlainKernel:
             choice = self._choice(launch)
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
-        key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
+        keys = all_but_floats(launch).intersection(name for kernel in self.kernels for name in kernel.keys)
+        key_names = {*OPTIONS, "grid", *keys}
         choices = [*([choice] if choice and choice.options else ()), LaunchChoice(None, {})]
         return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.slots[choice is None]))
 

@@ -153,10 +153,8 @@ class Recorder:
         key = (id(kernel), *options.values())
         tuner = self._plain_tuners.get(key)
         if tuner is None:
-            launch = Launch(kernel, args, others)
-            keys = kernels.all_but_floats(launch) - self.ignored
-            ordered = [name for name in kernel.arg_names if name in keys]
-            tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, ordered)
+            keys = [name for name in kernel.arg_names if name not in self.ignored]
+            tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, keys)
         return self.recorded_class(tuner, args, others)
 
     def _plain(self) -> list[str]:

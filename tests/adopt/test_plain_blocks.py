@@ -150,6 +150,43 @@ def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: 
         assert {one.config.num_stages for one in launch.candidates} == {3}
 
 
+OPTIONAL = """
+@triton.jit
+def optional(x_ptr, y_ptr, N, MODE: tl.constexpr = 0, BLOCK: tl.constexpr = 32):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < N, other=0.0)
+    if MODE == 2:
+        tl.store(y_ptr + tl.program_id(0), tl.sum(x))
+    else:
+        tl.store(y_ptr + places, x, mask=places < N)
+"""
+
+
+@pytest.mark.parametrize("first", [{}, {"MODE": 0.5}], ids=["absent", "float"])
+def test_serving_tells_values_of_an_argument_apart_that_the_first_launch_did_not_give_as_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: None, first: dict[str, Any]
+) -> None:
+    (tmp_path / f"of_optional{len(first)}.py").write_text(SOURCE + OPTIONAL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, folder = __import__(f"of_optional{len(first)}"), tmp_path / "cap"
+
+    def call(options: dict[str, Any]) -> list[float]:
+        y = torch.zeros(96)
+        module.optional[cdiv_grid(96)](torch.arange(96.0), y, 96, BLOCK=32, **options)
+        return y.tolist()
+
+    modes: list[dict[str, Any]] = [first, {"MODE": 1}, {"MODE": 2}]
+    own = [call(options) for options in modes]
+    startup.capture(folder, plain=True)
+    assert [call(options) for options in modes] == own
+    startup.recorder().flush()
+    startup.uninstall()
+    tune_capture(folder, Progress())
+    startup.install(folder, misses=None)
+    assert [call(options) for options in modes] == own
+    assert list(startup.server().counters.by_name().values()) == [3, 0]
+
+
 SAME_NAME = """
 whole = doubled
 @triton.jit
