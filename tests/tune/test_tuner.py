@@ -346,7 +346,7 @@ def test_whole_space_measures_configs_that_a_search_refused(setting: Setting, mo
     assert kept.status == "passed"
 
 
-def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) -> None:
+def test_tuner_runs_no_config_that_spills_much_or_does_not_compile(setting: Setting) -> None:
     tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce(), Options())
     assert tuner.drops_unfit  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
@@ -354,6 +354,7 @@ def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) 
     spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
     assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", reason="96 bytes per thread")
     assert tuner.refusal(tuner.task.default, spilling) is None  # the others are compared with the default
+    assert tuner.refusal(Small(64, 2), CompileResult((Kernel("k", 4, 255, 32, 0),), 1.0)) is None
     assert tuner.program_registers == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
 
