@@ -144,7 +144,7 @@ def default(case: Case) -> Int4GroupedConfig:
     else:
         tokens, blocks = (64, 1) if (programs <= 4 and mean > 8.5) or (programs <= 12 and mean > 16) else (32, 2)
     tokens, blocks = min(tokens, 64 if N > 32 else 32 if N > 16 else 16), blocks if rows % 2 == 0 else 1
-    is_held = programs <= {(32, 2): 6, (32, 1): 5}.get((tokens, blocks), 0)
+    is_held = programs <= {(32, 2): 6, (32, 1): 5, (64, 1): 3}.get((tokens, blocks), 0)
     early = N <= _SHORT_CAST or programs / blocks > _WAVES
     return Int4GroupedConfig(tokens, blocks, 4, 3, early, 0 if is_held else _MAXNREG.get((tokens, blocks), 0))
 

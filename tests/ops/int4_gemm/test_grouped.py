@@ -103,7 +103,7 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
         (256, 4096, 6400, 16, 128, (32, 2, False, 128)),
         (352, 7168, 4864, 16, 128, (32, 2, False, 128)),
         (400, 2048, 4096, 20, 128, (64, 1, False, 128)),
-        (99, 2560, 6400, 6, 128, (64, 1, False, 128)),  # few programs: those of the largest group end last
+        (99, 2560, 6400, 6, 128, (64, 1, False, 0)),  # few programs: those of the largest group end last
         (20, 4096, 4096, 1, 128, (32, 1, False, 0)),
         (128, 2112, 4096, 16, 128, (32, 1, False, 0)),  # an odd number of blocks of rows
         (29, 768, 7168, 8, 64, (16, 1, False, 0)),
