@@ -330,6 +330,19 @@ class Checker:
                 texts.append(f"{'read' if what == 'load' else 'write'}={given:,} in case {self.case.name}, and {side}")
         return texts
 
+    def seeds_without_effect(self, variant: Variant, config: Config) -> list[str]:
+        """Return a text for each input named a seed whose next value gives the same outputs, as if it were ignored."""
+        texts = list[str]()
+        for name, value in self.inputs.items():
+            if "seed" in name.lower() and (type(value) is int or (isinstance(value, torch.Tensor) and _is_whole(value.dtype))):
+                other = copy(self)
+                other.inputs = {**self.inputs, name: value + 1}
+                other.inputs_before = {kept: before for kept, before in self.inputs_before.items() if kept != name}
+                changed, outputs = other.run(variant, config)[0], self.outputs(variant, config)
+                if changed and all(_same(it, changed[key]) for key, it in outputs.items() if isinstance(it, torch.Tensor)):
+                    texts.append(f"{name} + 1 gives the same outputs in case {self.case.name}: is it ignored?")
+        return texts
+
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:

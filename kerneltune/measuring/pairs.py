@@ -94,7 +94,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
         done.add((config, case))
     if not failures:
         failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if isinstance(it, Checker)})
-    judged = () if failures else (_wrong_layouts, _wrong_traffic)
+    judged = () if failures else (_wrong_layouts, _wrong_declarations)
     notes = [outcome for judge in judged for outcome in judge(op, variant, checkers, configs)]
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
     num_once = len(configs) - len(checkers)
@@ -123,15 +123,16 @@ def _wrong_layouts(
     return outcomes
 
 
-def _wrong_traffic(
+def _wrong_declarations(
     op: Op, variant: Variant, checkers: Mapping[Case, Checker | Outcome], configs: Mapping[Case, Sequence[Config]]
 ) -> list[Outcome]:
-    """Return a line if `traffic` is far from the bytes of the largest case, where small tensors count little."""
+    """Return a line for a `traffic` far from the bytes of the largest case, where small tensors count little, and for seeds."""
     case = max(checkers, key=_elements, default=None)
-    if case is None or op.origin is not None or isinstance(checker := checkers[case], Outcome):
+    if case is None or not _elements(case) or op.origin is not None or isinstance(checker := checkers[case], Outcome):
         return []
-    wrong = checker.wrong_traffic(variant, configs[case][0])
-    return [Outcome("checked", f"{op.name} {variant.name}: traffic: {'; '.join(wrong)}")] if wrong else []
+    judges = {"traffic": checker.wrong_traffic, "inputs": checker.seeds_without_effect}
+    found = [(field, "; ".join(wrong)) for field, judge in judges.items() if (wrong := judge(variant, configs[case][0]))]
+    return [Outcome("checked", f"{op.name} {variant.name}: {field}: {texts}") for field, texts in found]
 
 
 def _coverage(

@@ -1,7 +1,9 @@
-"""Name bytes that `traffic` counts wrong, and places that a cast changes in bench cases alone."""
+"""Name bytes that `traffic` counts wrong, seeds that are ignored, and places that a cast changes in bench cases alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,35 @@ def test_traffic_of_a_launch_that_loads_a_part_of_an_input_may_count_the_part() 
     cases = [case_of("odd", 14, 34), case_of("wide", 8, 260)]
     outcomes = check_pairs(half, half.variants[0], cases, partial(check_cost, half))
     assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == []
+
+
+@triton.jit
+def _noise(x_ptr, y_ptr, seed, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * N + at, at < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0) * N + at, x + tl.rand(seed, tl.program_id(0) * N + at), at < N)
+
+
+def noise(is_ignored: bool, given: Inputs, _config: object) -> Outputs:
+    x = given["x"]
+    y, seed = torch.empty_like(x), 7 if is_ignored else int(given["noise_seed"])
+    _noise[(len(x),)](x, y, seed, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
+    return {"y": y}
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_seed_whose_next_value_gives_the_same_outputs_is_named(is_ignored: bool, kind: Callable[[int], Any]) -> None:
+    op = op_with("")
+    inputs = lambda case, *, device, seed=0: {**op.inputs(case, device=device, seed=seed), "noise_seed": kind(3)}  # noqa: E731
+    variant = Variant("optimized", partial(noise, is_ignored))
+    seeded = replace(
+        op, inputs=inputs, reference=lambda given: {"y": given["x"]}, variants=(variant,),
+        compare=lambda _case, given, outputs, _expected: ["y: wrong"] * bool((outputs["y"] < given["x"]).any()),
+    )  # fmt: skip
+    outcomes = check_pairs(seeded, variant, CASES, partial(check_cost, seeded))
+    line = "scaled optimized: inputs: noise_seed + 1 gives the same outputs in case wide: is it ignored?"
+    assert [outcome.reason for outcome in outcomes] == [line] * is_ignored
 
 
 @triton.jit
