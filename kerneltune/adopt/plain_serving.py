@@ -7,7 +7,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from kerneltune.adopt import program
-from kerneltune.adopt.arguments import SCALAR_TYPES
+from kerneltune.adopt.arguments import SCALAR_TYPES, is_tensor
 from kerneltune.adopt.configs import (
     OPTIONS,
     StoredConfig,
@@ -186,7 +186,9 @@ class ServedPlainKernel:
         keys = all_but_floats(launch).intersection(name for kernel in self.kernels for name in kernel.keys)
         key_names = {*OPTIONS, "grid", *keys}
         choices = [*([choice] if choice and choice.options else ()), LaunchChoice(None, {})]
-        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.slots[choice is None]))
+        has_elements = any(0 not in getattr(value, "shape", ()) for value in launch.values if is_tensor(value))
+        is_missed = choice is None and has_elements  # without elements nothing can be tuned
+        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.slots[is_missed]))
 
     def _choice(self, launch: Launch) -> LaunchChoice | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.

@@ -112,6 +112,12 @@ def test_serving_plain_kernels_changes_options_of_captured_launches_only(
     ]
 
 
+def test_serving_a_launch_of_a_plain_kernel_without_elements_is_no_miss(tmp_path: Path, module: Any) -> None:
+    server = serve(tmp_path / "cap", captured(tmp_path / "cap", module, 64), 16)
+    launch(module, 0)
+    assert server.counters.by_name() == {"served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 0}
+
+
 def test_serving_compiles_a_kernel_for_warmup_as_the_program_asks_and_counts_no_launch(
     tmp_path: Path, module: Any, launched_options: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
