@@ -81,7 +81,7 @@ class Stale:
     plans: tuple[Plan, ...]
 
     @property
-    def num_cases(self) -> int:
+    def num_stale_cases(self) -> int:
         """Return the number of cases with stale records, of all families."""
         return sum(len(family.stale) for family in self.families)
 

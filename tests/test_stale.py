@@ -103,7 +103,7 @@ def test_find_stale_returns_configs_and_records_with_headlines_first(selection: 
     assert [entry.case.axes[0][1] for entry in stale_parts.configs] == [1048576, 524288, 2097152]
     assert stale_parts.num_cached == {"stream": 3}
     assert [entry.case.name for entry in stale_parts.families[0].stale] == ["first", "other", "last"]
-    assert (stale_parts.families[0].num_cases, stale_parts.num_cases, stale_parts.families[0].num_orphans) == (3, 3, 0)
+    assert (stale_parts.families[0].num_cases, stale_parts.num_stale_cases, stale_parts.families[0].num_orphans) == (3, 3, 0)
     one = find(replace(selection, cases=("other",)), options)
     assert [entry.case.name for entry in one.families[0].stale] == ["other"]
     assert [entry.case.axes[0][1] for entry in one.configs] == [524288]
@@ -117,7 +117,7 @@ def test_renew_leaves_nothing_stale_and_replaces_a_slower_config(selection: Sele
     renewals, _, remaining = stale.renew(stale_parts, Progress())
     assert [result.entry is not None and result.entry.config == entry.config for entry, result in renewals] == [True, True, False]
     assert measured == ["first", "other", "last"]
-    assert (remaining.configs, remaining.num_cases) == ((), 0)
+    assert (remaining.configs, remaining.num_stale_cases) == ((), 0)
     now = stored(options)
     assert [now[size].config for size in (524288, 1048576)] == [before[size].config for size in (524288, 1048576)]
     default = OPS["stream"].variants[0].default_config(now[2097152].case)
@@ -131,7 +131,7 @@ def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selectio
     before, rows = stored(options), recorded(options)
     renewals, _, remaining = stale.renew(find(selection, replace(options, search=SearchLimits(0.0))), Progress())
     assert renewals == []
-    assert (len(remaining.configs), remaining.num_cases, measured) == (3, 3, [])
+    assert (len(remaining.configs), remaining.num_stale_cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)
 
 
@@ -165,7 +165,7 @@ def test_interrupted_renewal_keeps_the_cases_it_measured(
 
 def test_case_whose_config_has_changed_is_stale(selection: Selection, options: Options) -> None:
     *_, remaining = stale.renew(find(selection, options), Progress())
-    assert remaining.num_cases == 0
+    assert remaining.num_stale_cases == 0
     cache.store(GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
     (family,) = find(selection, options).families
     assert [entry.case.name for entry in family.stale] == ["first"]
@@ -252,7 +252,7 @@ def test_renew_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_once(
     before = recorded(options)
     monkeypatch.setattr(sweep_run, "compare_in_worker", unimported)
     _, new, remaining = stale.renew(find(selection, options), Notes())
-    assert (len(new), recorded(options), remaining.num_cases) == (3, before, 3)
+    assert (len(new), recorded(options), remaining.num_stale_cases) == (3, before, 3)
     variant = OPS["stream"].variants[0].name
     assert notes == [f"{variant} cannot be imported: ImportError: x: cases with an earlier time of it stay stale"]
 

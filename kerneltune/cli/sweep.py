@@ -144,10 +144,10 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
         show_wrapped(f"{result.status}: {entry.op} {entry.variant} {entry.case.label}: {result.reason}")
     if any(result.status == "dropped" for _, result in broken):
         show_wrapped("calls no longer run with the dropped configs; `kerneltune tune` searches their cases")
-    counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.num_cases, 'case')} are stale"
+    counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.num_stale_cases, 'case')} are stale"
     show_wrapped(
         f"{counts}; the same command goes on there"
-        if remaining.configs or remaining.num_cases
+        if remaining.configs or remaining.num_stale_cases
         else f"nothing is stale for {here.slug}"
     )
     end_if_failed(r for r in measured if not ops[r.op].variant(r.variant).is_peer)
@@ -162,14 +162,10 @@ def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
     rows = []
     for of_gpu in by_gpu:
         of_op = Counter(entry.op for entry in of_gpu.configs)
-        stale = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(of_gpu.num_cached.items())]
-        stale += [("cases", f.plan.family, len(f.stale), f.num_cases, f.seconds_a_case * len(f.stale)) for f in of_gpu.families]
-        stale.append(
-            ("all", "", len(of_gpu.configs) + of_gpu.num_cases, sum(row[3] for row in stale), sum(row[4] for row in stale))
-        )
-        rows += [
-            Row((of_gpu.gpu, kind, name, count, known, seconds / 60)) for kind, name, count, known, seconds in stale if count
-        ]
+        lines = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(of_gpu.num_cached.items())]
+        lines += [("cases", f.plan.family, len(f.stale), f.num_cases, f.seconds_a_case * len(f.stale)) for f in of_gpu.families]
+        lines.append(("all", "", sum(line[2] for line in lines), sum(line[3] for line in lines), sum(line[4] for line in lines)))
+        rows += [Row((of_gpu.gpu, *line[:4], line[4] / 60)) for line in lines if line[2]]
     columns = (Column("gpu", shared=True), Column("of", shared=True), Column("op or family"))
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 

@@ -166,7 +166,10 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
         return {}
     width, least = max(map(_width, with_work)) / _WIDE, min(map(_elements, with_work))
     axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
-    members_of = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
+    members_of = {
+        f"ragged {axis}": [case for case in with_work if (size := dict(case.axes).get(axis, 0)) > 1 and size % _ALIGNMENT]
+        for axis in axes
+    }
     members_of["wide"] = [case for case in with_work if _width(case) >= width]
     members_of["tiny"] = [case for case in with_work if _elements(case) == least]
     members_of["first"] = with_work[:1]
@@ -181,11 +184,6 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
 def settings(case: Case) -> tuple[Setting, ...]:
     """Return the element type, the quantization mode and the options of a case, with their names."""
     return ("dtype", case.dtype), ("quant", case.quant), *case.options
-
-
-def _is_ragged(case: Case, axis: str) -> bool:
-    size = dict(case.axes).get(axis, 0)
-    return size > 1 and size % _ALIGNMENT != 0
 
 
 def _elements(case: Case) -> int:
