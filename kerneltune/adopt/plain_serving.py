@@ -74,7 +74,7 @@ class CheckedGrid(NamedTuple):
 
 
 def _held_values(function: Any) -> list[Any]:
-    """Return the values that a function encloses or has as defaults; those that are not plain as None."""
+    """Return the values that a function encloses or has as defaults, None for a value that is not plain."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     if function.__defaults__ or function.__kwdefaults__:
         values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -98,7 +98,7 @@ class LaunchChoice(NamedTuple):
     Attributes:
         config: the triton.Config; None for a kernel without an autotuner.
         options: the keyword arguments; without an autotuner only the arguments whose values differ from the program's.
-        grid: the grids of other blocks; None where they follow from no function.
+        grid: the grids of other blocks; None for the program's blocks, or if the program gives the grid as numbers.
     """
 
     config: Any

@@ -234,7 +234,7 @@ class Server:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             if kernel.fn not in served:
-                with self._lock:  # two threads would give two kernels one place of their counts
+                with self._lock:  # because threads at once would give two kernels the same place of their counts
                     same = self._kernels_of(kernel.fn, is_plain=True)
                     new = ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
                     served.setdefault(kernel.fn, new)
