@@ -3,7 +3,8 @@
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -18,8 +19,9 @@ from kerneltune.measuring.mutations import accepted_mutations, mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs
 from kerneltune.processes import tell
 from kerneltune.records import grouped
-from kerneltune.spec import Case
-from kerneltune.task import Outcome, Run, Task
+from kerneltune.spec import Case, Config
+from kerneltune.task import Outcome, Run, Task, knob_pairs
+from kerneltune.wording import pairs
 
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
@@ -85,19 +87,38 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
 
     def work() -> list[Outcome]:
         note(*facts)
-        begun_s = time.thread_time()
+        begun_s, of_default, notes = time.thread_time(), set[Fact](), list[Outcome]()
         for number, config in enumerate(around_default(task.variant, task.case)):
             if number and time.thread_time() - begun_s > _ADDRESSES_S:
                 break
             failed = Outcome("failed", "", config, task.case)
             tell(failed)
-            with noting(for_others=number == 0):
+            with noting(for_others=number == 0) as of_config:
                 lines = address_errors(task.op, task.case, task.variant, config, check_cases)
             if lines:
                 return [replace(failed, reason=line) for line in lines]
-        return []
+            of_default = of_config if number == 0 else of_default
+            short = [] if notes else cut_short(of_default, of_config)
+            if short and _reaches_last(task, config, check_cases, of_config):
+                text = f"{task.op.name} {task.variant.name}: with {pairs(dict(knob_pairs(config)))} the largest case {short[0]}"
+                notes = [Outcome("checked", f"{text}, and with the default config it does: a grid cut short?", config, task.case)]
+        return notes
 
     return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work, is_largest=True)
+
+
+def _reaches_last(task: Task, config: Config, check_cases: Sequence[Case], largest: Set[Fact]) -> bool:
+    """Return whether a config reaches, in a check case, a last element that it leaves out in the largest case.
+
+    Where it does not, its last program may be another than the last element's, as in a swizzled order.
+    """
+    for case in check_cases:
+        if task.variant.unsupported(case) is None and config in task.variant.configs(case):
+            with noting(for_others=False) as of_check, suppress(Exception):
+                address_errors(task.op, case, task.variant, config)
+            if cut_short(of_check, largest):
+                return True
+    return False
 
 
 def mutation_job(task: Task, cases: Sequence[Case]) -> Job:

@@ -100,6 +100,27 @@ def test_address_check_finds_an_overflow_that_one_config_alone_has(narrow: int) 
     assert found == [(Knobs(narrow, 64), LARGE, "int32 overflow detected")] * bool(narrow)
 
 
+@pytest.mark.parametrize("short", [0, 2])
+def test_grid_that_one_config_alone_cuts_short_in_the_largest_case_is_named(short: int) -> None:
+    def run(given: Inputs, config: Knobs) -> Outputs:
+        x = given["x"]
+        M, N = x.shape
+        y, grid = x.new_empty(M), triton.cdiv(M, config.parts)
+        grid = grid % 65536 or 1 if config.parts == short else grid
+        _blocks_of_sums[(grid,)](x, y, M, N, config.parts, True, BLOCK=triton.next_power_of_2(N))
+        return {"y": y}
+
+    variant = Variant(
+        "optimized", run, Knobs, lambda _case: {"parts": (1, 2), "block": (64,)}, default=lambda _case: Knobs(1, 64)
+    )
+    task = Task(replace(summing(""), variants=(variant,)), case_of("large", 1 << 17, 64), variant)
+    ((_, outcomes),) = run_jobs([address_job(task, (), CASES)])
+    assert [outcome.reason for outcome in outcomes] == [
+        "summed optimized: with parts=2 block=64 the largest case stores no last element of y_ptr in _blocks_of_sums, "
+        "and with the default config it does: a grid cut short?"
+    ] * bool(short)
+
+
 @triton.jit
 def _sums_in_turns(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
