@@ -141,7 +141,9 @@ class _Deriver:
         """
 
         def work() -> tuple[list[Case], set[Fact]]:
-            resource.setrlimit(resource.RLIMIT_CPU, (_SMALLER_SIZES_S, _SMALLER_SIZES_S + 5))  # then SIGXCPU, and SIGKILL
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            if hard == resource.RLIM_INFINITY or hard > _SMALLER_SIZES_S + 5:  # a lower limit of the user's stays
+                resource.setrlimit(resource.RLIMIT_CPU, (_SMALLER_SIZES_S, _SMALLER_SIZES_S + 5))  # then SIGXCPU, and SIGKILL
             return self._with_smaller_sizes()
 
         try:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
+from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.measuring import jobs
@@ -288,6 +290,16 @@ def test_process_of_host_code_that_loops_for_too_long_ends_with_a_line(monkeypat
     monkeypatch.setattr("kerneltune.measuring.derived._SMALLER_SIZES_S", 1)
     derived = derived_cases(replace(summing(), inputs=inputs), [shifted("odd", 3, 70)], [shifted("large", 100, 4096)])
     assert derived == ([], [], {Fact("not judged", "sizes of bench cases alone: host code takes more than 1 s")})
+
+
+def test_cases_are_derived_under_a_lower_limit_of_processor_time() -> None:
+    check, bench = [shifted("odd", 3, 70), shifted("tens", 30, 90)], [shifted("tall", 8192, 64)]
+
+    def under_limit() -> list[Case]:
+        resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
+        return derived_cases(in_tens(), check, bench)[0]
+
+    assert Fork(under_limit).result() == derived_cases(in_tens(), check, bench)[0] != []
 
 
 def test_launches_of_check_cases_end_with_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
