@@ -9,6 +9,7 @@ import torch
 from int4_codes import DEVICE, exact, some_codes, tokens_of
 
 from kerneltune.ops.int4_gemm import Int4GroupedConfig, cast_tokens, grouped, int4_fp8_grouped_gemm, pack
+from kerneltune.ops.int4_gemm.kernels import fp8
 from kerneltune.ops.int4_gemm.packing import Codes
 from kerneltune.spec import Case
 
@@ -48,6 +49,27 @@ def test_int4_grouped_gemm_of_whole_numbers_is_exact(
     for early in (False, True) if DEVICE == "cuda" else (True,):
         got = int4_fp8_grouped_gemm(x, pack(*codes), offs, config=Int4GroupedConfig(*knobs, early=early))
         torch.testing.assert_close(got, exact_groups(x, codes, offs), rtol=tolerance, atol=0)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel calls no function of Python")
+@pytest.mark.parametrize(("most", "steps"), [
+    (16, [(16, 33), (16, 17), (16, 1), (16, 70), (16, 54), (16, 38), (16, 22), (16, 6), (16, 3), (16, 16)]),
+    (32, [(32, 33), (16, 1), (32, 70), (32, 38), (16, 6), (16, 3), (16, 16)]),
+    (64, [(64, 33), (64, 70), (16, 6), (16, 3), (16, 16)]),
+])  # fmt: skip
+def test_steps_are_as_wide_as_a_group_needs_and_large_groups_come_first(
+    most: int, steps: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offs, seen = ends(0, 3, 33, 0, 16, 70), list[tuple[int, int]]()
+    codes, x = some_codes(6 * 64, 128, 128), tokens_of(122, 128)
+
+    def step(*args: Any) -> None:
+        first_token, end, work = args[10], args[11], args[-1]
+        seen.append((int(work.tokens), int(end) - int(first_token)))
+
+    monkeypatch.setattr(fp8, "_step_of_group", step)
+    int4_fp8_grouped_gemm(x, pack(*codes), offs, config=Int4GroupedConfig(most, 1, 4, 3, early=False))
+    assert seen == steps
 
 
 OFFS, CODES, X = ends(2, 0, 2), some_codes(3 * 64, 256, 128), tokens_of(4, 256)
