@@ -33,8 +33,8 @@ _POLL_S = 0.001
 _REFUSED = ("spills", "occupancy")
 """Statuses of configs that a search drops without a measurement."""
 SMALL_SPILL = 32
-"""Spilled bytes of a thread up to which a config is measured. 32 tokens and two blocks of `int4_fp8_grouped_gemm` with 128
-registers spill 16 bytes: the fastest of seven configs in 20 % of 369 cases (H200, 2026-11-28)."""
+"""Spilled bytes of a thread up to which a config is measured. In 68 of 356 cases of `int4_fp8_grouped_gemm` the fastest of all
+configs spills 8 to 32 bytes, in five more (H200, 2026-11-28, benchmarks/trials)."""
 _MAX_UNPRUNED_CONFIGS = 20
 """Largest number of configs of a space that are all measured, even if they spill: so small a space is a published list."""
 _FINALISTS = 4

@@ -27,8 +27,8 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 _SPREAD = 0.284
 """Variance over squared mean of the experts' probabilities, by which the default expects tokens: as the cases' router has."""
 _FEW = 12.7
-"""Tokens expected of the largest group up to which steps have 16. This and all numbers of `_shape`: 369 cases, each under four
-routings, on two H200s, 2026-11-28."""
+"""Tokens expected of the largest group up to which steps have 16. This and all numbers of `default` and `_shape_of_few`:
+369 cases, each under four routings, on two H200s, 2026-11-28."""
 _HELD = 8, 5
 """Programs of 16 tokens with one and two blocks that an SM holds where a step has one group of k: by registers, on sm_90."""
 _MAXNREG = {(32, 1): 80, (32, 2): 128, (64, 1): 128}
