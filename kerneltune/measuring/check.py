@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
@@ -321,7 +322,10 @@ class Checker:
             outputs = self.outputs(variant, config)
         declared, texts = self.op.traffic(self.case), list[str]()
         for what, values, given in (("load", self.inputs, declared.read), ("store", outputs, declared.write)):
-            tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+            leaves = tree_leaves(dict(values))
+            if any(not isinstance(leaf, torch.Tensor | complex | float | int | str | torch.dtype | None) for leaf in leaves):
+                continue  # such as a dataclass, which may hold tensors
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
             accessed = sum(int(touched[key].sum()) for key in itertools.product([what], storages) if key in touched)
             whole = sum(tensor.nbytes for tensor in tensors)

@@ -1,7 +1,7 @@
 """Name bytes that `traffic` counts wrong, seeds that are ignored, and places that a cast changes in bench cases alone."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,36 @@ def test_traffic_of_a_launch_that_loads_a_part_of_an_input_may_count_the_part() 
     cases = [case_of("odd", 14, 34), case_of("wide", 8, 260)]
     outcomes = check_pairs(half, half.variants[0], cases, partial(check_cost, half))
     assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == []
+
+
+@dataclass
+class Held:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("keep", "take", "read", "named"),
+    [
+        (lambda x: [x], lambda kept: kept[0], 4, ""),
+        (lambda x: {"weights": (x,)}, lambda kept: kept["weights"][0], 4, ""),
+        (lambda x: [x], lambda kept: kept[0], 40, "read=83,200 in case wide, and all tensors have 8,320"),
+        (Held, lambda kept: kept.x, 4, ""),
+    ],
+)
+def test_traffic_counts_tensors_in_lists_and_not_inputs_of_other_classes(
+    keep: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor], read: int, named: str
+) -> None:
+    op = op_with("")
+    flat = op.variants[0]
+    held = replace(
+        op,
+        inputs=lambda case, *, device, seed=0: {"held": keep(op.inputs(case, device=device, seed=seed)["x"])},
+        reference=lambda given: op.reference({"x": take(given["held"])}),
+        compare=lambda case, given, *results: op.compare(case, {"x": take(given["held"])}, *results),
+        traffic=lambda case: Traffic(read * case["M"] * case["N"], 4 * case["M"] * case["N"]),
+        variants=(replace(flat, run=lambda given, config: flat.run({"x": take(given["held"])}, config)),),
+    )
+    assert traffic_lines(held) == ([f"scaled optimized: traffic: {named}"] if named else [])
 
 
 @triton.jit
