@@ -406,6 +406,14 @@ def test_architecture_names_modules_and_functions_that_exist() -> None:
         assert re.search(rf"^\s*(?:def |class )?{name.rpartition('.')[2]}\b", source, re.MULTILINE), f"{module}: {name}"
 
 
+def test_contributing_names_every_make_target_and_helper_of_tests() -> None:
+    text = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    helpers = {path.stem for path in (ROOT / "tests").glob("*.py") if not path.name.startswith("test_")}
+    assert [name for name in targets.split() if f"`make {name}" not in text] == []
+    assert sorted(name for name in helpers if f"`{name}`" not in text and name != "conftest") == []
+
+
 def test_readme_has_at_most_150_lines_and_900_words() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
