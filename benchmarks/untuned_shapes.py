@@ -73,9 +73,9 @@ def known(op: Op, variant: Variant, gpu: str, trials: Path = ROOT, configs: Path
 
 def looked_up(op: Op, variant: Variant, found: Known, case: Case, distance: float) -> Knobs:
     """Return the config of a look-up without entries of the case's sizes: a near config, or the default."""
-    others = [other for other in found.tuned if other.axes != case.axes and other.quant == case.quant]
-    stored = [((dict(other.axes), other.dtype, dict(other.options)), found.tuned[other]) for other in others]
-    place = dict(case.axes), case.dtype, dict(case.options)
+    others = [other for other in found.tuned if other.axes != case.axes]
+    stored = [((dict(other.axes), other.dtype, other.quant, dict(other.options)), found.tuned[other]) for other in others]
+    place = dict(case.axes), case.dtype, case.quant, dict(case.options)
     for _, knobs in ranked(place, stored, op.free_axes, op.free_options, op.bands, distance):
         if (config := variant.valid_config(case, dict(knobs))) is not None:
             return knob_pairs(config)

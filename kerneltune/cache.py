@@ -30,7 +30,7 @@ from kerneltune.files import (
     replace_text,
     written_root,
 )
-from kerneltune.nearness import Place, band_of, ranked
+from kerneltune.nearness import Group, Place, group_of, ranked
 from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_from, out_of_range
 
 SCHEMA = 1
@@ -38,7 +38,6 @@ _NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*")|-?\b(?:NaN|Infinity)\b')
 """A text, or NaN or infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
-_Group = tuple[str, Axes]
 Source = Literal["own", "near", "default"]
 
 _MOST_ELEMENTS = 1 << 48
@@ -346,11 +345,9 @@ class Chooser:
             if (config := self.variant.valid_config(case, entry.config)) is not None:
                 yield entry, config, distance
 
-    def group_of(self, case: Case) -> _Group:
-        """Return the mode, the fixed sizes and the bands of free axes, which are equal in all entries that can serve the case."""
-        free, bands = self.op.free_axes, self.op.bands
-        kept = [(axis, size) for axis, size in case.axes if axis in bands or axis not in free]
-        return case.quant, tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
+    def group_of(self, case: Case) -> Group:
+        """Return the group of the entries that can serve a case."""
+        return group_of(_place(case), self.op.free_axes, self.op.bands)
 
     def why_rejected(self, entry: CacheEntry) -> str | None:
         """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
@@ -369,7 +366,7 @@ class Chooser:
 
 def _place(case: Case) -> Place:
     """Return a case as `ranked` takes it."""
-    return dict(case.axes), case.dtype, dict(case.options)
+    return dict(case.axes), case.dtype, case.quant, dict(case.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +381,7 @@ class _Entries:
 
     folder: str
     own: Mapping[Case, CacheEntry]
-    groups: Mapping[_Group, Sequence[tuple[Place, CacheEntry]]]
+    groups: Mapping[Group, Sequence[tuple[Place, CacheEntry]]]
 
 
 _loaded = lru_cache(maxsize=1024)(load)
@@ -397,7 +394,7 @@ def _entries(chooser: Chooser, gpu: str) -> _Entries:
     folder = _serving_folder(chooser.op.name, gpu, chooser.root)
     path = path_of(chooser.op.name, folder, chooser.root)
     own: dict[Case, CacheEntry] = {}
-    groups: dict[_Group, list[tuple[Place, CacheEntry]]] = {}
+    groups: dict[Group, list[tuple[Place, CacheEntry]]] = {}
     reasons = []
     of_op = _loaded(chooser.op.name, folder, chooser.root)
     of_variant = in_order(entry for entry in of_op if entry.variant == chooser.variant.name)

@@ -88,12 +88,12 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
         if names != sorted(ENTRIES[0][field]):
             raise ValueError(f"{field}: {names}: expected {sorted(ENTRIES[0][field])}")
     stored = [
-        ((entry["axes"], entry["dtype"], entry["options"]), entry["config"])
+        ((entry["axes"], entry["dtype"], entry["quant"], entry["options"]), entry["config"])
         for wanted in dict.fromkeys((policy, "cold"))
         for entry in ENTRIES
-        if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, wanted)
+        if (entry["variant"], entry["policy"]) == (variant, wanted)
     ]
-    near = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS, MAX_DISTANCE)
+    near = ranked((dict(axes), dtype, quant, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS, MAX_DISTANCE)
     return next((dict(config) for _, config in near if valid(config)), None)
 '''
 

@@ -8,8 +8,9 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-Place = tuple[dict[str, int], str, dict[str, Any]]
-"""Sizes by axis, element type and options."""
+Place = tuple[dict[str, int], str, str, dict[str, Any]]
+"""Sizes by axis, element type, quantization mode and options."""
+Group = tuple[str, frozenset[tuple[str, int]]]
 Nearness = tuple[bool, bool, float]
 """(the type differs, sizes differ, log2 distance); (False, False, 0) is the case itself."""
 Bands = Mapping[str, tuple[int, ...]]
@@ -34,37 +35,34 @@ def ranked(
     An entry differs from the case in free options alone, or in free axes alone, within a band and `max_distance`, and perhaps in
     the 16-bit type as well. An entry that differs in options and axes does not serve: the default is better than two guesses.
     """
-    free = frozenset(free_axes), frozenset(free_options), bands, max_distance
-    compared = [(_nearness(wanted, place, *free), entry) for place, entry in stored]
+    group = group_of(wanted, free_axes, bands)
+    of_group = [(place, entry) for place, entry in stored if group_of(place, free_axes, bands) == group]
+    compared = [(_nearness(wanted, place, frozenset(free_options), max_distance), entry) for place, entry in of_group]
     return sorted(((near, entry) for near, entry in compared if near is not None), key=lambda pair: pair[0])
 
 
-def _nearness(
-    wanted: Place, place: Place, free_axes: frozenset[str], free_options: frozenset[str], bands: Bands, max_distance: float
-) -> Nearness | None:
-    (axes, dtype, options), (sizes, other, values) = wanted, place
+def _nearness(wanted: Place, place: Place, free_options: frozenset[str], max_distance: float) -> Nearness | None:
+    """Return the distance between places of a group; None if the entry of `place` cannot serve."""
+    (axes, dtype, _, options), (sizes, other, _, values) = wanted, place
     is_moved, is_changed, is_other = sizes != axes, values != options, other != dtype
     if (is_moved and is_changed) or (is_other and not {other, dtype} <= _SIXTEEN_BIT):
         return None
-    distance: float | None = 0.0
-    if is_moved:
-        distance = _along_axes(axes, sizes, free_axes, bands)
-        distance = None if distance is None or distance > max_distance else distance
-    elif is_changed:
+    if is_changed:
         distance = _along_options(options, values, free_options)
-    return None if distance is None else (is_other, is_moved, distance)
+        return None if distance is None else (is_other, False, distance)
+    distance = log2_distance([max(size, 1) for size in axes.values()], [max(sizes[axis], 1) for axis in axes])
+    return (is_other, is_moved, distance) if distance <= max_distance else None
 
 
-def _along_axes(axes: Mapping[str, int], sizes: Mapping[str, int], free: frozenset[str], bands: Bands) -> float | None:
-    """Return the log2 distance between sizes; None if a fixed axis or a band differs."""
-    if sizes.keys() != axes.keys():
-        return None
-    changed = [axis for axis, size in axes.items() if sizes[axis] != size]
-    if not free.issuperset(changed):
-        return None
-    if any(band_of(bands[axis], axes[axis]) != band_of(bands[axis], sizes[axis]) for axis in changed if axis in bands):
-        return None
-    return log2_distance([max(axes[axis], 1) for axis in changed], [max(sizes[axis], 1) for axis in changed])
+def group_of(place: Place, free_axes: Collection[str], bands: Bands) -> Group:
+    """Return the mode, each fixed size, and the band of each free size; an entry serves only cases of its group.
+
+    `ranked` leaves out entries of another group, and the cache keeps its entries by group.
+    """
+    axes, _, quant, _ = place
+    return quant, frozenset(
+        (axis, band_of(bands.get(axis, ()), axes[axis]) if axis in free_axes else axes[axis]) for axis in axes
+    )
 
 
 def log2_distance(sizes: Iterable[float], others: Iterable[float]) -> float:

@@ -163,6 +163,16 @@ def test_look_up_with_bands_returns_entries_of_the_same_band_only(tmp_path: Path
     assert served(31, 8192) == [32]
 
 
+def test_look_up_follows_the_rule_of_near_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A maintainer who changes the rule in `nearness.py` changes which entries calls take."""
+    cache.store(GPU, entry(16, warps=16), tmp_path)
+    sizes, bands = axes(17, 4096), {"M": (16, 32)}
+    assert candidates(tmp_path, sizes, bands=bands) == []
+    monkeypatch.setattr("kerneltune.nearness.band_of", lambda ends, size: 0)
+    cache.clear()
+    assert [hit.entry.config["warps"] for hit in candidates(tmp_path, sizes, bands=bands)] == [16]
+
+
 GROUPS = (("group", 128), ("zeros", False))
 
 

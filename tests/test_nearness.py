@@ -4,11 +4,11 @@ import pytest
 
 from kerneltune.nearness import Place, ranked
 
-WANTED: Place = ({"M": 1024, "N": 4096}, "bfloat16", {"group": 64, "zeros": False})
+WANTED: Place = ({"M": 1024, "N": 4096}, "bfloat16", "int4", {"group": 64, "zeros": False})
 
 
 def place(M: int = 1024, N: int = 4096, dtype: str = "bfloat16", **options: object) -> Place:
-    return {"M": M, "N": N}, dtype, {"group": 64, "zeros": False} | options
+    return {"M": M, "N": N}, dtype, "int4", {"group": 64, "zeros": False} | options
 
 
 def order(stored: dict[str, Place], bands: dict[str, tuple[int, ...]] | None = None, max_distance: float = 4.0) -> list[str]:
@@ -40,6 +40,7 @@ def test_ranked_keeps_the_order_of_entries_at_one_distance() -> None:
         pytest.param(place(M=2049), id="another band"),
         pytest.param(place(bias=True), id="unknown option"),
         pytest.param(({"M": 1024}, *place()[1:]), id="missing axis"),
+        pytest.param((*place()[:2], "none", place()[3]), id="another mode"),
     ],
 )
 def test_ranked_leaves_out_entries_that_cannot_serve(refused: Place) -> None:

@@ -15,8 +15,9 @@ from kerneltune.cli.console import deliver, note, show, show_wrapped, width
 from kerneltune.cli.files import bench_case, selected
 from kerneltune.errors import unknown
 from kerneltune.files import replace_text
+from kerneltune.nearness import NO_BANDS, band_of
 from kerneltune.plan import Selection
-from kerneltune.spec import Op
+from kerneltune.spec import Case, Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.task import is_stale, knobs_of
 from kerneltune.wording import counted, pairs
@@ -97,12 +98,10 @@ def explain(
     stale = ""
     if own and is_stale(chosen_variant, own[0]):
         stale = f"; stale: source_hash {own[0].evidence.get('source_hash') or 'unknown'} is now {chosen_variant.source_hash}"
-    free = " and ".join(operator.free_axes)
-    reach = f", at most {operator.max_distance:g} away in log2 of {free}" if free else ""
     sources = {
         "own": f"the cache's entry for exactly this case{stale}",
         "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
-        "default": f"the default: {folder} has no entry for this case or near it{reach}",
+        "default": f"the default: {folder} has no entry for this case or near it{_limit(chooser, called, folder)}",
     }
     if not cache.path_of(op, folder, configs).exists():
         of_other_gpus = "no other GPU's serves this case"
@@ -115,6 +114,20 @@ def explain(
     lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": sources[choice.source]}
     for word, line in lines.items():
         show_wrapped(f"{word:<10}{line}", " " * 10)
+
+
+def _limit(chooser: Chooser, case: Case, gpu: str) -> str:
+    """Return the limit that keeps entries of other sizes from a case, its band or the distance; empty without free axes."""
+    op = chooser.op
+    if any(dataclasses.replace(chooser, op=dataclasses.replace(op, bands=NO_BANDS)).near(case, gpu, op.max_distance)):
+        return f", as the case's band is {' and '.join(_band(axis, ends, case[axis]) for axis, ends in op.bands.items())}"
+    return f", at most {op.max_distance:g} away in log2 of {' and '.join(op.free_axes)}" if op.free_axes else ""
+
+
+def _band(axis: str, ends: tuple[int, ...], size: int) -> str:
+    """Return the band that contains a size: `N from 17 to 32`."""
+    band = band_of(ends, size)
+    return f"{axis} from {ends[band - 1] + 1 if band else 0}" + (f" to {ends[band]}" if band < len(ends) else "")
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:

@@ -25,6 +25,13 @@ def test_explain_names_the_source_of_a_config(case: str, source: str) -> None:
     assert f"from {source}" in " ".join(lines.split())
 
 
+def test_explain_of_a_size_whose_band_has_no_entry_names_the_band() -> None:
+    lines = run("cache", "explain", "int4_fastest_gemm", "N=200,M=57344,K=8192,group=128", "--gpu", "nvidia_h200").stdout
+    assert "from the default: nvidia_h200 has no entry for this case or near it, as the case's band is N from 129" in " ".join(
+        lines.split()
+    )
+
+
 def test_explain_accepts_sizes_as_separate_arguments_and_short_dtypes() -> None:
     arguments = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "--dtype")
     whole = run("cache", "explain", *arguments, "float16", "M=4096,K=4096")
