@@ -28,6 +28,7 @@ from kerneltune.reporting.tables import (
     family_pairs,
     side_names,
     status_counts,
+    with_bound,
 )
 from kerneltune.table import Table
 from kerneltune.wording import pairs
@@ -98,17 +99,28 @@ def payload(sources: Sources) -> dict[str, Any]:
         "summary": families_table(whole, family_pairs(whole, sources.pair)).page() if len(whole) > 1 else None,
         "own": [(family, table.page()) for family in families for table in sources.own.get(family, ())],
         "families": [
-            {"name": family, "a": pairs_of[family][0], "b": pairs_of[family][1], "sides": side_names(members)}
+            {
+                "name": family,
+                "a": pairs_of[family][0],
+                "b": pairs_of[family][1],
+                "sides": side_names(members),
+                "columns": _measures(members),
+            }
             for family, members in families.items()
         ],
         "variants": variants,
         "looks": {variant: look(variant) for variant in variants},
-        "columns": [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in AB_COLUMNS],
         "win": WIN,
         "loss": LOSS,
         "cases": [{**case, "family": family} for family, members in families.items() for case in _cases(members)],
         "evidence": _evidence(sources.entries, {record.op for record in records}),
     }
+
+
+def _measures(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Return the columns of A's and B's measurements in a family's table."""
+    columns = with_bound(AB_COLUMNS, [bound_of(record) for record in records if record.time_us is not None])
+    return [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in columns]
 
 
 def without_paths(text: str) -> str:

@@ -230,7 +230,7 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
     sides = [Column(f"{side} is", key=f"{side}_is", value=attrgetter(f"{side.lower()}.variant")) for side in "AB"]
     of_rows = (
         *(column for column in sides if len(set(map(column.value, rows))) > 1),
-        *_named_bound(AB_COLUMNS, bounds),
+        *with_bound(AB_COLUMNS, bounds),
         _measure("bound", lambda row: bound_of(row.b), rank=4, only=() if is_mixed else ("csv",)),
         *_CSV_COLUMNS,
     )
@@ -277,7 +277,7 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
         Column("variant", value=attrgetter("record.variant")),
         Column("µs", digits=2, key="time_us", value=attrgetter("record.time_us")),
         Column("GB/s", digits=0, key="gbps", rank=3, value=lambda row: row.record.gbps if row.bound else None),
-        *_named_bound([reached], bounds),
+        *with_bound([reached], bounds),
         Column("vs baseline", digits=2, suffix="x", key="vs_baseline", value=attrgetter("speedup")),
         Column("bound", rank=2, only=() if len(set(bounds)) > 1 else ("csv",), value=attrgetter("bound")),
         Column("config", only=("markdown", "csv", "page"), value=attrgetter("record.config_label")),
@@ -405,7 +405,7 @@ def _reached(rows: Sequence[Comparison]) -> list[str]:
     return [f"B reaches {' and '.join(shares)} in the median"] if shares else []
 
 
-def _named_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
+def with_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
     """Return the columns, with the bound of the rows in the heading of the shares; `bound` where another column says which."""
     kinds = set(bounds)
     word = "bound" if len(kinds) > 1 else next(iter(kinds), "ceiling")

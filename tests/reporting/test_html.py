@@ -88,6 +88,15 @@ def test_page_shows_every_measure_of_the_tables() -> None:
     assert {*measures, "mark"} == {column.csv_name for column in AB_COLUMNS if not column.only or "page" in column.only}
 
 
+def test_page_names_the_bound_of_a_family_in_the_heading_of_the_share() -> None:
+    big = {"flops": 10**12, "gbps": 100.0, "ceiling_gbps": 4000.0}  # 1e12 operations in 1 ms: half of the fp8 peak of an H200
+    for fields, heading in (({}, "B % ceiling"), (big, "B % peak")):
+        shown = payload(
+            Sources([record(1000.0, **fields), record(900.0, variant="optimized", **fields)], ("baseline", "optimized"))
+        )
+        assert heading in [column["name"] for column in shown["families"][0]["columns"]]
+
+
 def test_page_of_interpreter_records_says_that_nothing_is_timed() -> None:
     checked = record(None, status="checked", device="interpreter")
     text = page(Sources([checked], ("baseline", "baseline")))

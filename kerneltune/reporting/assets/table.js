@@ -51,22 +51,22 @@ function measureColumn({ key, name, digits, suffix }) {
     speedup: speedupCell,
     interval: (row) => (row.low == null ? "" : `${fixed(row.low, 2)}–${fixed(row.high, 2)}`),
   };
-  const heading = key === "B_pct_bound" ? `B % ${bounds(familyCases())}` : name;
-  return { name: heading, get, show: shows[key] ?? ((row) => (get(row) == null ? "" : `${fixed(get(row), digits)}${suffix}`)), number: true, wide: !NARROW.has(key) };
+  return { name, get, show: shows[key] ?? ((row) => (get(row) == null ? "" : `${fixed(get(row), digits)}${suffix}`)), number: true, wide: !NARROW.has(key) };
 }
 
 function tableColumns(rows) {
+  const measures = data.families.find((family) => family.name === state.family).columns;
   const text = (name, get) => ({ name, get, show: get });
   const number = (name, get, digits, wide) => ({ name, get, show: (row) => fixed(get(row), digits), number: true, wide });
   const columns = [
     text("kind", (row) => row.c.kind),
-    ...data.columns.filter((spec) => spec.key === "speedup").map(measureColumn),
+    ...measures.filter((spec) => spec.key === "speedup").map(measureColumn),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
     text("quant", (row) => row.c.quant),
     ...(rows.some((row) => row.c.settings) ? [{ ...text("options", (row) => row.c.settings), words: true }] : []),
     ...sizeColumns(rows),
     ...(state.a === BEST ? [text("A is", (row) => row.a.is)] : []),
-    ...data.columns.filter((spec) => MEASURES[spec.key] && spec.key !== "speedup").map(measureColumn),
+    ...measures.filter((spec) => MEASURES[spec.key] && spec.key !== "speedup").map(measureColumn),
     ...(state.a === BEST ? [] : [{ name: "× best peer", get: (row) => row.peer?.ratio ?? null, show: peerCell, number: true, wide: true }]),
   ];
   return columns.filter((column) => !column.wide || rows.some((row) => column.get(row) != null));
