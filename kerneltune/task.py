@@ -175,11 +175,20 @@ def is_outdated(variant: Variant, entry: CacheEntry) -> bool:
     return any(entry.evidence.get(name) != value for name, value in fingerprint(variant).items())
 
 
-def store_path(results: Path, gpu: str, op: str) -> Path:
-    """Return the file of an operator's trials on a GPU model.
+def trials_folder(results: Path, gpu: str) -> Path:
+    """Return the folder of the trials on a GPU model; results: folder of the records, gpu: folder name of the model.
 
-    Args:
-        results: folder of the records.
-        gpu: folder name of the GPU model.
+    The paths are made here, because `search/trials.py` imports Optuna, which commands that only look for files do without.
     """
-    return results / "runs" / "trials" / gpu / f"{op}.log"
+    return results / "runs" / "trials" / gpu
+
+
+def trials_file(results: Path, gpu: str, op: str) -> Path:
+    """Return the file of an operator's trials on a GPU model, as in `trials_folder`."""
+    return trials_folder(results, gpu) / f"{op}.log"
+
+
+def gpus_with_trials(results: Path, op: str) -> set[str]:
+    """Return the folder names of the GPU models that have trials of an operator."""
+    pattern = trials_file(Path(), "*", op)
+    return {path.relative_to(results).parts[pattern.parts.index("*")] for path in results.glob(str(pattern))}

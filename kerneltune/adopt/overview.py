@@ -21,7 +21,7 @@ from kerneltune.adopt.folder import (
 )
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, grouped, load
-from kerneltune.task import store_path
+from kerneltune.task import trials_file
 from kerneltune.wording import counted
 
 
@@ -209,7 +209,7 @@ def _wrong_trials(root: Path) -> dict[str, list[str]]:
     from kerneltune.search.trials import history  # imports Optuna
 
     by_class: dict[str, list[str]] = {}
-    for path in sorted(root.glob(str(store_path(Path("results"), "*", "*")))):
+    for path in sorted(root.glob(str(trials_file(Path("results"), "*", "*")))):
         try:
             trials = history(path)
         except ValueError:

@@ -21,7 +21,7 @@ from kerneltune.listing import OpFacts, facts_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.search import SAMPLERS
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
-from kerneltune.task import store_path
+from kerneltune.task import trials_folder
 
 POLICIES = ("cold", "hot", "eager")
 STYLES = ("text", "markdown", "csv")
@@ -250,12 +250,13 @@ def require_writable(folder: Path) -> None:
 
 def require_folders(options: Options) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
-    here, folders = device.current(), [options.results / "runs"]
+    here = device.current()
+    folders = [options.results / "runs" / here.slug]
     if here.is_gpu and options.mode != "check":
-        tuned = [configs_root(options.configs), store_path(options.results, "", "").parent]
-        folders += [options.results, *(tuned if options.mode == "tune" else ())]
+        tuned = [configs_root(options.configs) / here.slug, trials_folder(options.results, here.slug)]
+        folders += [options.results / here.slug, *(tuned if options.mode == "tune" else ())]
     for folder in folders:
-        require_writable(folder / here.slug)
+        require_writable(folder)
 
 
 def use_plugins(modules: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 import statistics
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kerneltune import device
@@ -14,7 +13,7 @@ from kerneltune.rounding import cdiv
 from kerneltune.search.loop import times_of
 from kerneltune.spec import Case
 from kerneltune.table import Column, Row, Table
-from kerneltune.task import Evaluation, store_path
+from kerneltune.task import Evaluation, gpus_with_trials, trials_file, trials_folder
 from kerneltune.wording import counted, pairs
 
 Searches = list[tuple[Case, dict[Any, Evaluation]]]
@@ -39,10 +38,9 @@ def command(
     gpu = gpu or device.current().slug
     by_title = searches_of(plan, gpu)
     if not by_title:
-        folder = store_path(plan.options.results, gpu, "").parent
-        patterns = {str(store_path(Path(), "*", sweep_case.op)) for sweep_case in plan.cases()}
-        stores = (path for pattern in patterns for path in plan.options.results.glob(pattern))
-        elsewhere = sorted({path.parent.name for path in stores} - {gpu})
+        folder = trials_folder(plan.options.results, gpu)
+        gpus = {other for sweep_case in plan.cases() for other in gpus_with_trials(plan.options.results, sweep_case.op)}
+        elsewhere = sorted(gpus - {gpu})
         how = f"read those of {' or '.join(f'--gpu {other}' for other in elsewhere)}, or " if elsewhere else ""
         show_wrapped(f"no trials of {family} in {folder}: {how}`kerneltune tune {family}` makes them, on a GPU")
         return
@@ -59,7 +57,7 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
     from kerneltune.search.trials import newest_trials
 
     by_title: dict[str, Searches] = {}
-    kept = {name: newest_trials(store_path(plan.options.results, gpu, name)) for name in {e.op for e in plan.cases()}}
+    kept = {name: newest_trials(trials_file(plan.options.results, gpu, name)) for name in {e.op for e in plan.cases()}}
     for sweep_case in plan.cases():
         op, case = plan.ops[sweep_case.op], sweep_case.case
         for variant in filter(lambda variant: plan.selection.matches_variant(variant.name), op.variants):

@@ -30,7 +30,7 @@ from kerneltune.files import append_lines, writing
 from kerneltune.programs import commit
 from kerneltune.records import TrialStatus
 from kerneltune.spec import LARGEST_MEASURE, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
-from kerneltune.task import Evaluation, Knobs, Task, Trial, fingerprint, knob_pairs, knobs_of, store_path
+from kerneltune.task import Evaluation, Knobs, Task, Trial, fingerprint, knob_pairs, knobs_of, trials_file
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
@@ -159,7 +159,7 @@ def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool 
 
     results: folder of the records; retries_transient: as in `TrialStore`.
     """
-    path = store_path(results, device.current().slug, op.name)
+    path = trials_file(results, device.current().slug, op.name)
     return TrialStore(path, commit(), retries_transient, **fingerprint(variant))
 
 

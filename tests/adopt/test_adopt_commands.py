@@ -23,7 +23,7 @@ from kerneltune.cli import console
 from kerneltune.records import Record, append
 from kerneltune.search.trials import TrialStore
 from kerneltune.sweep_file import load
-from kerneltune.task import Evaluation, Task, store_path
+from kerneltune.task import Evaluation, Task, trials_file
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> Non
     launch = captured(tmp_path, pattern="row_sum").classes[0]
     (op,) = operators(str(tmp_path))
     case, variant = case_of(launch, op.axes), op.variant(TUNED)
-    store = TrialStore(store_path(tmp_path / "results", "gpu", op.name), "")
+    store = TrialStore(trials_file(tmp_path / "results", "gpu", op.name), "")
     store.put(Task(op, case, variant), variant.default_config(case), Evaluation("failed", reason="y_ptr: differs by 1e-2"))
     report = run("adopt", "lint", tmp_path).stdout
     assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in report

@@ -14,7 +14,7 @@ from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, regret, set_cover, sparkline, ties
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
-from kerneltune.task import Evaluation, Task, store_path
+from kerneltune.task import Evaluation, Task, trials_file
 from kerneltune.tune.session import TuningResult
 
 
@@ -72,7 +72,7 @@ def test_set_cover_returns_the_largest_remaining_gap() -> None:
 def test_trials_command_prints_statistics_of_the_store(tmp_path: Path) -> None:
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
-    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.log", source_hash="x")
+    store = TrialStore(trials_file(tmp_path, "nvidia_h200", "rmsnorm_bwd"), source_hash="x")
     case = Case("te-8192x4096", (("M", 8192), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
     for i, config in enumerate(variant.configs(case)):
         trial = Evaluation("spills") if i % 5 == 4 else Evaluation("passed", 50.0 + 10 * (config.stages == 2) + config.rows)
@@ -94,7 +94,7 @@ def test_tune_command_ends_with_a_short_form_of_trials(tmp_path: Path, monkeypat
     monkeypatch.setattr(device, "current", lambda: H200)
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
-    store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.log", source_hash="x")
+    store = TrialStore(trials_file(tmp_path, "nvidia_h200", "rmsnorm_bwd"), source_hash="x")
     for m in (8192, 16384):
         case = Case(f"te-{m}x4096", (("M", m), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
         for i, config in enumerate(variant.configs(case)):
@@ -151,7 +151,7 @@ def test_trials_command_without_trials_names_the_folder(tmp_path: Path) -> None:
 def test_trials_command_without_trials_names_the_gpus_that_have_some(tmp_path: Path) -> None:
     ops_of = {"nvidia_h200": "rmsnorm_fwd", "nvidia_b200": "rmsnorm_bwd", "nvidia_a100": "swiglu", "gone": "rmsnorm_fwd"}
     for gpu, op in ops_of.items():
-        path = store_path(tmp_path, gpu, op)
+        path = trials_file(tmp_path, gpu, op)
         path.parent.mkdir(parents=True)
         path.touch()
     result = CliRunner().invoke(app, ["trials", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])

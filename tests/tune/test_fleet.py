@@ -25,6 +25,7 @@ from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import history
+from kerneltune.task import trials_file
 from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
 from kerneltune.tune.run import run_tune
 
@@ -74,7 +75,7 @@ def test_fleet_of_two_gpus_divides_cases_and_shares_folders(options: Options, lo
     assert len({pid for case, _, pid in done if case == "m8"}) == 1
     entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
     assert {e.case.name: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
-    rows = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
+    rows = history(trials_file(tmp_path / "results", "nvidia_h200", "fake"))
     assert Counter(trial.key.case["M"] for trial in rows) == {work.case["M"]: 20 for work in WORKS}
     assert progress.notes == []
     run = fleet_of(["0"], options)
@@ -117,7 +118,7 @@ def test_fleet_after_an_interrupt_leaves_no_process_and_continues(when: str, opt
         process.wait()
     assert (tmp_path / "said").read_text() == ""
     if when == "measuring":
-        path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log"
+        path = trials_file(tmp_path / "results", "nvidia_h200", "fake")
         kept = [(f"m{trial.key.case['M']}", *dict(trial.knobs).values()) for trial in history(path)]
         before = len(evaluations(log))
         run = fleet_of(["0", "1"], options)
@@ -209,7 +210,7 @@ def test_fleet_of_whole_spaces_keeps_trials_and_stores_no_config(log: Path, tmp_
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", exhaustive=True)
     run = fleet_of(["0", "1"], options)
     run.run(WORKS[:2])
-    trials = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
+    trials = history(trials_file(tmp_path / "results", "nvidia_h200", "fake"))
     assert Counter(trial.key.case.name for trial in trials) == {work.case.name: 20 for work in WORKS[:2]}
     assert not (tmp_path / "configs").exists()
 

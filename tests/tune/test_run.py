@@ -27,7 +27,7 @@ from kerneltune.progress import Progress
 from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
-from kerneltune.task import Run, Task, knob_pairs
+from kerneltune.task import Run, Task, knob_pairs, trials_file
 from kerneltune.tune.run import renew_configs, run_tune
 from kerneltune.tune.tuner import Tuner
 from kerneltune.worker import WorkerCrashedError
@@ -74,7 +74,7 @@ def test_run_tune_stores_the_best_config_and_every_trial(selection: Selection, o
     (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    path = trials_file(options.results, "nvidia_h200", "stream")
     trials = history(path)
     assert len({trial.knobs for trial in trials}) == len(trials) == entry.evidence["trials"]
     first = trials[0].evaluation
@@ -115,7 +115,7 @@ def test_run_tune_forced_tries_crashed_configs_again(
     (entry,) = entries_of(run_tune(load_plan(OPS, selection, forced), Progress()))
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    path = trials_file(options.results, "nvidia_h200", "stream")
     kept = _appended(path)
     rows = Counter(kept)
     assert {json.loads(config)["block"] for config, count in rows.items() if count == 2} == {2048}
@@ -199,7 +199,7 @@ def test_run_tune_ends_at_the_first_task_if_a_folder_cannot_be_written(folder: s
 def test_run_tune_with_a_damaged_journal_ends_before_it_measures(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    path = trials_file(options.results, "nvidia_h200", "stream")
     path.parent.mkdir(parents=True)
     path.write_text('{"op_code": 0}\nno trial\n')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
@@ -300,7 +300,7 @@ def test_run_tune_compiles_for_the_next_case_while_it_measures(
 def test_run_tune_exhaustive_measures_each_config_once_and_stores_none(selection: Selection, options: Options) -> None:
     whole = replace(options, exhaustive=True)
     assert options.results is not None
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    path = trials_file(options.results, "nvidia_h200", "stream")
     for _ in range(2):
         assert entries_of(run_tune(load_plan(OPS, selection, whole), Progress())) == []
         trials = history(path)
@@ -356,7 +356,7 @@ def test_renewal_with_a_damaged_journal_ends_before_it_measures(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
+    path = trials_file(options.results, "nvidia_h200", "stream")
     path.write_text('{"op_code": 0}\nno trial\n')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(ValueError, match=rf"^{path}:2: not a trial: 'no trial'; move the file away to start anew$"):
