@@ -6,6 +6,7 @@ import struct
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 _RECORD = struct.Struct("q248s")
@@ -24,23 +25,25 @@ class Counters:
         self._folder = folder
         self._slots: dict[str, int] = {}
         self._counts: Any = None
+        self._lock = RLock()
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
 
     def _forget(self) -> None:
-        self._counts = None
+        self._counts, self._lock = None, RLock()  # another thread of the parent may have held the lock
 
     def slot(self, name: str) -> int:
         """Return the place of a name's count, for `add`."""
-        slot = self._slots.get(name)
-        if slot is None:
-            slot = self._slots[name] = len(self._slots) * _STEP
-            if self._counts is not None:
-                if slot >= len(self._counts):
-                    self._open(self.by_name())
-                else:
-                    self._write_name(name, slot)
-        return slot
+        with self._lock:  # because threads at once would get the same place for two names
+            slot = self._slots.get(name)
+            if slot is None:
+                slot = self._slots[name] = len(self._slots) * _STEP
+                if self._counts is not None:
+                    if slot >= len(self._counts):
+                        self._open(self.by_name())
+                    else:
+                        self._write_name(name, slot)
+            return slot
 
     def add(self, slot: int) -> None:
         """Add 1 to a count. The hot path of serving."""

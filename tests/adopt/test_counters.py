@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,27 @@ def test_counts_of_more_names_than_a_file_holds_are_kept(tmp_path: Path) -> None
     expected = {f"kernel {number}": number % 3 for number in range(600)}
     assert counters.by_name() == expected
     assert read_counts(tmp_path.glob(f"runs/today/*{SUFFIX}")) == expected
+
+
+class SlowName(str):
+    """A name whose thread waits whenever a dict looks it up, so that other threads come between."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        time.sleep(0.01)
+        return super().__hash__()
+
+
+def test_counts_of_names_that_threads_add_at_once_have_places_of_their_own(tmp_path: Path) -> None:
+    counters = Counters(tmp_path)
+    names = [SlowName(f"kernel {number}") for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        slots = list(threads.map(counters.slot, names))
+    assert len(set(slots)) == 4
+    for slot in slots:
+        counters.add(slot)
+    assert read_counts(tmp_path.glob(f"*{SUFFIX}")) == {str(name): 1 for name in names}
 
 
 def test_counts_of_a_folder_that_cannot_be_made_are_kept_in_memory(tmp_path: Path) -> None:
