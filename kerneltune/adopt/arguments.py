@@ -347,10 +347,18 @@ def _tensor(tensor: Any, live: dict[int, Any]) -> TensorLayout:
     return TensorLayout(name, shape, stride, list(live).index(address), offset, size, holds_integers)
 
 
-def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
+def sign_of(value: float) -> int:
+    """Return 1, 0 or -1: a kernel may compare a float with 0, as a flag or a value that turns a part off."""
+    return (value > 0) - (value < 0)
+
+
+def signature(arguments: Sequence[Argument], ignored: Collection[str] = (), has_signs: bool = False) -> str:
     """Return a digest of layouts, alignment, types of floats and values of all other arguments: equal for launches of a class.
 
-    ignored: names of other arguments whose types, but not values, are in the digest.
+    Args:
+        arguments: arguments of a launch.
+        ignored: names of other arguments whose types, but not values, are in the digest.
+        has_signs: whether the signs of floats are in the digest.
     """
     facts: list[Any] = []
     for argument in arguments:
@@ -358,9 +366,12 @@ def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> s
             layout = [tensor.dtype, tensor.shape, tensor.stride, tensor.storage, tensor.is_aligned]
             facts.append([argument.name, argument.kind, layout, argument.block])
         else:
-            value = 0.0 if isinstance(argument.value, dict) and "float" in argument.value else argument.value  # infinity or NaN
+            is_special = isinstance(argument.value, dict) and "float" in argument.value  # infinity or NaN
+            value = decode_value(argument.value) if is_special else argument.value
             is_type = isinstance(value, float) or argument.name in ignored
             facts.append([argument.name, argument.kind, type(value).__name__ if is_type else value])
+            if has_signs and isinstance(value, float) and argument.name not in ignored and sign_of(value) < 1:
+                facts.append(sign_of(value))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -464,19 +475,39 @@ _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
 """Bounds of addresses: above any index, and the end of the memory that a process can address."""
 
 
-def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:
-    """Return the first argument with 64-bit whole numbers that are all addresses or 0, empty for none."""
+def holds_addresses(arguments: Sequence[Argument], values: Values, makes_pointers: bool) -> str:
+    """Return the first argument that is an address or holds addresses, empty for none.
+
+    A number between the bounds of addresses is one if the kernel makes pointers of whole numbers, or if torch has allocated its
+    place on a GPU. New memory of the host may hold addresses that no kernel reads.
+    """
     torch: Any = sys.modules["torch"]
     for argument in arguments:
-        if (tensor := argument.tensor) is None or not tensor.holds_integers or tensor.element_bytes != 8:
-            continue
-        raw = values.tensors.get(f"storage.{tensor.storage}")
-        if raw is not None and raw.numel() % 8 == 0:
+        numbers = _addresses(argument.value)
+        raw = None if argument.tensor is None else values.tensors.get(f"storage.{argument.tensor.storage}")
+        is_table = argument.tensor is not None and argument.tensor.holds_integers and argument.tensor.element_bytes == 8
+        if is_table and raw is not None and raw.numel() % 8 == 0:
             integers = raw.view(torch.int64)
-            integers = integers[integers != 0]
-            if integers.numel() and bool(((integers >= _LEAST_ADDRESS) & (integers < _LARGEST_ADDRESS)).all()):
-                return argument.name
+            numbers = integers[(integers >= _LEAST_ADDRESS) & (integers < _LARGEST_ADDRESS)][:1].tolist()
+        if any(makes_pointers or _is_allocated(number) for number in numbers):
+            return argument.name
     return ""
+
+
+def _addresses(value: Any) -> list[int]:
+    """Return the whole numbers in the JSON of a value that may be addresses."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for item in value for number in _addresses(item)]
+    return [value] if is_integer(value) and _LEAST_ADDRESS <= value < _LARGEST_ADDRESS else []
+
+
+def _is_allocated(address: int) -> bool:
+    """Return whether torch has allocated the memory at an address of a GPU. A large process takes milliseconds to answer."""
+    cuda: Any = sys.modules["torch"].cuda
+    segments = cuda.memory_snapshot() if cuda.is_initialized() else ()
+    return any(segment["address"] <= address < segment["address"] + segment["total_size"] for segment in segments)
 
 
 def _elements(tensor: Any, dtype: str, begin: int, count: int) -> Any:

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from types import CodeType
 from typing import Any, Generic, TypeVar
@@ -27,7 +27,7 @@ FACTORY = "<locals>"
 PLAIN_MARK = "kerneltune_plain"
 """Attribute of an autotuner that describes a kernel without an autotuner."""
 SERVED_ATTRIBUTE, RECORDED_ATTRIBUTE = "kerneltune_served", "_kerneltune_recorded"
-"""Attributes of autotuners: a ServedAutotuner, and by list of configs the RecordedClass of each launch."""
+"""Attributes of autotuners: the ServedList of the author's list, and by list of configs the RecordedClass of each launch."""
 _COPY_OF = "_kerneltune_copy_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
@@ -122,6 +122,14 @@ def _globals_named(function: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+@cache
+def makes_pointers(function: Any) -> bool:
+    """Return whether a kernel or a helper of it may make pointers of whole numbers, by `pointer_type` or by inline assembly."""
+    named = [(reached.__globals__, name) for reached in functions_of(function) for name in reached.__code__.co_names]
+    makers = ("pointer_type", "inline_asm_elementwise")
+    return any(name in makers or type(held.get(name)).__name__ in makers for held, name in named)
+
+
 def read_globals(function: Any) -> dict[str, Any]:
     """Return the plain values of the globals that a kernel and its helpers read, as JSON, by `function.name`."""
     plain = {}
@@ -167,6 +175,11 @@ def is_plain(autotuner: Any) -> bool:
     return getattr(autotuner, PLAIN_MARK, False) is True
 
 
+def is_by_autotuner(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an autotuner launches an autotuned kernel, rather than the program: an autotuner gives all options."""
+    return "num_ctas" in kwargs
+
+
 def run_of(autotuner: Any) -> Callable[..., Any]:
     """Return the method that launches an autotuner's kernel with arguments that a capture has seen.
 
@@ -201,7 +214,8 @@ def home_of(autotuner: Any) -> KernelName | None:
     if is_plain(autotuner):
         unwrap, wanted = jit_of, autotuner.fn
     own = dict(autotuner.base_fn.__globals__)
-    if unwrap(attribute(own, name.name)) is wanted:
+    held = unwrap(attribute(own, name.name))
+    if held is wanted or (is_plain(autotuner) and getattr(held, "fn", None) is wanted.fn):  # another object of the same kernel
         return name
     users, kernel = [(name.module, own)], jit_of(autotuner)
     own_module = sys.modules.get(name.module, kernel)
@@ -326,14 +340,16 @@ class Launch:
         """Return the author's key of the launch, without element types: the values of the key's arguments.
 
         A tensor stands for its element type and shape, as it has no value of its own. Of a kernel without an autotuner, whose
-        key has every argument, the key says which arguments are floats or are not given.
+        key has every argument, the key has the signs of floats, True for a positive float, and False for an argument that is not
+        given.
         """
         key, named, has_all = list[Any](), self.named, is_plain(self.autotuner)
         for name in self.autotuner.keys:
-            if has_all and isinstance(named.get(name, 0.0), float):
-                key.append({"float": name in named})
+            value = named.get(name)
+            if has_all and (name not in named or isinstance(value, float)):
+                sign = arguments.sign_of(value or 0.0)
+                key.append({"float": name in named and (sign == 1 or sign)})
             elif name in named:
-                value = named[name]
                 try:
                     key.append(encode_value(value))
                 except NotRecordableError:
@@ -373,41 +389,32 @@ class Launch:
             yield name, value.base if is_descriptor(value) else value
 
 
-@dataclass(slots=True)
-class KeyPlan(Generic[V]):
-    """Hold a value for each key of the launches whose arguments have the same names and types.
+class LaunchMap(Generic[V]):
+    """Hold a value for each key of a kernel's launches.
 
-    Attributes:
-        kind: names and types of the arguments.
-        key: function that returns the key of a launch from its arguments. The hot path of serving.
-        values: the value of each key.
+    There is a plan for each combination of names and types of arguments, the newest first: names and types, the function that
+    returns the key of a launch from its arguments, and the values by key.
     """
 
-    kind: tuple[Any, ...]
-    key: Callable[..., tuple[Any, ...]]
-    values: dict[tuple[Any, ...], V] = field(default_factory=dict)
+    __slots__ = ("_has_layout", "_has_signs", "_is_kept", "plans")
 
-
-class LaunchMap(Generic[V]):
-    """Hold a value for each key of a kernel's launches, in a plan for each combination of names and types, the newest first."""
-
-    __slots__ = ("_has_layout", "_is_kept", "plans")
-
-    def __init__(self, has_layout: bool = False, is_kept: Callable[[V], bool] = lambda _value: False) -> None:
+    def __init__(
+        self, has_layout: bool = False, has_signs: bool = False, is_kept: Callable[[V], bool] = lambda _value: False
+    ) -> None:
         """Make an empty map.
 
         Args:
-            has_layout: whether the layout of tensors is part of the keys, see `plan_key`.
+            has_layout, has_signs: whether the layout of tensors and the signs of floats are part of the keys, see `plan_key`.
             is_kept: whether a value stays when the map forgets values, because it has very many keys or plans.
         """
-        self.plans: list[KeyPlan[V]] = []
-        self._has_layout, self._is_kept = has_layout, is_kept
+        self.plans: list[tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]], dict[tuple[Any, ...], V]]] = []
+        self._has_layout, self._has_signs, self._is_kept = has_layout, has_signs, is_kept
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
         """Return the value of a launch's key, None for a key without a value. The hot path of serving."""
-        for plan in self.plans:
+        for _, key, values in self.plans:
             try:  # in place of `suppress`, which costs more than the key
-                return plan.values[plan.key(args, kwargs)]
+                return values[key(args, kwargs)]
             except _OTHER_KIND:
                 pass
         return None
@@ -416,15 +423,17 @@ class LaunchMap(Generic[V]):
         """Hold a value for the key of a launch, and return the value; `deciding` as of `plan_key`."""
         kind = (*launch.kwargs, *map(type, launch.values))
         for plan in self.plans:
-            if plan.kind == kind:
+            if plan[0] == kind:
                 break
         else:
-            plan = KeyPlan(kind, plan_key(launch, deciding, self._has_layout))
+            plan = (kind, plan_key(launch, deciding, self._has_layout, self._has_signs), {})
             newest, oldest = self.plans[: _MOST_PLANS - 1], self.plans[_MOST_PLANS - 1 :]
-            self.plans = [plan, *newest, *(old for old in oldest if any(map(self._is_kept, old.values.values())))]
-        if plan.values and len(plan.values) % _MOST_KEYS == 0:
-            plan.values = {key: kept for key, kept in plan.values.items() if self._is_kept(kept)}
-        plan.values[plan.key(launch.args, launch.kwargs)] = value
+            self.plans = [plan, *newest, *(old for old in oldest if any(map(self._is_kept, old[2].values())))]
+        _, key, values = plan
+        if values and len(values) % _MOST_KEYS == 0:
+            for forgotten in [name for name, held in values.items() if not self._is_kept(held)]:
+                del values[forgotten]
+        values[key(launch.args, launch.kwargs)] = value
         return value
 
 
@@ -443,7 +452,9 @@ def get_or_make(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], 
     return value
 
 
-def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False) -> Callable[..., tuple[Any, ...]]:
+def plan_key(
+    launch: Launch, deciding: Collection[str], has_layout: bool = False, has_signs: bool = False
+) -> Callable[..., tuple[Any, ...]]:
     """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
     The key has the element types of all tensors and the types of all other arguments. The function is compiled from an expression
@@ -454,6 +465,7 @@ def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False
         launch: a launch.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
         has_layout: whether the strides of tensors, and the alignment of their first bytes, are part of the key.
+        has_signs: whether the signs of floats whose values are no part of the key are.
     """
     parts = ["len(args)", "len(kwargs)"]
     places = [*(f"args[{place}]" for place in range(len(launch.args))), *(f"kwargs[{name!r}]" for name in launch.kwargs)]
@@ -473,7 +485,7 @@ def plan_key(launch: Launch, deciding: Collection[str], has_layout: bool = False
         elif is_deciding or arguments.holds_tensor(value):
             parts.append(f"other({v})")
         else:
-            parts.append(f"{v}.__class__")
+            parts += [f"{v}.__class__", *((f"{v} > 0", f"{v} < 0") if has_signs and isinstance(value, float) else ())]
     key: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", {"other": _other_key})
     return key
 
@@ -490,5 +502,5 @@ def _other_key(value: Any) -> Any:
     if is_tensor(value):
         return value.dtype, value.shape
     if isinstance(value, tuple | list):
-        return tuple(float if type(item) is float else _other_key(item) for item in value)
+        return tuple((float, arguments.sign_of(item)) if type(item) is float else _other_key(item) for item in value)
     return arguments.identity_of(value)

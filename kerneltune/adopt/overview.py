@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kerneltune.adopt.arguments import signature
@@ -69,14 +69,15 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
 
     untried: why blocks of plain kernels may not change that no launch has tried yet; empty if they may.
     """
-    read, problems = read_classes(root)
-    blocks = read_blocks(root)
+    (read, problems), files = read_classes(root), process_files(root)
+    blocks, (notes, damaged) = read_blocks(root), read_notes(files)
     with_elements = [launch_class for launch_class in read if launch_class.argument_bytes]
     classes = [without_coupled_blocks(each, blocks.get(each.digest, {}), untried) for each in with_elements]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
-    notes, damaged = read_notes(process_files(root))
+    failed = "each of its launches failed in the program" if files else ""
+    classes = [each if each.digest in notes.launches else replace(each, problem=each.problem or failed) for each in classes]
     return Capture(root, classes, notes, problems + damaged)
 
 

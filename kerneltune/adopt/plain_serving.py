@@ -1,12 +1,12 @@
 """Serve kernels without an autotuner: options of a launch, and blocks where the grid is the grid that was tuned with them."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
-from kerneltune.adopt import program
+from kerneltune.adopt import kernels, program
 from kerneltune.adopt.arguments import SCALAR_TYPES, is_tensor
 from kerneltune.adopt.configs import (
     OPTIONS,
@@ -23,6 +23,9 @@ from kerneltune.adopt.program import warn_once
 from kerneltune.adopt.table import ServingRow, TableKernel
 from kerneltune.errors import first_line
 from kerneltune.wording import pairs
+
+BY_AUTOTUNER = "by an autotuner"
+"""Name of the count of launches that an autotuner's server counts."""
 
 
 class OtherGridError(Exception):
@@ -145,6 +148,7 @@ class ServedPlainKernel:
         kernels: the table's kernels of this code, each with other options of the program.
         counters: counts of the process.
         slots: places of the counts of launches: served, missed.
+        autotuned: the functions that autotuners launch, too.
         by_launch: the served changes by the keys of launches.
         by_options: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
     """
@@ -152,7 +156,8 @@ class ServedPlainKernel:
     kernels: list[TableKernel]
     counters: Counters
     slots: tuple[int, ...]
-    by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
+    autotuned: Collection[Any]
+    by_launch: LaunchMap[ServedConfig] = field(default_factory=lambda: LaunchMap(has_signs=True))
     by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 
     def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -179,8 +184,9 @@ class ServedPlainKernel:
     def _resolve(self, launch: Launch) -> ServedConfig:
         """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
         choice: LaunchChoice | None = None
+        is_by_autotuner = launch.autotuner.fn in self.autotuned and kernels.is_by_autotuner(launch.kwargs)
         try:
-            choice = self._choice(launch)
+            choice = None if is_by_autotuner else self._choice(launch)
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
         keys = all_but_floats(launch).intersection(name for kernel in self.kernels for name in kernel.keys)
@@ -188,7 +194,8 @@ class ServedPlainKernel:
         choices = [*([choice] if choice and choice.options else ()), LaunchChoice(None, {})]
         has_elements = any(0 not in getattr(value, "shape", ()) for value in launch.values if is_tensor(value))
         is_missed = choice is None and has_elements  # without elements nothing can be tuned
-        return self.by_launch.remember(launch, key_names, ServedConfig(choices, self.slots[is_missed]))
+        slot = self.counters.slot(BY_AUTOTUNER) if is_by_autotuner else self.slots[is_missed]
+        return self.by_launch.remember(launch, key_names, ServedConfig(choices, slot))
 
     def _choice(self, launch: Launch) -> LaunchChoice | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
@@ -201,9 +208,10 @@ class ServedPlainKernel:
             self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
         for tuner, kernel in self.by_options[options]:
             described = Launch(tuner, launch.args, others)
-            row = kernel.finder(described.author_key(), described.dtypes()).nearest(described.sizes())
-            if row is None:
+            group = kernel.group(described.author_key(), described.dtypes())
+            if group is None:
                 continue
+            row = group.nearest(described.sizes())
             config, grid = row.configs[0], None
             if changed := config.changed(described.named):
                 blocks = {name: size for name, size in free_blocks(described).items() if name in changed}

@@ -61,7 +61,7 @@ class RecordedClass:
 
 def _launch_map() -> LaunchMap[RecordedClass]:
     """Return a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
-    return LaunchMap(has_layout=True, is_kept=lambda recorded: bool(recorded.digest))
+    return LaunchMap(has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
 
 
 class Recorder:
@@ -96,7 +96,7 @@ class Recorder:
         self._notes = ProcessNotes({})
         self._classes: dict[str, dict[str, RecordedClass]] = {}
         """The classes of each kernel by digest; a class that could not be written has an empty RecordedClass."""
-        self._launched_functions: set[Any] = set()
+        self._plain_functions: set[Any] = set()
         self._autotuned_functions: set[Any] = set()
         self._subclass_of: dict[Any, tuple[str, str]] = {}
         self._bytecode_of: dict[tuple[str, str], str] = {}
@@ -138,8 +138,12 @@ class Recorder:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             function = kernel.fn
-            self._launched_functions.add(function)
-            if not self.plain or function in self._autotuned_functions or kwargs.get("warmup"):
+            if is_of_subclass := function in self._subclass_of:
+                self._notes.autotuned |= [self._subclass_of[function]]
+            if is_of_subclass or (function in self._autotuned_functions and kernels.is_by_autotuner(kwargs)):
+                return original(kernel, *args, **kwargs)
+            self._plain_functions.add(function)
+            if not self.plain or kwargs.get("warmup"):
                 return original(kernel, *args, **kwargs)
             return self._launch(original, kernel, self._recorded_plain_class(kernel, args, kwargs), args, kwargs)
 
@@ -159,7 +163,7 @@ class Recorder:
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
-        names = {KernelName.of(function).text for function in self._launched_functions - self._autotuned_functions}
+        names = {KernelName.of(function).text for function in self._plain_functions}
         return sorted(name for name in names if not name.startswith(_MAKERS))
 
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
@@ -176,7 +180,7 @@ class Recorder:
                 with self._lock:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
-                        key_count = sum(len(plan.values) for plan in by_launch.plans)
+                        key_count = sum(len(values) for *_, values in by_launch.plans)
                         recorded = by_launch.remember(launch, deciding, self._class_of(launch, key_count))
             if recorded.without_values is not None and not program.is_capturing():
                 self._add_values(recorded, Launch(autotuner, args, kwargs))
@@ -221,7 +225,7 @@ class Recorder:
             return self._refuse(name, "not captured: the author's pruning leaves no config")
         launch_class = with_candidates(launch_class, launch, allowed)
         values = self._values(launch_class, storages)
-        if held := arguments.holds_addresses(launch_class.arguments, values):
+        if held := arguments.holds_addresses(launch_class.arguments, values, kernels.makes_pointers(launch.autotuner.base_fn)):
             return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
         if launch_class.problem:
             self._refuse(name, f"cannot be tuned: {launch_class.problem}")
@@ -238,7 +242,7 @@ class Recorder:
         if launch_class is not None:
             _, storages = describe_launch(launch)
             values = self._values(launch_class, storages)
-            if not arguments.holds_addresses(launch_class.arguments, values):
+            if not arguments.holds_addresses(launch_class.arguments, values, kernels.makes_pointers(launch.autotuner.base_fn)):
                 write_class(self.root, replace(launch_class, storages=values.kinds), values.tensors)
 
     def _pruned(self, launch: Launch) -> list[Any]:
@@ -283,7 +287,12 @@ class Recorder:
         return RecordedClass()
 
     def _launch(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
-        result = self._launch_class(original, autotuner, recorded, args, kwargs)
+        try:
+            result = self._launch_class(original, autotuner, recorded, args, kwargs)
+        except Exception as error:
+            if recorded.digest:
+                self._notes.refused.setdefault(kernel_name(autotuner).text, f"a launch failed: {first_line(error)}")
+            raise
         if recorded.digest:
             self._count(recorded.digest)
         return result
@@ -342,7 +351,7 @@ class Recorder:
         """Write the notes of this process; `wait` waits for the launches that are being timed."""
         notes, self._flushed_s = self._notes, time.monotonic()
         notes.has_compiled = program.has_compiled()
-        is_empty = not (self._has_launched or notes.refused or notes.autotuned or self._launched_functions or notes.has_compiled)
+        is_empty = not (self._has_launched or notes.refused or notes.autotuned or self._plain_functions or notes.has_compiled)
         if os.getpid() != self._process_id or is_empty:
             return
         with self._lock:
@@ -352,7 +361,6 @@ class Recorder:
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
                 notes.plain = self._plain()
-                notes.autotuned |= dict(map(self._subclass_of.__getitem__, self._subclass_of.keys() & self._launched_functions))
                 write_notes(self.root, f"{self._process_id}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
                 log.warning("kerneltune: notes not written: %s", first_line(error))
@@ -382,7 +390,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
     described, storages = arguments.describe(tuner.arg_names, launch.args, launch.given)
     source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     read = kernels.read_globals(function)
-    signed = arguments.signature(described, ignored)
+    signed = arguments.signature(described, ignored, has_signs=is_plain(tuner))
     parts = [name.module, name.name, source, listed, signed, *([json.dumps(read)] if read else ())]
     launch_class = LaunchClass(
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
@@ -422,7 +430,7 @@ def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence
         home_file=home_file,
         argv=_command(),
         path=program.import_folders(),
-        problem=_problem(function, home, home_file, candidates),
+        problem=_problem(function, launch_class.is_plain, home, home_file, candidates),
     )
 
 
@@ -451,7 +459,7 @@ def _candidate(launch: Launch, config: Any) -> Candidate:
         return Candidate(stored, True, None, problem=first_line(error))
 
 
-def _problem(function: Any, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:
+def _problem(function: Any, is_plain: bool, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:
     """Return why a replay could not find a kernel, or could launch none of the author's configs; empty if it can."""
     if kernels.FACTORY in function.__qualname__:
         return "a function made the kernel, so that it cannot be imported by name"
@@ -460,7 +468,7 @@ def _problem(function: Any, home: KernelName | None, file: str, candidates: Sequ
     if not os.path.isfile(source) and os.path.basename(source) != os.path.basename(own_file):
         return "exec or a notebook cell defined the kernel, so that it cannot be launched again: move it to a module"
     if home is None:
-        return "no module holds its autotuner by a name, so that it cannot be imported"
+        return f"no module holds {'the kernel' if is_plain else 'its autotuner'} by a name, so that it cannot be imported"
     if home.module == "__main__" and not os.path.isfile(file):
         return "the program is no file, so that the kernel cannot be loaded again"
     if any(candidate.grid is not None for candidate in candidates):

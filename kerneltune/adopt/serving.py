@@ -19,7 +19,7 @@ from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
 from kerneltune.adopt.plain_serving import ServedConfig, ServedPlainKernel
 from kerneltune.adopt.program import log, warn_once
-from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
+from kerneltune.adopt.table import Group, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class ServedList:
         by_row: the config objects of the table's rows, see `allowed`, by the identities of the rows' configs.
         last_allowed: of these, the objects that the author's pruning left for the last launch.
         author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
+        shown: the list that the autotuner shows in place of the author's: the author's, or the config for torch.compile.
+        assigned: beside the author's list, the lists that the program has assigned to the autotuner.
     """
 
     configs: list[Any]
@@ -53,21 +55,24 @@ class ServedList:
     slots: tuple[int, ...]
     key_names: set[str]
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
-    by_author_key: LaunchMap[RowFinder[ServingRow]] = field(default_factory=LaunchMap)
+    by_author_key: LaunchMap[Group] = field(default_factory=LaunchMap)
     by_row: dict[int, ServedConfig] = field(default_factory=dict)
     last_allowed: dict[int, ServedConfig] = field(default_factory=dict)
     author_choices: dict[Any, Any] | None = None
+    shown: list[Any] | None = None
+    assigned: dict[Any, "ServedList"] = field(default_factory=dict)
 
     def tuned(self, launch: Launch) -> ServedConfig | None:
         """Return the configs of the table's row of a launch; None where the table has no row, or no config may be launched."""
         if self.kernel is None:
             return None
-        finder = self.by_author_key.find(launch.args, launch.kwargs)
-        if finder is None:
-            finder = self.kernel.finder(launch.author_key(), launch.dtypes())
-            self.by_author_key.remember(launch, launch.autotuner.keys, finder)
-        row = finder.nearest({name: launch.size(name) for name in finder.names})
-        return self.allowed(launch, row.configs) if row is not None else None
+        group = self.by_author_key.find(launch.args, launch.kwargs)
+        if group is None:
+            group = self.kernel.group(launch.author_key(), launch.dtypes())
+            if group is None:
+                return None
+            self.by_author_key.remember(launch, launch.autotuner.keys, group)
+        return self.allowed(launch, group.nearest({name: launch.size(name) for name in group.split}).configs)
 
     def allowed(self, launch: Launch, stored: tuple[StoredConfig, ...]) -> ServedConfig | None:
         """Return the configs of a row that a launch may run with; None for none.
@@ -109,21 +114,6 @@ class ServedList:
         return [config for config in made if self.is_tuned or all(item in values for item in config.kwargs.items())]
 
 
-@dataclass(slots=True)
-class ServedAutotuner:
-    """Hold what serving keeps of an autotuner.
-
-    Attributes:
-        author: the author's list.
-        shown: the list that the autotuner shows: the author's, or the config for torch.compile.
-        assigned: any other list, which the program has assigned.
-    """
-
-    author: ServedList
-    shown: list[Any]
-    assigned: dict[Any, ServedList] = field(default_factory=dict)
-
-
 class Server:
     """Serve a table."""
 
@@ -157,6 +147,8 @@ class Server:
         self._table: ServingTable | None = None
         self._read_for = ""
         self._plain: dict[Any, ServedPlainKernel | None] = {}
+        self._autotuned: set[Any] = set()
+        """The functions of the autotuned kernels that were launched or shown."""
 
     def table(self) -> ServingTable | None:
         """Return the table of this GPU; None if no table may be served.
@@ -220,10 +212,11 @@ class Server:
 
         def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
-                lists: ServedAutotuner = getattr(autotuner, kernels.SERVED_ATTRIBUTE)
+                served_list: ServedList = getattr(autotuner, kernels.SERVED_ATTRIBUTE)
             except AttributeError:
-                lists = self.attach(autotuner)
-            served_list = lists.author if autotuner.configs is lists.shown else self._assigned(autotuner, lists)
+                served_list = self.attach(autotuner)
+            if autotuner.configs is not served_list.shown:
+                served_list = self._assigned(autotuner, served_list)
             return serve(served_list, original, autotuner, args, kwargs)
 
         return run
@@ -234,10 +227,9 @@ class Server:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             if kernel.fn not in served:
-                with self._lock:  # because threads at once would give two kernels the same place of their counts
-                    same = self._kernels_of(kernel.fn, is_plain=True)
-                    new = ServedPlainKernel(same, self.counters, self._slots_of(kernel)) if same else None
-                    served.setdefault(kernel.fn, new)
+                same = self._kernels_of(kernel.fn, is_plain=True)
+                new = ServedPlainKernel(same, self.counters, self._slots_of(kernel), self._autotuned) if same else None
+                served.setdefault(kernel.fn, new)
             plain = served[kernel.fn]
             if plain is None or kwargs.get("warmup"):  # which compiles, and launches nothing
                 return original(kernel, *args, **kwargs)
@@ -269,17 +261,18 @@ class Server:
         self.counters.add(served.slot)
         return result
 
-    def attach(self, autotuner: Any) -> ServedAutotuner:
-        """Find the table's kernel of an autotuner; torch.compile sees one config from here on, so that it times nothing."""
+    def attach(self, autotuner: Any) -> ServedList:
+        """Return the server of an author's list; torch.compile sees one config from here on, so that it times nothing."""
         with self._lock:
-            lists: ServedAutotuner | None = autotuner.__dict__.get(kernels.SERVED_ATTRIBUTE)
-            if lists is None:
+            author: ServedList | None = autotuner.__dict__.get(kernels.SERVED_ATTRIBUTE)
+            if author is None:
+                self._autotuned.add(autotuner.base_fn)
                 author = self._list_of(autotuner)
-                lists = ServedAutotuner(author, author.configs)
+                author.shown = author.configs
                 if author.kernel is not None and author.is_tuned:  # the program may yet choose from a list that was not tuned
-                    autotuner.configs = lists.shown = author.to_triton_configs(author.kernel.shared[:1]) or author.configs
-                kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, lists)
-            return lists
+                    autotuner.configs = author.shown = author.to_triton_configs(author.kernel.shared[:1]) or author.configs
+                kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, author)
+            return author
 
     def on_new_autotuner(self, autotuner: Any) -> None:
         """Let an autotuner show its config before anything traces it."""
@@ -287,10 +280,10 @@ class Server:
             if self._kernels_of(autotuner.base_fn):
                 self.attach(autotuner)
 
-    def _assigned(self, autotuner: Any, lists: ServedAutotuner) -> ServedList:
+    def _assigned(self, autotuner: Any, author: ServedList) -> ServedList:
         """Return the server of the list of configs that the program has assigned to an autotuner."""
         with self._lock:
-            return get_or_make(lists.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
+            return get_or_make(author.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
 
     def _list_of(self, autotuner: Any) -> ServedList:
         """Return the server of an autotuner with its present list of configs.

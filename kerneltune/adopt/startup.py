@@ -244,7 +244,7 @@ def _forget_kernels() -> None:
     for autotuner in kernels.holders:
         served = autotuner.__dict__.pop(kernels.SERVED_ATTRIBUTE, None)
         if served is not None and autotuner.configs is served.shown:
-            autotuner.configs = served.author.configs
+            autotuner.configs = served.configs
         autotuner.__dict__.pop(kernels.RECORDED_ATTRIBUTE, None)
     kernels.holders.clear()
 

@@ -6,10 +6,11 @@ Tuning writes the table. A manifest beside the table holds its SHA-256, so that 
 import bisect
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,8 +18,6 @@ from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import FORMAT, builtin, read_json
 from kerneltune.files import locked, read_bytes, replace_text
 from kerneltune.nearness import log2_distance
-
-V = TypeVar("V")
 
 MANIFEST = "manifest.json"
 _MAX_BYTES = 256 << 20
@@ -38,7 +37,7 @@ class ServingRow:
     evidence: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """Hold the rows for a value of the author's key and a list of the tensors' element types.
 
@@ -50,26 +49,21 @@ class Group:
     split: tuple[str, ...]
     rows: Annotated[tuple[ServingRow, ...], msgspec.Meta(min_length=1)]
 
-
-class RowFinder(Generic[V]):
-    """Find the value of the nearest row of a group in microseconds, as launches of new sizes need it."""
-
-    def __init__(self, names: Iterable[str], rows: Iterable[tuple[Mapping[str, int], V]]) -> None:
-        """Find rows, given as sizes and value, by the sizes of `names`, which decide between them."""
-        self.names = tuple(names)
-        self._rows = sorted([(self._deciding(sizes), value) for sizes, value in rows], key=lambda row: row[0][:1])
-        self._first = [sizes[0] for sizes, _ in self._rows] if self.names else []
-
     def _deciding(self, sizes: Mapping[str, int | None]) -> list[float]:
-        return [size if (size := sizes.get(name)) is not None and size > 0 else _MISSING for name in self.names]
+        return [size if (size := sizes.get(name)) is not None and size > 0 else _MISSING for name in self.split]
 
-    def nearest(self, sizes: Mapping[str, int | None]) -> V | None:
-        """Return the value of the row whose deciding sizes are the nearest; None if the finder has no row."""
-        wanted, rows = self._deciding(sizes), self._rows
+    @cached_property
+    def _sorted(self) -> tuple[list[tuple[list[float], ServingRow]], list[float]]:
+        rows = sorted([(self._deciding(row.sizes), row) for row in self.rows], key=lambda row: row[0][:1])
+        return rows, [sizes[0] for sizes, _ in rows] if self.split else []
+
+    def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow:
+        """Return the row whose deciding sizes are the nearest, in microseconds, as launches of new sizes need it."""
+        wanted, (rows, first) = self._deciding(sizes), self._sorted
         if len(wanted) == 1:  # the usual case: only the neighbours of the size can be the nearest
-            place = bisect.bisect_left(self._first, wanted[0])
+            place = bisect.bisect_left(first, wanted[0])
             rows = rows[max(place - 1, 0) : place + 1]
-        return min(rows, key=lambda row: log2_distance(row[0], wanted), default=(None, None))[1]
+        return min(rows, key=lambda row: log2_distance(row[0], wanted))[1]
 
 
 class TableKernel(msgspec.Struct, frozen=True, rename={"shared": "portfolio"}):
@@ -96,17 +90,16 @@ class TableKernel(msgspec.Struct, frozen=True, rename={"shared": "portfolio"}):
     is_plain: bool = False
     globals: dict[str, Any] = {}
 
-    def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder[ServingRow]:
-        """Return the finder of the rows of an author's key and element types; of no row where the table has none."""
+    def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
+        """Return the group of an author's key and element types; None where the table has none."""
         wanted = repr((list(key), list(dtypes)))  # because True == 1
-        alike = [group for group in self.groups if repr((group.key, group.dtypes)) == wanted]
-        return RowFinder(alike[0].split if alike else (), ((row.sizes, row) for group in alike[:1] for row in group.rows))
+        return next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""
         rows = [row for group in self.groups if group.dtypes == list(dtypes) for row in group.rows]
         names = set(sizes).union(*(row.sizes for row in rows))
-        return RowFinder(sorted(names), ((row.sizes, row) for row in rows)).nearest(sizes)
+        return Group([], list(dtypes), tuple(sorted(names)), tuple(rows)).nearest(sizes) if rows else None
 
 
 class _Manifest(msgspec.Struct):

@@ -274,7 +274,8 @@ def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
     tasks = _tasks(capture, capture.classes)
     for launch_class, task, (tried, stored) in zip(capture.classes, tasks, search_results(capture.root, tasks), strict=True):
         if stored is None:
-            reasons[launch_class.digest] = "no config passed its check" if tried else "not reached: run the command again"
+            failed = "; ".join([evaluation.reason for evaluation in tried.values() if evaluation.reason][:1])
+            reasons[launch_class.digest] = f"no config passed: {failed}" if tried else "not reached: run the command again"
             continue
         entry, best = stored
         timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
@@ -307,7 +308,8 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     names, launchers = [], []
     for launch_class in (tuned_class.launch_class for tuned_class in tuned):
         served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs]
-        row = served.finder(launch_class.key, launch_class.dtypes).nearest(launch_class.sizes)
+        group = served.group(launch_class.key, launch_class.dtypes)
+        row = group.nearest(launch_class.sizes) if group is not None else None
         offered = [candidate.config for candidate in launch_class.offered]
         # the row may be of a class with equal sizes for which the author's pruning leaves other configs
         if row is not None and row.configs[0] in offered:

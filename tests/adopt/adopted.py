@@ -45,7 +45,7 @@ def forget(module: Any) -> None:
     for kernel in (module.row_sum, module.scale_chosen):
         served = kernel.__dict__.pop("kerneltune_served", None)
         if served is not None:
-            kernel.configs = served.author.configs
+            kernel.configs = served.configs
         kernel.__dict__.pop("_kerneltune_recorded", None)
         kernel.cache.clear()
 

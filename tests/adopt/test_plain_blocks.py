@@ -297,3 +297,25 @@ def test_serving_a_launch_that_raises_counts_nothing_and_raises_the_error_of_the
         wrong.clear()
     counts = {"served of_plain_kernels.doubled": 2, "missed of_plain_kernels.doubled": 0}
     assert startup.server().counters.by_name() == counts
+
+
+@pytest.mark.parametrize("seen", [(0.0,), (0.0, 1.0), (1.0, 0.0)], ids=str)
+def test_block_that_is_free_under_one_sign_of_a_float_is_served_to_no_other_sign(
+    tmp_path: Path, module: Any, checked: None, seen: tuple[float, ...]
+) -> None:
+    folder, x, y = tmp_path / "cap", torch.ones(96), torch.empty(96)
+
+    def result(flag: float) -> float:
+        module.flagged[cdiv_grid(96)](x, y, 96, flag, 0.5 + flag, BLOCK=32)
+        return float(y.sum())
+
+    startup.capture(folder, plain=True)
+    expected = {flag: result(flag) for flag in seen} | {flag: 96.0 * (32 + 0.5 + flag) for flag in (1.0, 2.0)}
+    startup.uninstall()
+    tune_capture(folder, Progress())
+    verdicts = [reason[:8] for blocks in read_blocks(folder).values() for reason in blocks.values()]
+    assert sorted(verdicts) == ["", "BLOCK=64"][: len(seen)]
+    startup.install(folder, misses=None)
+    assert {flag: result(flag) for flag in expected} == expected
+    counts = startup.server().counters.by_name()
+    assert counts["served of_plain_kernels.flagged"] == (3 if len(seen) == 2 else 1)

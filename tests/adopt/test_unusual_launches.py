@@ -1,0 +1,157 @@
+"""Uncommon launches of libraries: addresses as whole numbers, launches that fail, kernels launched in two ways."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from adopted import kernel_of, write_table
+from plain_kernels import cdiv_grid
+
+from kerneltune.adopt import program, startup
+from kerneltune.adopt.overview import Capture, read_capture
+from kerneltune.adopt.tuning import forecast
+
+
+@triton.jit
+def of_address(address, out, n, BLOCK: tl.constexpr):
+    """Copy n floats from an address."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + places, tl.load(address.to(tl.pointer_type(tl.float32)) + places, mask=places < n), mask=places < n)
+
+
+@triton.jit
+def of_records(records, out, n, BLOCK: tl.constexpr):
+    """Copy floats from the address of a record, which has their number, too."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < tl.load(records + 1)
+    tl.store(out + places, tl.load(tl.load(records).to(tl.pointer_type(tl.float32)) + places, mask=mask), mask=mask)
+
+
+@triton.jit
+def of_number(number, out, n, BLOCK: tl.constexpr):
+    """Write a whole number n times."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + places, number, mask=places < n)
+
+
+@triton.jit
+def doubled(x, out, n, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Double x (n,); refuse a large limit."""
+    tl.static_assert(LIMIT < 5)
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + places, 2 * tl.load(x + places, mask=places < n), mask=places < n)
+
+
+tuned = triton.autotune([triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64}, num_warps=2)], ["n"])(doubled)
+
+
+def captured(folder: Path, kernel: Any, *args: Any) -> Capture:
+    """Capture a launch of a kernel without an autotuner."""
+    startup.capture(folder, plain=True)
+    kernel[cdiv_grid(40)](*args, BLOCK=32)
+    startup.recorder().flush()
+    startup.uninstall()
+    return read_capture(folder)
+
+
+@pytest.mark.parametrize("kernel", [of_address, of_records], ids=["number", "records"])
+def test_capture_of_an_address_that_the_kernel_makes_a_pointer_of_names_the_argument(tmp_path: Path, kernel: Any) -> None:
+    x, out = torch.arange(40.0), torch.empty(40)
+    first = x.data_ptr() if kernel is of_address else torch.tensor([x.data_ptr(), 40])
+    (tmp_path / "classes").mkdir()
+    capture = captured(tmp_path, kernel, first, out, 40)
+    assert torch.equal(x, out)
+    (name,) = kernel.arg_names[:1]
+    reason = f"not captured: {name} holds addresses, which mean nothing in another process"
+    assert (list(capture.notes.refused.values()), capture.classes) == ([reason], [])
+
+
+@pytest.mark.parametrize("in_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize(("start", "kept"), [(1 << 40, 0), (1 << 41, 1)], ids=["inside", "outside"])
+def test_capture_of_a_whole_number_refuses_an_address_that_torch_has_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, kept: int, in_tensor: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": start, "total_size": 2 << 20}])
+    monkeypatch.setattr(program, "is_capturing", lambda: False)
+    (tmp_path / "classes").mkdir()
+    out = torch.zeros(40, dtype=torch.int64)
+    number, out[0] = (1, (1 << 40) + 512) if in_tensor else ((1 << 40) + 512, 0)
+    capture = captured(tmp_path, of_number, number, out, 40)
+    assert (len(capture.classes), len(capture.notes.refused)) == (kept, 1 - kept)
+
+
+def test_forecast_of_a_class_whose_launches_all_failed_gives_the_reason(tmp_path: Path) -> None:
+    x, out = torch.ones(40), torch.empty(40)
+    startup.capture(tmp_path, plain=True)
+    for limit in (9, 3):
+        try:
+            doubled[cdiv_grid(40)](x, out, 40, LIMIT=limit, BLOCK=32)
+        except Exception:
+            assert limit == 9
+    startup.recorder().flush()
+    startup.uninstall()
+    (reason,) = read_capture(tmp_path).notes.refused.values()
+    assert reason.startswith("a launch failed: ")
+    classes, _, _, skipped = forecast(tmp_path, 1.0, None)
+    assert (classes, [text for _, text in skipped]) == (1, ["each of its launches failed in the program"])
+
+
+def test_kernel_launched_with_and_without_its_autotuner_is_served_in_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, out, warps = torch.ones(40), torch.empty(40), list[Any]()
+
+    def launch() -> None:
+        tuned[cdiv_grid(40)](x, out, 40, LIMIT=3)
+        doubled[cdiv_grid(40)](x, out, 40, LIMIT=3, BLOCK=32)
+
+    startup.capture(tmp_path, plain=True)
+    launch()
+    startup.recorder().flush()
+    startup.uninstall()
+    capture = read_capture(tmp_path)
+    (by_autotuner,), (plain,) = ([one for one in capture.classes if one.is_plain is is_plain] for is_plain in (False, True))
+    assert [capture.count(one).launches for one in (by_autotuner, plain)] == [1, 1]
+    assert capture.plain() == []
+    chosen = next(one.config for one in plain.candidates if one.config.num_warps == 8)
+    first = by_autotuner.candidates[0].config  # with the options of the plain launch
+    write_table(tmp_path, kernel_of([by_autotuner], [first]), kernel_of([plain], [chosen], is_plain=True, shared=()))
+    original = triton.runtime.interpreter.InterpretedFunction.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        warps.append(kwargs.get("num_warps"))
+        return original(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", run)
+    startup.install(tmp_path, misses=None, miss="error")
+    launch()
+    assert warps == [4, 8]
+    counts = startup.server().counters.by_name()
+    assert (counts["served test_unusual_launches.doubled"], counts["missed test_unusual_launches.doubled"]) == (2, 0)
+
+
+class Wrapper:
+    """Hold a kernel by an attribute that this package does not know."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+
+again = Wrapper(triton.jit(of_number.fn))
+
+
+def test_capture_of_a_second_object_of_a_kernel_finds_the_kernel_by_its_name(tmp_path: Path) -> None:
+    (launch,) = captured(tmp_path, again.kernel, 7, torch.empty(40), 40).classes
+    assert (launch.home, launch.problem) == (launch.kernel, "")
+
+
+def test_capture_of_a_kernel_that_only_a_wrapper_holds_says_that_no_module_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(globals(), "of_number")
+    (launch,) = captured(tmp_path, again.kernel, 7, torch.empty(40), 40).classes
+    assert launch.problem == "no module holds the kernel by a name, so that it cannot be imported"
