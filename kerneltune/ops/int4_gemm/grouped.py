@@ -6,8 +6,9 @@ N tokens of all groups, M rows of each weight, K summed over, E groups. The weig
 """
 
 from dataclasses import dataclass, replace
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
 
@@ -26,16 +27,33 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _SPREAD = 0.284
 """Variance over squared mean of the experts' probabilities, by which the default expects tokens: as the cases' router has."""
-_FEW = 12.7
-"""Tokens expected of the largest group up to which steps have 16. This and all numbers of `default` and `_shape_of_few`:
-369 cases, each under four routings, on two H200s, 2026-11-28."""
 _HELD = 8, 5
 """Programs of 16 tokens with one and two blocks that an SM holds where a step has one group of k: by registers, on sm_90."""
 _MAXNREG = {(32, 1): 80, (32, 2): 128, (64, 1): 128}
 """Registers of a thread, by tokens and blocks, with which an SM holds one program more than the compiler would have it hold."""
-_SHORT_CAST, _WAVES = 8, 8
-"""Tokens up to which, and programs of an SM from which on, programs begin early. Between, SMs that the cast of x occupies get
-fewer programs than others, and the last programs end late: up to 1.7 times the time. 378 cases, H100s and an H200, 2026-11-27."""
+
+
+class _Load(NamedTuple):
+    """What a GPU is expected to do.
+
+    Attributes:
+        mean: tokens of a group.
+        largest: tokens of the largest group.
+        programs: programs of one block of groups that have tokens, for an SM.
+        launched: programs of one block of all groups that may have tokens, for an SM.
+    """
+
+    mean: float
+    largest: float
+    programs: float
+    launched: float
+
+
+class _Scales(NamedTuple):
+    """Groups of k of a step, and whether they have zero points."""
+
+    groups: int
+    zeros: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,32 +156,55 @@ def default(case: Case) -> Int4GroupedConfig:
     E, mean = case["E"], N / case["E"]
     largest = mean + sqrt(mean + _SPREAD * mean * mean) * NormalDist().inv_cdf((E - 0.375) / (E + 0.25))  # Blom's formula
     reached = E * (1 - (1 + _SPREAD * mean) ** (-1 / _SPREAD))  # groups that have tokens: a negative binomial distribution
-    programs, launched = reached * rows / estimate.sms(), min(N, E) * rows / estimate.sms()  # of one block, for an SM
-    if largest <= _FEW:
-        tokens, blocks = _shape_of_few(programs, launched, groups)
-    else:
-        tokens, blocks = (64, 1) if (programs <= 4 and mean > 8.5) or (programs <= 12 and mean > 16) else (32, 2)
+    load = _Load(mean, largest, reached * rows / estimate.sms(), min(N, E) * rows / estimate.sms())
+    scales = _Scales(groups, bool(case.option("zeros")))
+    tokens, blocks = _shape(load, scales, rows % 2 == 0)
     tokens, blocks = min(tokens, 64 if N > 32 else 32 if N > 16 else 16), blocks if rows % 2 == 0 else 1
-    is_held = programs <= {(32, 2): 6, (32, 1): 5, (64, 1): 3}.get((tokens, blocks), 0)
-    early = N <= _SHORT_CAST or programs / blocks > _WAVES
-    return Int4GroupedConfig(tokens, blocks, 4, 3, early, 0 if is_held else _MAXNREG.get((tokens, blocks), 0))
+    is_held = load.programs <= {(32, 2): 6, (32, 1): 5 if groups == 1 else 4, (64, 1): 3}.get((tokens, blocks), 0)
+    maxnreg = 0 if is_held else _MAXNREG.get((tokens, blocks), 0)
+    return Int4GroupedConfig(tokens, blocks, 4, 3, _is_early(N, load, blocks), maxnreg)
 
 
-def _shape_of_few(programs: float, launched: float, groups: int) -> tuple[int, int]:
-    """Return the tokens and the blocks of rows of a program where groups have up to 16 tokens.
+def _is_early(N: int, load: _Load, blocks: int) -> bool:
+    """Return whether programs begin while the cast of x runs.
 
-    Args:
-        programs: programs of one block of groups that have tokens, for an SM.
-        launched: programs of one block of all groups that may have tokens, for an SM.
-        groups: groups of k of a step.
+    SMs that the cast occupies get fewer programs than others, and the last programs end late: up to 1.9 times the time. That
+    costs nothing where the cast is short, or where an SM gets many programs.
     """
-    if programs < (1 if groups == 4 else 3):
+    if N <= 32:
+        return N <= 8 or not blocks < load.launched <= 4 * blocks
+    return load.programs > (10 if blocks == 1 else 16)
+
+
+def _shape(load: _Load, scales: _Scales, is_even: bool) -> tuple[int, int]:
+    """Return the tokens and the blocks of rows of a program; is_even: whether a weight has an even number of blocks.
+
+    All limits here and in the functions that follow: 900 cases on H200s, 2026-11-28 (docs/notes/int4.md).
+    """
+    groups, programs = scales.groups, load.programs
+    few = 22 if groups == 2 and is_even and programs > 8 else 12.7 if programs > 2.5 else 11.5
+    if load.largest <= few:
+        return _shape_of_few(load, scales, is_even)
+    if load.mean > (25 if groups == 1 else 22):
+        return 64, 2 if programs > (4 if groups == 4 else 10 if scales.zeros else inf) else 1
+    if load.launched <= 4:
+        return 64, 2 if groups == 2 and programs > 3 else 1
+    if programs <= (6 if groups == 2 else 5):
+        return 32, 1
+    return (64, 1) if 6 < programs <= 12 and load.mean > 16 else (32, 2)
+
+
+def _shape_of_few(load: _Load, scales: _Scales, is_even: bool) -> tuple[int, int]:
+    """Return the shape where steps of 16 tokens suffice for nearly all groups."""
+    if load.programs < (1 if scales.groups == 4 else 3):
         return 16, 1
-    if groups > 1:
+    if scales.groups == 4 and not is_even:
+        return 32, 1
+    if scales.groups > 1 or scales.zeros:
         return 16, 2
-    if min(_HELD[1], int(launched / 2)) > ceil(1.05 * programs / 2):
+    if min(_HELD[1], int(load.launched / 2)) > ceil(1.05 * load.programs / 2):
         return 32, 2  # the GPU deals programs by their number, those that end at once included: hold as few as an SM needs
-    one, two = (1.02 * programs / blocks / held for blocks, held in enumerate(_HELD, 1))
+    one, two = (1.02 * load.programs / blocks / held for blocks, held in enumerate(_HELD, 1))
     return (16, 2) if one <= 1 or two / ceil(two) > 0.8 * one / ceil(one) else (16, 1)  # where the last wave is fuller
 
 
@@ -249,6 +290,7 @@ OP = Op(
     free_axes=("N",),
     free_options=("group", "zeros", "groups"),
     unseen_options=("groups",),
+    max_distance=0.5,  # shapes follow the tokens of a group; H200, 2026-11-28, tuned sizes left out: worst 0.76 with 4
     flops=reference.flops,
     inputs=inputs,
     reference=expected,

@@ -124,11 +124,19 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
         (12, 1024, 3584, 80, 128, (16, 1, False, 0)),  # no more programs than tokens times tiles
         (256, 4096, 6400, 16, 128, (32, 2, False, 128)),
         (352, 7168, 4864, 16, 128, (32, 2, False, 128)),
-        (400, 2048, 4096, 20, 128, (64, 1, False, 128)),
+        (22, 5120, 1920, 23, 128, (16, 2, True, 0)),
+        (400, 2048, 4096, 20, 128, (32, 1, False, 0)),  # five programs of an SM, as many as it holds without limits on registers
+        (200, 2048, 4096, 20, 64, (32, 1, False, 80)),  # with two groups of k it holds four
+        (200, 2560, 4096, 12, 64, (64, 2, False, 0)),
+        (377, 1536, 4608, 52, 64, (16, 2, False, 0)),
+        (1024, 4096, 7168, 32, 128, (64, 1, True, 128)),  # more than 25 tokens to a group
+        (2048, 7168, 2048, 24, 32, (64, 2, True, 0)),
+        (406, 832, 7680, 112, 32, (32, 1, True, 80)),
+        (11, 7680, 2432, 11, 128, (16, 2, True, 0)),
         (99, 2560, 6400, 6, 128, (64, 1, False, 0)),  # few programs: those of the largest group end last
-        (20, 4096, 4096, 1, 128, (32, 1, False, 0)),
-        (128, 2112, 4096, 16, 128, (32, 1, False, 0)),  # an odd number of blocks of rows
-        (29, 768, 7168, 8, 64, (16, 1, False, 0)),
+        (20, 4096, 4096, 1, 128, (32, 1, True, 0)),
+        (200, 5568, 4096, 16, 128, (32, 1, True, 80)),  # an odd number of blocks of rows
+        (29, 768, 7168, 8, 64, (16, 1, True, 0)),
     ],
 )
 def test_default_follows_the_tokens_of_the_largest_group_and_the_programs_of_an_sm(
