@@ -464,10 +464,11 @@ def plan_key(
     Args:
         launch: a launch.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
-        has_layout: whether the strides of tensors, and the alignment of their first bytes, are part of the key.
+        has_layout: whether the strides of tensors, the alignment of their first bytes, and which of them begin at the same byte,
+            are part of the key.
         has_signs: whether the signs of floats whose values are no part of the key are.
     """
-    parts = ["len(args)", "len(kwargs)"]
+    parts, pointers = ["len(args)", "len(kwargs)"], list[str]()
     places = [*(f"args[{place}]" for place in range(len(launch.args))), *(f"kwargs[{name!r}]" for name in launch.kwargs)]
     for name, value, v in zip(launch.names, launch.values, places, strict=True):
         is_deciding = name in deciding
@@ -478,6 +479,7 @@ def plan_key(
         elif is_tensor(value):
             parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding and hasattr(value, "shape") else ())]
             parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
+            pointers.append(f"{v}.data_ptr()")
         elif is_deciding and type(value) in arguments.SCALAR_TYPES:
             parts += [v, *([f"{v}.__class__"] if isinstance(value, int | float) else ())]  # because True == 1 == 1.0
         elif is_deciding and is_function(value):
@@ -486,7 +488,9 @@ def plan_key(
             parts.append(f"other({v})")
         else:
             parts += [f"{v}.__class__", *((f"{v} > 0", f"{v} < 0") if has_signs and isinstance(value, float) else ())]
-    key: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", {"other": _other_key})
+    parts += [f"places([{', '.join(pointers)}])"] if has_layout else []
+    held = {"other": _other_key, "places": lambda pointers: tuple(map(pointers.index, pointers))}
+    key: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", held)
     return key
 
 

@@ -293,10 +293,8 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
             first, groups = classes[0].launch_class, tuple(table_groups(classes, worker))
             digests = (first.source, first.bytecode, first.configs, first.versions.get("package", ""))
             best = None if first.is_plain else shared_config(classes)
-            shared = () if best is None else (best,)
-            name = first.kernel
-            about = (*digests, first.keys, groups, shared, first.is_plain, first.globals)
-            kernels.append(TableKernel(name.module, name.name, *about))
+            about = (*digests, first.keys, groups, () if best is None else (best,), first.is_plain, first.globals)
+            kernels.append(TableKernel(first.kernel.module, first.kernel.name, *about))
     here, pythons = device.current(), {tuned_class.launch_class.versions.get("python", "") for tuned_class in tuned}
     versions = {**device.versions(), "driver": here.driver, "python": "".join(pythons) if len(pythons) == 1 else ""}
     return ServingTable(here.slug, versions, tuple(kernels))
@@ -309,12 +307,10 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     for launch_class in (tuned_class.launch_class for tuned_class in tuned):
         served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs]
         group = served.group(launch_class.key, launch_class.dtypes)
-        row = group.nearest(launch_class.sizes) if group is not None else None
-        offered = [candidate.config for candidate in launch_class.offered]
-        # the row may be of a class with equal sizes for which the author's pruning leaves other configs
-        if row is not None and row.configs[0] in offered:
+        chosen = None if group is None else launch_class.candidate(group.nearest(launch_class.sizes).configs[0])
+        if chosen is not None and chosen.is_offered:  # the row may be of a class for which the pruning leaves other configs
             try:
-                kernel = make_replay(launch_class, root, "meta", 0).compile(row.configs[0])
+                kernel = make_replay(launch_class, root, "meta", 0).compile(chosen.config)
             except Exception as error:  # Triton's compilation errors share no type
                 progress.note(f"a compiled kernel of {launch_class.label} is not kept: {first_line(error)}")
                 continue
@@ -333,7 +329,9 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
-    for members in grouped(classes, lambda tuned: tuned.launch_class.autotuner_key()).values():
+    for of_key in grouped(classes, lambda tuned: tuned.launch_class.autotuner_key()).values():
+        by_sizes = grouped(of_key, lambda tuned: str(sorted(tuned.launch_class.sizes.items())))
+        members = [_as_one(alike) if len(alike) > 1 else alike[0] for alike in by_sizes.values()]
         launch_class, shared, split = members[0].launch_class, shared_config(members), differing(members)
         if len(members) == 1 or shared is None:
             rows = [_row(tuned, tuned.best) for tuned in members]
@@ -341,10 +339,19 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
             gains = [own_gain(tuned, shared, worker) for tuned in members]
             rows = [_row(tuned, shared if gain is None else tuned.best, gain) for tuned, gain in zip(members, gains, strict=True)]
             if all(gain is None for gain in gains):
-                costliest = max(members, key=lambda tuned: tuned.cost_us)
-                times = {config: costliest.times[config] for config in _common_configs(members)}
-                rows, split = [_row(replace(costliest, times=times), shared)], ()
+                rows, split = [_row(_as_one(members), shared)], ()
         yield Group(launch_class.key, launch_class.dtypes, split, tuple(rows))
+
+
+def _as_one(alike: Sequence[TunedClass]) -> TunedClass:
+    """Return classes of equal sizes, whose launches serving cannot tell apart, as one, such as in place and out of place.
+
+    Its configs are correct in all of them, and slower than the author's in none.
+    """
+    first = max(alike, key=lambda tuned: tuned.cost_us)
+    slower = {config for tuned in alike for config, time in tuned.times.items() if time > tuned.times.get(tuned.author, time)}
+    times = {config: first.times[config] for config in _common_configs(alike) if config not in slower}
+    return replace(first, times=times, best=min(times, key=times.__getitem__, default=first.author))
 
 
 def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:

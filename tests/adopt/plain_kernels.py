@@ -70,6 +70,10 @@ def strided(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
         places = start + tl.arange(0, BLOCK)
         tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
 @triton.jit
+def turned(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + N - 1 - places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+@triton.jit
 def flagged(x_ptr, y_ptr, N, flag, eps, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + places, mask=places < N)

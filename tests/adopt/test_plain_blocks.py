@@ -319,3 +319,18 @@ def test_block_that_is_free_under_one_sign_of_a_float_is_served_to_no_other_sign
     assert {flag: result(flag) for flag in expected} == expected
     counts = startup.server().counters.by_name()
     assert counts["served of_plain_kernels.flagged"] == (3 if len(seen) == 2 else 1)
+
+
+def test_block_that_is_free_out_of_place_alone_is_changed_in_no_launch(tmp_path: Path, module: Any, checked: None) -> None:
+    """In place, a second program would read what the first has written; the keys of both launches are equal."""
+    folder, x, y = tmp_path / "cap", torch.arange(96.0), torch.empty(96)
+    startup.capture(folder, plain=True)
+    for out in (y, x):
+        module.turned[cdiv_grid(96)](x, out, 96, BLOCK=128)
+    startup.uninstall()
+    tune_capture(folder, Progress())
+    verdicts = [reason[:8] for blocks in read_blocks(folder).values() for reason in blocks.values()]
+    assert sorted(verdicts) == ["", "BLOCK=64"]
+    table = read_table(folder, GPU)
+    assert table is not None
+    assert [row.configs[0].kwargs for group in table.kernels[0].groups for row in group.rows] == [{"BLOCK": 128}]
