@@ -11,7 +11,7 @@ from functools import partial
 from kerneltune import records
 from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
-from kerneltune.journals import finished_in
+from kerneltune.journals import Journal
 from kerneltune.measuring.check import CaseError, is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
@@ -62,7 +62,7 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     return [*runner.case_records(), *failures, *runner.compile_refusals()], [*coverage, *unchecked]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _JobRunner:
     """Run jobs, and hold their records.
 
@@ -85,9 +85,8 @@ class _JobRunner:
 
     def run(self, stage: str, jobs: Sequence[Job]) -> None:
         """Run jobs whose cases the journal lacks, and keep the records of each case in the journal."""
-        journal, family = self.plan.run_file("check.journal"), self.plan.family
-        finished = finished_in(journal)
-        of_journal = {job: rows for job in jobs if job.runs and (rows := finished(job.runs)) is not None}
+        journal, family = Journal(self.plan.run_file("check.journal")), self.plan.family
+        of_journal = {job: rows for job in jobs if job.runs and (rows := journal.finished(job.runs)) is not None}
         lacking = [job for job in jobs if job not in of_journal]
         self.kept.extend(of_journal)
         self.records.update({job: of_journal.get(job, []) for job in jobs})
@@ -96,7 +95,7 @@ class _JobRunner:
             runs = job.runs or [Run(replace(job.task, case=o.case or job.task.case), o.config) for o in outcomes]
             self.records[job] = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
             if job.runs:
-                records.append(journal, self.records[job])
+                journal.add(self.records[job])
             self.progress.advance(job.label, job.cost)
 
     def case_records(self) -> list[Record]:

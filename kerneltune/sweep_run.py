@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import replace_text
-from kerneltune.journals import finished_in, load_journal
+from kerneltune.journals import Journal
 from kerneltune.measuring.assembly import TARGETS, Target
 from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.compare import ceiling_task, make_record
@@ -82,7 +82,7 @@ def measure_live(
     device.require_gpu(command)
     sweep_cases = [sweep_case for sweep_case in plan.cases() if keys is None or plan.key(sweep_case) in keys]
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        return _SweepRun(plan, progress, worker, repeat=repeat).measure(sweep_cases, None)
+        return _SweepRun(plan, progress, worker, repeat=repeat).measure(sweep_cases, Journal(None))
 
 
 def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
@@ -104,7 +104,7 @@ def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progres
     return measured
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SweepRun:
     """Run the stages of a sweep; checks and comparisons share a GPU worker.
 
@@ -190,9 +190,8 @@ class _SweepRun:
 
         The journal of checks keeps the records until the run is over.
         """
-        family, journal = self.plan.family, self.plan.run_file("check.journal")
-        finished = finished_in(journal)
-        work = [(runs, finished(runs)) for runs in _runs_to_check(self.plan, sweep_cases, with_peers)]
+        family, journal = self.plan.family, Journal(self.plan.run_file("check.journal"))
+        work = [(runs, journal.finished(runs)) for runs in _runs_to_check(self.plan, sweep_cases, with_peers)]
         lacking = [runs for runs, rows in work if rows is None]
         if lacking:
             self._compile([run for runs in lacking for run in runs if run.config is not None], "check")
@@ -203,7 +202,7 @@ class _SweepRun:
                 self.worker.close()  # `check_runs` asks how much memory is free
                 outcomes = check_runs(runs, self.worker.check)
                 rows = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
-                records.append(journal, rows)
+                journal.add(rows)
                 self.progress.advance(runs[0].task.case_label, len(runs))
             checked += rows
         return checked
@@ -227,25 +226,25 @@ class _SweepRun:
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
         self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(sweep_cases)}")
-        measured = self.measure(headlines, None, "measure the first table", slow)
+        measured = self.measure(headlines, Journal(None), "measure the first table", slow)
         self.write(measured)
         first_table(measured)
 
     def measure_and_write(self, sweep_cases: Sequence[SweepCase], stage: str = "measure") -> SweepResult:
         """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
-        journal = self.plan.run_file("journal")
+        path = self.plan.run_file("journal")
         try:
-            measured = self.measure(sweep_cases, journal, stage)
+            measured = self.measure(sweep_cases, Journal(path), stage)
         except (KeyboardInterrupt, WorkerStoppedError):
-            if load_journal(journal):
+            if Journal(path).rows:
                 self.write([])
             raise
         files = self.write(measured)
-        journal.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         return SweepResult(measured, files)
 
     def measure(
-        self, sweep_cases: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
+        self, sweep_cases: Sequence[SweepCase], journal: Journal, stage: str = "measure", without: Collection[str] = ()
     ) -> list[Record]:
         """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again.
 
@@ -257,8 +256,7 @@ class _SweepRun:
         ]
         failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
         runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
-        finished = finished_in(journal)
-        work = [(runs, finished(runs)) for runs in filter(None, runnable)]
+        work = [(runs, journal.finished(runs)) for runs in filter(None, runnable)]
         lacking = [runs for runs, rows in work if rows is None]
         to_launch = (run for runs in lacking for run in (*runs, self._ceiling(runs[0].task)))
         to_compile = [run for run in to_launch if run is not None and run.config is not None]
@@ -271,8 +269,7 @@ class _SweepRun:
                 break
             if rows is None:
                 rows = compare_in_worker(self.worker, self.plan.family, runs, self._ceiling(runs[0].task))
-                if journal:
-                    records.append(journal, rows)
+                journal.add(rows)
                 timed = [row for row in rows if row.time_us is not None]
                 if timed:
                     best = min(timed, key=lambda row: row.time_us or 0.0)
@@ -312,7 +309,7 @@ class _SweepRun:
         """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
         plan = self.plan
         rows, markdown, csv = (plan.options.records_folder / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
-        records.merge(rows, [*load_journal(plan.run_file("journal")), *measured])
+        records.merge(rows, [*Journal(plan.run_file("journal")).rows, *measured])
         table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())
         replace_text(csv, table.csv())

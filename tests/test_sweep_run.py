@@ -17,7 +17,7 @@ from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import cpu_checks, ops, records
 from kerneltune.device import INTERPRETER
-from kerneltune.journals import load_journal
+from kerneltune.journals import Journal
 from kerneltune.measuring import jobs, memory
 from kerneltune.measuring.check import Checker
 from kerneltune.measuring.compare import make_record
@@ -297,7 +297,7 @@ def test_interrupt_of_a_check_of_pairs_keeps_checked_cases(
         run(stream_sweep, options)
     (journal,) = written(options)
     assert options.results is not None
-    assert sorted(row.case for row in load_journal(options.results / journal)) == ["even", "odd"]  # either may end first
+    assert sorted(row.case for row in Journal(options.results / journal).rows) == ["even", "odd"]  # either may end first
 
 
 def test_sweep_run_imports_no_checks_of_the_interpreter() -> None:

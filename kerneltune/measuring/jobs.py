@@ -31,7 +31,7 @@ their configs (timed by a script, 2026-11-27)."""
 _Fork = Fork[tuple[list[Outcome], set[Fact]]]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Job:
     """Describe checks that run in one process.
 
