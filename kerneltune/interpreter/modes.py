@@ -22,7 +22,7 @@ import numpy as np
 from kerneltune.errors import is_own
 from kerneltune.interpreter.bounds import strict_parts
 from kerneltune.interpreter.corrections import correct_interpreter
-from kerneltune.interpreter.facts import LaunchFacts, note, noting
+from kerneltune.interpreter.facts import Fact, LaunchFacts, note, noting
 from kerneltune.interpreter.host_code import noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 
@@ -57,7 +57,7 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
     """
     from triton import knobs
 
-    parts = strict_parts(largest or {}) if knobs.runtime.interpret else {}
+    parts = strict_parts(largest or {}) | _untimed() if knobs.runtime.interpret else {}
     with corrected(), replaced(parts), noting_host(folder if parts else ""):
         yield
 
@@ -77,9 +77,20 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
             facts.num_programs += math.prod(map(int, grid))
             note(*facts_of(executor, bound))
 
-    uncalled = replaced({(GridExecutor, "__call__"): collect})
+    uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
     with noting() as facts, uncalled, _forgetting(folder), noting_host(folder):
         yield facts
+
+
+def _untimed() -> dict[tuple[Any, str], Any]:
+    """Return the patch with which autotuners take their first config: without a GPU they can time none."""
+    from triton.runtime.autotuner import Autotuner
+
+    def untimed(autotuner: Any, *_args: Any, **_named: Any) -> float:
+        note(Fact("not judged", f"configs of the autotuner of {autotuner.base_fn.__name__} other than the first"))
+        return 0.0
+
+    return {(Autotuner, "_bench"): untimed}
 
 
 class LaunchedError(Exception):

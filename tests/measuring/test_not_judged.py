@@ -10,12 +10,13 @@ import triton.language as tl
 from asserting import every
 from mistaken_ops import CASES, case_of
 from row_sums import BENCH, summing
+from test_pairs import op_with
 
 from kerneltune.interpreter.facts import Fact
 from kerneltune.measuring.derived import derived_cases
-from kerneltune.measuring.jobs import address_job, coverage_lines, run_jobs
+from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.spec import Inputs, Outputs, Variant
-from kerneltune.task import Task
+from kerneltune.task import Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="derived cases run in Triton's interpreter")
 
@@ -49,6 +50,29 @@ def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
     addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts, CASES)
     dict(run_jobs([addresses]))
     assert every("not judged" not in line for line in coverage_lines([addresses]))
+
+
+@triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 256})], key=["N"])
+@triton.jit
+def _tuned(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * N
+    for begin in range(0, N, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(y_ptr + row + at, 2 * tl.load(x_ptr + row + at, at < N, other=0.0), at < N)
+
+
+def test_autotuner_takes_its_first_config_without_a_gpu_and_coverage_names_the_others() -> None:
+    def tuned(given: Inputs, _config: None) -> Outputs:
+        y = torch.empty_like(given["x"])
+        _tuned[(len(y),)](given["x"], y, y.shape[1])
+        return {"y": y}
+
+    variant = Variant("optimized", tuned)
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
+    jobs = [*(case_job([Run(Task(op, case, variant), None)]) for case in CASES), address_job(Task(op, BENCH[0], variant))]
+    assert [outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes] == [""] * len(CASES)
+    line = "scaled: not judged: configs of the autotuner of _tuned other than the first"
+    assert [it for it in coverage_lines(jobs) if "not judged" in it] == [line]
 
 
 @triton.jit
