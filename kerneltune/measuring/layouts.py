@@ -49,7 +49,10 @@ def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
 
 @contextmanager
 def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
-    """List the inputs whose strides, or whether they are contiguous, code in a folder asks for, in order."""
+    """List the inputs of which code in a folder asks for strides, whether they are contiguous, or a contiguous copy, in order.
+
+    A copy of another view, such as `x.t().contiguous()`, tells nothing of the input.
+    """
     owners = names_by_storage(inputs)
     read = list[str]()
 
@@ -57,12 +60,16 @@ def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
         def call(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
             frame = inspect.currentframe()
             caller = frame.f_back if frame else None
-            if caller and is_own(folder, caller.f_code.co_filename) and tensor.untyped_storage().data_ptr() in owners:
-                read.append(owners[tensor.untyped_storage().data_ptr()])
+            owner = (
+                owners.get(tensor.untyped_storage().data_ptr()) if caller and is_own(folder, caller.f_code.co_filename) else None
+            )
+            if owner and not (method is contiguous and tensor.shape != inputs[owner].shape):
+                read.append(owner)
             return method(tensor, *args, **named)
 
         return call
 
-    names = ("stride", "is_contiguous") if folder else ()
+    contiguous = torch.Tensor.contiguous
+    names = ("stride", "is_contiguous", "contiguous") if folder else ()
     with replaced({(torch.Tensor, name): noted(getattr(torch.Tensor, name)) for name in names}):
         yield read

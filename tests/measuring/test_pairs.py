@@ -206,6 +206,25 @@ def test_check_of_pairs_finds_wrong_strides_of_rows_with_gaps(mistake: str) -> N
     assert bool(reasons) == (mistake in ("exchanged", "in place if contiguous"))
 
 
+@interpreted
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_check_of_pairs_finds_work_in_place_on_a_contiguous_copy_of_an_input(is_copied: bool) -> None:
+    """A copy of another view of the input says nothing of the input."""
+
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        x = inputs["x"].contiguous() if is_copied else inputs["x"]
+        inputs["x"].t().contiguous()
+        y = torch.empty(x.shape)
+        if x.numel():
+            _rows_by_maximum[(len(x),)](x, y, *[x.shape[1]] * 3, BLOCK=triton.next_power_of_2(x.shape[1]))
+        return {"y": x.copy_(y)}
+
+    found = pairs.check_pairs(op_with(""), replace(KNOBLESS, run=run), CASES, elements)
+    start = "run 2: with gaps between rows of x, which host code accepts: outputs: y is written over an input in case "
+    assert all(outcome.reason.startswith(start) for outcome in found)
+    assert bool(found) == is_copied
+
+
 @triton.jit
 def _copied_heads(x_ptr, y_ptr, N, stride_m, stride_h, H, BLOCK: tl.constexpr):
     row, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
