@@ -13,6 +13,7 @@ from kerneltune.errors import place_of
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
 from kerneltune.measuring.addresses import address_errors
+from kerneltune.measuring.blind_spots import blind_spots
 from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
 from kerneltune.measuring.mutations import accepted_mutations, mutate
@@ -132,13 +133,15 @@ def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
 
 
 def compare_job(task: Task, cases: Sequence[Case]) -> Job:
-    """Return the job that fails if `compare` accepts any values of an output, and names gross errors that it accepts."""
+    """Return the job that fails if `compare` accepts any values of an output, and names gross errors that no check finds."""
 
     def work() -> list[Outcome]:
         ignored, wrong = accepted_mutations(task.op, task.variant, cases)
         reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
-        line = f"{task.op.name}: compare accepts wrong values of {', '.join(wrong)}: see --mutate"
-        return [Outcome("failed", reason, task.default)] * bool(ignored) + [Outcome("checked", line)] * bool(wrong)
+        lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] * bool(wrong)
+        lines += [f"{text}: a kernel that ignores it passes" for text in blind_spots(task.op, cases)]
+        named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
+        return [Outcome("failed", reason, task.default)] * bool(ignored) + named
 
     return Job(f"{task.op.name}, compare", task, work)
 

@@ -1,0 +1,52 @@
+"""Name types, modes and options that `inputs` ignores, and inputs that are the same in all check cases."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mistaken_ops import CASES, values
+from test_pairs import op_with
+
+from kerneltune.measuring.blind_spots import blind_spots
+from kerneltune.measuring.jobs import compare_job, run_jobs
+from kerneltune.spec import Case, Inputs, Op, Variant
+from kerneltune.task import Task
+
+
+def biased(bias: Any = None, is_option_used: bool = True, is_dtype_used: bool = True) -> Op:
+    """Return y = x + bias, whose bias is drawn unless it is given, and which has an option and two types."""
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        dtype = getattr(torch, case.dtype) if is_dtype_used else torch.float32
+        drawn = values(seed + 7, device, case["N"])
+        given = drawn if bias is None else torch.full_like(drawn, bias, dtype=torch.int64 if type(bias) is int else torch.float32)
+        x = values(seed, device, case["M"], case["N"]).to(dtype)
+        return {"x": x, "bias": given, "act": case.option("act") if is_option_used else "none", "unused": torch.zeros(4)}
+
+    def reference(given: Inputs) -> Inputs:
+        return {"y": given["x"].float() + given["bias"]}
+
+    same = lambda _case, _given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
+    return replace(
+        op_with(""), inputs=inputs, reference=reference, compare=same, options={"act": ("none", "silu")},
+        dtypes=("float32", "bfloat16"), variants=(Variant("optimized", lambda given, _config: reference(given)),),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "texts"),
+    [
+        (biased(), []),
+        (biased(bias=0.0), ["input bias is 0 in all check cases"]),
+        (biased(bias=1), ["input bias is 1 in all check cases"]),
+        (biased(is_option_used=False), ["inputs are equal for every act"]),
+        (biased(is_dtype_used=False), ["inputs are equal for every dtype"]),
+    ],
+)
+def test_values_that_no_check_tells_apart_are_named(op: Op, texts: list[str]) -> None:
+    cases = [replace(case, options=(("act", act),)) for case in CASES for act in ("none", "silu")]
+    assert blind_spots(op, cases) == texts
+    ((_job, outcomes),) = run_jobs([compare_job(Task(op, cases[0], op.variants[0]), cases)])
+    lines = [f"scaled: {text}: a kernel that ignores it passes" for text in texts]
+    assert [(it.status, it.reason) for it in outcomes] == [("checked", line) for line in lines]
