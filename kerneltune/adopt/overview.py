@@ -54,8 +54,8 @@ class Capture:
         return dict(sorted(by_kernel.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
     def plain(self) -> list[str]:
-        """Return the kernels that were launched without an autotuner and not captured."""
-        names = {launch_class.kernel.text for launch_class in self.classes}
+        """Return the kernels that were launched without an autotuner and not captured, for no reason of their own."""
+        names = {launch_class.kernel.text for launch_class in self.classes} | self.notes.refused.keys()
         return sorted(set(self.notes.plain) - names)
 
     def own_runs(self) -> dict[str, list[str]]:

@@ -66,7 +66,7 @@ def test_capture_of_an_address_that_the_kernel_makes_a_pointer_of_names_the_argu
     assert torch.equal(x, out)
     (name,) = kernel.arg_names[:1]
     reason = f"not captured: {name} holds addresses, which mean nothing in another process"
-    assert (list(capture.notes.refused.values()), capture.classes) == ([reason], [])
+    assert (list(capture.notes.refused.values()), capture.classes, capture.plain()) == ([reason], [], [])
 
 
 @pytest.mark.parametrize("in_tensor", [False, True], ids=["number", "tensor"])
