@@ -23,7 +23,7 @@ import torch
 from kerneltune import device
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.rows import pool
-from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowVerdict, confirm
+from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowVerdict, confirm, gate
 from kerneltune.measuring.compare import SELF, contender, input_sets, make_record, noise_floor, obstacle, time_contenders
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.plan import Options, Selection, load_plan
@@ -172,7 +172,8 @@ def verdicts(
 
     unchanged = pool(record for process in old for record in process[0.0])
     further = iter(again)
-    verdict, _pooled = confirm(unchanged, run(new), margin, lambda suspects: run(next(further), suspects), len(again))
+    judge = partial(gate, unchanged, margin=margin)
+    verdict, _pooled = confirm(judge, run(new), lambda suspects: run(next(further), suspects), len(again))
     return [row.verdict for row in verdict.rows if not delay or row.record.key in delayed]
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -31,7 +31,7 @@ New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl fil
 _PROCESSES, _BAD_INPUT = 3, 2
 
 
-@o.selects()
+@o.selection()
 def command(
     wanted: Selection,
     baseline: Baseline,
@@ -80,20 +80,18 @@ def command(
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
         o.refuse("expected only with --run", policy=policy, processes=processes, update=update, save=save)
-        _report(_judged(baseline, new, wanted, margin, peers, allow_stale, configs), junit, markdown, annotations)
-        return
+        _report(_judged_file(baseline, new, wanted, margin, peers, allow_stale, configs), junit, markdown, annotations)
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
     for path in filter(None, (junit, markdown)):
         o.require_writable(path.parent)
     plan = o.make_plan(run or "", wanted, results=results, policy=policy, peers=peers, configs=configs)
-    if update:
-        _update(baseline, plan, processes)
-    else:
+    if not update:
         _report(_measured(baseline, plan, processes, margin, save), junit, markdown, annotations)
+    _update(baseline, plan, processes)
 
 
-def _judged(
+def _judged_file(
     baseline: str, new: Path, wanted: Selection, margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
 ) -> "Verdict":
     """Compare the wanted rows of the new file with the baseline, and their code and configs with the checkout's."""
@@ -174,7 +172,7 @@ def _keep(path: Path, measured: list[Record]) -> None:
     note(f"wrote {path}")
 
 
-def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
+def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> NoReturn:
     """Write and print the answer in every requested form; exit with its code, with 2 for a pass that cannot be written."""
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from kerneltune import device
 from kerneltune.gating.rows import defaults_of
-from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, Verdict, confirm
+from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, Verdict, confirm, gate
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.processes import in_fresh_processes
 from kerneltune.progress import Progress
@@ -48,7 +48,8 @@ def run_gate(
         return run_processes(load_ops, plan, processes, progress, {key.of_case for key in suspects})
 
     measured = run_processes(load_ops, plan, processes, progress)
-    return confirm(kept, measured, tolerated, remeasure, peers=plan.options.peers, defaults=partial(defaults_of, plan.ops))
+    judge = partial(gate, kept, margin=tolerated, peers=plan.options.peers, defaults=partial(defaults_of, plan.ops))
+    return confirm(judge, measured, remeasure)
 
 
 def run_processes(

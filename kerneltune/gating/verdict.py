@@ -163,14 +163,10 @@ def gate(
 
 
 def confirm(
-    baseline: Sequence[Record],
+    judge: Callable[[Sequence[Record]], Verdict],
     new: Sequence[Record],
-    margin: float,
     remeasure: Callable[[frozenset[TaskKey]], Sequence[Record]],
     reruns: int = RERUNS,
-    *,
-    peers: bool = False,
-    defaults: Defaults = lambda _op: {},
 ) -> tuple[Verdict, list[Record]]:
     """Run the gate, measure regressions and ambiguous rows again, and return the verdict and the pooled new records.
 
@@ -180,6 +176,7 @@ def confirm(
     still ambiguous is.
 
     Args:
+        judge: function that compares new records with the baseline, such as a partial `gate`.
         new: records of the processes, a row of each or pooled.
         remeasure: function that measures rows again, and returns records as `new` holds them.
 
@@ -187,14 +184,14 @@ def confirm(
         ValueError: the margin is bad, or records cannot be pooled.
     """
     measured, pooled = list(new), pool(new)
-    verdict = gate(baseline, pooled, margin, peers=peers, defaults=defaults)
+    verdict = judge(pooled)
     suspects = verdict.of("regression", "ambiguous")
     for _ in range(reruns):
         if not suspects:
             break
         measured += [record for record in remeasure(suspects) if record.key in suspects]
         pooled = pool(measured)
-        verdict = gate(baseline, pooled, margin, peers=peers, defaults=defaults)
+        verdict = judge(pooled)
         suspects = suspects & verdict.of("ambiguous")
     return verdict, pooled
 

@@ -1,6 +1,7 @@
 """Test the gate on simulated runs with planted shifts: false alarms and missed slowdowns."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ def verdicts(
         factor = np.ones(ROWS)
         factor[::every] += slowdown
         old, new = run(rng, us, odd_process=odd_process), run(rng, us * factor, odd_process=odd_process)
-        answer, _pooled = confirm(old, new, MARGIN, lambda _s: run(rng, us * factor, odd_process=odd_process))  # noqa: B023
+        judge = partial(gate, old, margin=MARGIN)
+        answer, _pooled = confirm(judge, new, lambda _s: run(rng, us * factor, odd_process=odd_process))  # noqa: B023
         for number, row in enumerate(answer.rows):
             (others if number % every else slowed)[row.verdict] += 1
     return slowed, others

@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +350,7 @@ def test_confirm_measures_suspects_again_and_pools_them() -> None:
         asked.append(suspects)
         return [by_process(100, 0, 0.002, 0.001), by_process(300, 0, 0, 0, quant="none")]
 
-    verdict, pooled = confirm(old, odd, 0.03, remeasure)
+    verdict, pooled = confirm(partial(gate, old, margin=0.03), odd, remeasure)
     assert asked == [frozenset({odd[0].key})]
     assert [(row.verdict, row.reason) for row in verdict.rows] == [("pass", ""), ("pass", "")]
     assert [len(row.samples_us or ()) for row in pooled] == [6, 3]
@@ -358,15 +359,15 @@ def test_confirm_measures_suspects_again_and_pools_them() -> None:
 
 def test_confirm_of_a_slow_row_fails_and_without_a_suspect_measures_nothing() -> None:
     old, slow = by_process(100, 0, 0.002, -0.002), by_process(106, 0, 0.002, -0.002)
-    verdict, _pooled = confirm([old], [slow], 0.03, lambda _suspects: [slow])
+    verdict, _pooled = confirm(partial(gate, [old], margin=0.03), [slow], lambda _suspects: [slow])
     assert verdict.exit_code == 1
     assert verdict.rows[0].reason.endswith("; 3 and 6 processes")
 
     def never(_suspects: Any) -> list[Record]:
         raise AssertionError("nothing is suspect")
 
-    assert confirm([old], [old], 0.03, never) == (gate([old], [old], 0.03), [old])
-    gone, _pooled = confirm([old], [slow], 0.03, lambda _suspects: [])
+    assert confirm(partial(gate, [old], margin=0.03), [old], never) == (gate([old], [old], 0.03), [old])
+    gone, _pooled = confirm(partial(gate, [old], margin=0.03), [slow], lambda _suspects: [])
     assert gone.exit_code == 1
     assert gone.rows[0].reason.endswith("; 3 and 3 processes")
 
@@ -381,7 +382,7 @@ def test_confirm_measures_rows_that_stay_ambiguous_twice_and_regressions_once() 
         asked.append(suspects)
         return odd if len(asked) == 1 else clean
 
-    verdict, pooled = confirm(old, odd, 0.03, remeasure)
+    verdict, pooled = confirm(partial(gate, old, margin=0.03), odd, remeasure)
     rows = [record.key for record in old]
     assert asked == [frozenset(rows), frozenset(rows[:1])]
     assert [row.verdict for row in verdict.rows] == ["ambiguous", "regression"]
@@ -389,7 +390,7 @@ def test_confirm_measures_rows_that_stay_ambiguous_twice_and_regressions_once() 
     assert verdict.rows[1].reason.endswith("; 3 and 6 processes")
     assert [len(row.samples_us or ()) for row in pooled] == [9, 6]
     asked.clear()
-    assert confirm(old, odd, 0.03, remeasure, reruns=0)[1] == odd
+    assert confirm(partial(gate, old, margin=0.03), odd, remeasure, reruns=0)[1] == odd
     assert not asked
 
 
@@ -419,7 +420,9 @@ def test_gate_of_two_units_of_one_gpu_model_has_a_note() -> None:
     for same in (old, [record(), record(quant="none")]):
         assert gate(old, same, 0.03).notes == gate(same, old, 0.03).notes == ()
     assert gate([record(unit="a")], [record(unit="b", device="NVIDIA H100")], 0.03).notes == ()
-    _verdict, pooled = confirm([by_process(100, 0, unit="a")], [by_process(100, 0, unit="b")], 0.03, lambda _: [])
+    _verdict, pooled = confirm(
+        partial(gate, [by_process(100, 0, unit="a")], margin=0.03), [by_process(100, 0, unit="b")], lambda _: []
+    )
     assert _verdict.notes == (note,)
     assert pooled[0].unit == "b"
 
