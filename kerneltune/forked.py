@@ -53,8 +53,8 @@ class Fork(Generic[T]):
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process, self.pipe = start(_work_and_exit, work, method="fork")
 
-    def is_done(self) -> bool:
-        """Wait for the next message of the fork; return whether the message was its last."""
+    def receive(self) -> bool:
+        """Wait for a message of the fork and keep it; return whether the message was the last."""
         try:
             note, self._answer = self.pipe.recv()
         except EOFError:
@@ -70,7 +70,7 @@ class Fork(Generic[T]):
             WorkerStoppedError: SIGTERM ended the fork.
         """
         try:
-            while not self.is_done():
+            while not self.receive():
                 pass
             self._process.join()
         finally:

@@ -76,7 +76,7 @@ def test_fork_that_sigterm_ends_is_not_to_blame() -> None:
         signal.pause()
 
     fork = Fork(end)
-    assert not fork.is_done()
+    assert not fork.receive()
     os.kill(fork.last_note, signal.SIGTERM)
     with pytest.raises(WorkerStoppedError, match=r"^a process of the command was ended from outside: SIGTERM$"):
         fork.result()

@@ -44,7 +44,7 @@ def list_(configs: o.ReadConfigs = None) -> None:
 
 
 @app.command("show")
-@o.selects("op")
+@o.selection(without=("op",))
 def show_(op: o.OpName, wanted: Selection, gpu: o.Gpu = None, configs: o.ReadConfigs = None) -> None:
     """Show the cached configs of an operator."""
     files = _chosen(op, gpu, configs)

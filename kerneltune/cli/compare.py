@@ -19,7 +19,7 @@ from kerneltune.table import join_tables
 Sides = tuple[list[Record], list[Record]]
 
 
-@o.selects("variant")
+@o.selection(without=("variant",))
 def command(
     wanted: Selection,
     a: Annotated[str | None, o.argument("[A]", "A variant, a peer, best-peer or a file of records; else best-peer.")] = None,

@@ -45,7 +45,7 @@ def _compiled(runs: Sequence[Run], targets: list[str], workers: int | None) -> S
         return survey(runs, targets, workers, progress)
 
 
-@o.selects("op")
+@o.selection(without=("op",))
 def command(
     wanted: Selection,
     op: Annotated[str | None, o.argument("[OP]", "Only this operator.")] = None,

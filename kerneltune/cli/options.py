@@ -137,7 +137,7 @@ Output = Annotated[Path | None, option("--output -o", "FILE", "Write to this fil
 _SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants, "variant": VariantNames}
 
 
-def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def selection(without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's parameter `wanted`, a Selection without a family, by the options that select.
 
     without: the options among `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kerneltune.stale import Stale
 
 
-@o.selects()
+@o.selection()
 def command(
     family: o.Family = "",
     *,

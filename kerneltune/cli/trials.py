@@ -24,7 +24,7 @@ _WEIGHED = 8
 """Largest number of cases whose important knobs are computed."""
 
 
-@o.selects("variant")
+@o.selection(without=("variant",))
 def command(
     family: o.Family,
     wanted: Selection,

@@ -30,7 +30,7 @@ _CALLED_VARIANT = "optimized"
 """Variant that a call of an operator runs, the only variant whose configs a model uses."""
 
 
-@o.selects()
+@o.selection()
 def command(
     wanted: Selection,
     family: Annotated[str | None, typer.Argument(help="A file of sweeps/ by name, a .yaml file, or a capture's folder.")] = None,

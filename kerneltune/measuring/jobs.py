@@ -161,7 +161,7 @@ def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
                 running[Fork(partial(_work, job))] = job
             told = wait([fork.pipe for fork in running])
             for fork in [fork for fork in running if fork.pipe in told]:
-                if fork.is_done():
+                if fork.receive():
                     job = running.pop(fork)
                     yield job, _outcomes(fork, job)
     finally:
