@@ -349,10 +349,10 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
 
 
 def _lines(records: Iterable[Record]) -> bytes:
-    return b"".join(msgspec.json.encode(_finite(record)) + b"\n" for record in records)
+    return b"".join(msgspec.json.encode(_require_finite(record)) + b"\n" for record in records)
 
 
-def _finite(record: Record) -> Record:
+def _require_finite(record: Record) -> Record:
     """Return the record; raise ValueError if JSON cannot hold its options or its config."""
     for name in ("options", "config"):
         values = getattr(record, name) or {}

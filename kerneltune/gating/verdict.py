@@ -104,8 +104,8 @@ class Verdict:
         """Return the rows that did not simply pass: worst first, notes last."""
         return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: (bool(r.note), WORST_FIRST.index(r.verdict)))
 
-    def of(self, *verdicts: RowVerdict) -> frozenset[TaskKey]:
-        """Return the rows with any of these verdicts, without notes."""
+    def keys_with(self, *verdicts: RowVerdict) -> frozenset[TaskKey]:
+        """Return the keys of the rows with any of these verdicts, without notes."""
         return frozenset(row.record.key for row in self.rows if row.verdict in verdicts and not row.note)
 
 
@@ -185,14 +185,14 @@ def confirm(
     """
     measured, pooled = list(new), pool(new)
     verdict = judge(pooled)
-    suspects = verdict.of("regression", "ambiguous")
+    suspects = verdict.keys_with("regression", "ambiguous")
     for _ in range(reruns):
         if not suspects:
             break
         measured += [record for record in remeasure(suspects) if record.key in suspects]
         pooled = pool(measured)
         verdict = judge(pooled)
-        suspects = suspects & verdict.of("ambiguous")
+        suspects = suspects & verdict.keys_with("ambiguous")
     return verdict, pooled
 
 

@@ -175,8 +175,8 @@ def contender(variant: Variant, config: Config, inputs: Sequence[Inputs], policy
 def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, compared: Compared) -> list[Record]:
     """Make a record for each run of a case.
 
-    The noise floor of all rows of the case is the interval of the first correct variant's ratio to itself. If a variant has two
-    records, the second record holds its second time.
+    The noise floor of all rows of the case is the interval of the first correct variant's ratio to itself. A variant
+    with two runs, as in `compare X X`, gets a record of its first time and a record of its second time.
     """
     samples, untimed = compared
     floor, records, seen = noise_floor(samples), [], set[str]()

@@ -157,9 +157,9 @@ class _Deriver:
     def _with_smaller_sizes(self) -> tuple[list[Case], set[Fact]]:
         """Return bench cases with some sizes of a check case, for facts that no check case has, and all facts of bench cases.
 
-        Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case
-        has at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A variant that calls `torch.bincount`, for
-        example, is left out: its launches depend on values.
+        The first round takes default configs on all bench cases; the second takes configs around the default, on one bench case
+        for each set of equal facts. A case has at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A
+        variant that calls `torch.bincount`, for example, is left out: its launches depend on values.
         """
         op, check, bench = self.op, [*self.check, *self.derived], self.bench
         smaller, facts, variants = list[Case](), set[Fact](), _variants_with_facts(op, check)
@@ -168,16 +168,16 @@ class _Deriver:
                 facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
         for configs in (_default_alone, around_default) if check else (_default_alone,):
             facts_of = partial(_facts_of_cases, op, variants, configs, facts)
-            of_check = [of_case for _case, of_case in facts_of([*check, *smaller])]
-            known = set[Fact]().union(*of_check)
-            most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((of_case.num_programs for of_case in of_check), default=0))
+            check_facts = [of_case for _case, of_case in facts_of([*check, *smaller])]
+            known = set[Fact]().union(*check_facts)
+            most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((of_case.num_programs for of_case in check_facts), default=0))
             by_facts: dict[frozenset[Fact], Case] = {}
             for case, of_case in facts_of(sorted(bench, key=self._cost)):
                 facts |= of_case
                 by_facts[frozenset(of_case)] = case
-                for of_whole in (False, True) if len(of_check) >= len(check) else ():
-                    wanted = {fact for fact in of_case - known if (fact.kind == "whole") is of_whole}
-                    cases = self._smaller(case, of_whole, partial(_has_one_of, facts_of, wanted)) if wanted else ()
+                for wants_whole_blocks in (False, True) if len(check_facts) >= len(check) else ():
+                    wanted = {fact for fact in of_case - known if (fact.kind == "whole") is wants_whole_blocks}
+                    cases = self._smaller(case, wants_whole_blocks, partial(_has_one_of, facts_of, wanted)) if wanted else ()
                     for candidate, found in facts_of(filter(self._is_cheap, cases)):
                         if found.num_programs <= most_programs and found & wanted and not _obstacle(op, candidate):
                             smaller.append(candidate)
@@ -189,14 +189,15 @@ class _Deriver:
             bench = [*by_facts.values()]
         return smaller, facts
 
-    def _smaller(self, case: Case, of_whole: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
+    def _smaller(self, case: Case, wants_whole_blocks: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
         """Yield copies of a bench case with smaller sizes: the cheapest first; last, sizes far above the sizes of check cases.
 
         The sizes are of check cases with longer sizes in place of 1, because a single row or column hides mistakes; then of the
         check cases as they are.
 
         Args:
-            of_whole: whether whole blocks are sought. Copies with the least sizes then come first: their loops are the shortest.
+            wants_whole_blocks: whether a fact about whole blocks is sought. Copies with the least sizes then come first: their
+                loops are the shortest.
             is_new: whether a case has a fact that is sought.
         """
         bases = list(dict.fromkeys([*(_without_ones(it, self.by_cost) for it in self.by_cost), *self.by_cost]))
@@ -208,7 +209,9 @@ class _Deriver:
         for smaller in sorted(_with_sizes_of(case, bases), key=partial(self._order, case)):
             is_far = any(size > _FAR * max((it[axis] for it in bases), default=0) for axis, size in smaller.axes)
             (far if is_far else near).append(smaller)
-        yield from itertools.chain(*((sorted(least, key=self._doublings), near, far) if of_whole else (near, least, far)))
+        yield from itertools.chain(
+            *((sorted(least, key=self._doublings), near, far) if wants_whole_blocks else (near, least, far))
+        )
 
     def _doublings(self, case: Case) -> int:
         """Return log2 of a case's cost over the cost of the costliest check case, rounded up; 0 for a cheaper case."""

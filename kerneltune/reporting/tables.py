@@ -261,7 +261,7 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     """Return a row per case and variant, the fastest variant marked `*`; a part of the work has only a time.
 
     Args:
-        brief: name variants that skipped all of several cases in a line below, without rows.
+        brief: leave out a variant that was skipped in every case of two or more; a line below the table names it.
     """
     skipped = _always_skipped(records) if brief else {}
     kept = [r for r in records if (r.op, r.variant) not in skipped]
