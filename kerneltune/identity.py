@@ -93,7 +93,8 @@ class _Scope:
 
     Attributes:
         local: numbers of the names that the definition or a function inside it binds, in the order of their first binding.
-        hidden: numbered names that are not local to the definition: only a function inside it binds them, or they are `global`.
+        hidden: numbered names that are not local to the definition: `global` names, and names such as `x` that only a function
+            inside it binds (`def f(): def g(): x = 1`).
         imported: names that an import statement inside the definition binds: (module, attribute or "").
     """
 

@@ -46,9 +46,9 @@ class Selection:
         """Return whether a task belongs to the selection."""
         return self.matches_case(key.op, key.case) and self.matches_variant(key.variant)
 
-    def matches_variant(self, variant: str, by_default: bool = True) -> bool:
-        """Return whether a variant belongs to the selection; if the selection names none, the answer is `by_default`."""
-        return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants) if self.variants else by_default
+    def matches_variant(self, variant: str, if_none_named: bool = True) -> bool:
+        """Return whether a variant belongs to the selection; if the selection names none, the answer is `if_none_named`."""
+        return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants) if self.variants else if_none_named
 
     def require_match(self, field: str, present: Iterable[str], place: str = "") -> None:
         """Raise ValueError for a name or pattern of a field that matches no present value; a message ends with the place."""

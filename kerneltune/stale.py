@@ -267,6 +267,6 @@ def _batches(stale: Stale) -> Iterator[tuple[Plan, list[SweepCase]]]:
     """Yield stale cases by rank, then family by family, `_AT_ONCE` at a time."""
     for rank in range(3):
         for family in stale.families:
-            cases = [sweep_case for sweep_case, of_case in family.stale.items() if of_case == rank]
+            cases = [sweep_case for sweep_case, its_rank in family.stale.items() if its_rank == rank]
             for first in range(0, len(cases), _AT_ONCE):
                 yield family.plan, cases[first : first + _AT_ONCE]

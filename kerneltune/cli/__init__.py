@@ -38,7 +38,7 @@ from kerneltune.files import RESULTS
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.sweep_file import NO_FAMILY, families
 
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own click, whose UsageError has no public name
 
 
 _TRACEBACK = "KERNELTUNE_TRACEBACK"

@@ -74,7 +74,7 @@ class Change:
         log: log(new time / old time); a time that is a tiny part of the other has a log, but no slowdown above -1.
         low, high: 95 % interval of the slowdown; `unseen` is a slowdown between processes that the interval may lack.
         p: p-value of the hypothesis that the new side is not slower.
-        basis: number of processes that the interval comes from; empty for one process a side.
+        basis: words for the processes that the interval comes from, such as `5 and 3 processes`; empty for one process a side.
     """
 
     old: Record

@@ -271,7 +271,11 @@ def _change(old: Record, new: Record, by_process: Shift | None) -> Change:
 
 def _not_compared(old: Record | None, new: Record | None, new_setups: Collection[tuple[str, str]], peers: bool) -> GateRow | None:
     """Return a row whose new record failed, or is not timed where the baseline's is; None for any other row."""
-    note = _FAILED_BEFORE if old is not None and old.status == "failed" else A_PEER if is_peer(old, new) and not peers else ""
+    note = ""
+    if old is not None and old.status == "failed":
+        note = _FAILED_BEFORE
+    elif is_peer(old, new) and not peers:
+        note = A_PEER
     if new is not None and new.status == "failed":
         return GateRow(new, "failed", None, _one_line(note, new.reason), note)
     if old is None or old.status != "passed" or setup_of(old) not in new_setups or (new and new.status == "passed"):
