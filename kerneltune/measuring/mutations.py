@@ -103,8 +103,12 @@ def accepted_mutations(op: Op, variant: Variant, cases: Sequence[Case]) -> tuple
 
 
 def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict[str, bool]]:
-    """Return by output and mutation whether `compare` refused the mutation on some case."""
-    seen: dict[str, dict[str, bool]] = {}
+    """Return by output and mutation whether `compare` refused the mutation on some case.
+
+    An output of length 1 along its first axis counts only if it has this length in all cases: `compare` may look at the first
+    matrix alone.
+    """
+    seen: dict[str, dict[bool, dict[str, bool]]] = {}
     supported = [case for case in cases if variant.unsupported(case) is None and op.traffic(case).total]
     for case in sorted(supported, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
         checker = Checker(op, case, "cpu")
@@ -114,11 +118,11 @@ def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict
         outputs = dict(checker.outputs(variant, config))
         for name, mutation, changed in _mutated(outputs):
             refused = bool(checker.disagreements({**outputs, name: changed}))
-            of_output = seen.setdefault(name, {})
+            of_output = seen.setdefault(name, {}).setdefault(changed.shape[:1].numel() > 1, {})
             of_output[mutation] = of_output.get(mutation, False) or refused
     if not seen:
         raise CaseError(f"{op.name} {variant.name}: no check case gives outputs that can be perturbed")
-    return seen
+    return {name: by_length.get(True) or by_length[False] for name, by_length in seen.items()}
 
 
 def _outcome(label: str, is_refused: Mapping[str, bool]) -> Outcome:

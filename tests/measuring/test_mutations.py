@@ -62,6 +62,12 @@ def test_mutations_fail_a_comparison_that_accepts_all_or_compares_means() -> Non
     assert outcomes(replace(op_with(""), compare=mean))[0].status == "failed"
 
 
+def test_mutations_fail_a_comparison_of_the_first_row_alone_though_a_case_has_a_single_row() -> None:
+    first = lambda _c, _i, got, want: close("y", got["y"][:1], want["y"][:1], 1e-2, 0.0)  # noqa: E731
+    (outcome, *_) = outcomes(replace(op_with(""), compare=first))
+    assert (outcome.status, outcome.reason.partition("accepts ")[2]) == ("failed", "one element, one row, truncation")
+
+
 def test_mutations_of_a_wrong_variant_raise() -> None:
     with pytest.raises(CaseError, match="only outputs of a right variant can be perturbed"):
         outcomes(op_with("wrong_scale"))
