@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kerneltune.adopt.getter import CallCase
+    from kerneltune.adopt.getter_tuning import TunedCall
     from kerneltune.adopt.overview import Capture
-    from kerneltune.adopt.tuning import TunedCall, TunedClass
+    from kerneltune.adopt.tuning import TunedClass
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -86,7 +87,7 @@ def getter_command(
     call was tuned or, without a GPU, a check failed.
     """
     from kerneltune.adopt.getter import GetterFacts, call_case, given_knobs, probe, write_facts
-    from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
+    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
     from kerneltune.processes import in_fresh_processes
 
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):

@@ -8,7 +8,7 @@ from kerneltune import device
 from kerneltune.adopt.getter import (
     CallCase,
 )
-from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, engine_tables
+from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, engine_tables
 
 
 def tuned(tokens: int, **sizes: int) -> TunedCall:

@@ -28,7 +28,7 @@ from kerneltune.adopt.getter import (
     read_facts,
     write_facts,
 )
-from kerneltune.adopt.tuning import ENGINE_TOKENS, check_getter
+from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, check_getter
 from kerneltune.cli import app
 from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Outcome, Task
@@ -338,7 +338,7 @@ def test_getter_command_keeps_unbeaten_own_configs_and_writes_a_table_of_all_key
     options = ["--call", f"{EXAMPLE}:fused_experts", *sizes, "--tokens", "1,9,4000", "--space", str(space), "--policy", "hot"]
     monkeypatch.setattr("kerneltune.cli.console.console.width", 400)
     # few keys, because the interpreter takes seconds for thousands of tokens
-    monkeypatch.setattr("kerneltune.adopt.tuning.ENGINE_TOKENS", (1, 2, 16))
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.ENGINE_TOKENS", (1, 2, 16))
     options[options.index("1,9,4000")] = "1,9"
     result = CliRunner().invoke(
         app, ["adopt", "getter", f"{EXAMPLE}:get_config", *options, "--out", str(tmp_path / "moe"), "--export", "vllm"]
@@ -372,8 +372,8 @@ def test_getter_export_without_sizes_of_a_table_fails_before_it_checks(
     def never(_root: Path) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr("kerneltune.adopt.tuning.check_getter", never)
-    monkeypatch.setattr("kerneltune.adopt.tuning.ENGINE_TOKENS", (1, 2))
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", never)
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.ENGINE_TOKENS", (1, 2))
     text = "def get_config(): return {'BLOCK': 4}\ndef case(tokens): return lambda: torch.ones(get_config()['BLOCK'])\n"
     file = program(tmp_path, text)
     options = ["--call", f"{file}:case", "--tokens", "1", "--out", str(tmp_path / "out"), "--export", "sglang"]
@@ -390,7 +390,7 @@ def test_getter_command_without_a_gpu_checks_the_smallest_calls(
         called.append([one.sizes["tokens"] for one in read_facts(root).cases])
         return [Outcome("checked", "2 configs on 4 cases, all pairs")]
 
-    monkeypatch.setattr("kerneltune.adopt.tuning.check_getter", check)
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", check)
     file = program(tmp_path, GOOD + "def case(tokens, experts, inner): return lambda: torch.ones(tokens) * len(get_config())\n")
     options = ["--call", f"{file}:case", "--size", "experts=8", "--size", "inner=16", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options, "--export", "vllm"])

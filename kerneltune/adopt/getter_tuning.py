@@ -1,0 +1,105 @@
+"""Tune calls that ask a getter for their config, and write the tables of vLLM and SGLang."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kerneltune import device
+from kerneltune.adopt import getter
+from kerneltune.adopt.getter import CallCase
+from kerneltune.adopt.tuning import SearchResult, search_results, search_tasks
+from kerneltune.plan import Options
+from kerneltune.progress import Progress
+from kerneltune.task import Outcome, Task
+
+
+@dataclass(frozen=True, slots=True)
+class TunedCall:
+    """Hold a call and the config that the call should run with.
+
+    Attributes:
+        config: the program's own config where nothing was gained.
+        evidence: of the search; without an interval where nothing was gained, empty for a call without times.
+        failed: reasons of the overrides that are not used.
+        skipped: why a call that was to be tuned was not; empty if it was.
+    """
+
+    case: CallCase
+    config: Mapping[str, int]
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+    skipped: str = ""
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the config is surely faster than the program's own."""
+        return "over_default" in self.evidence
+
+
+def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedCall]:
+    """Tune the calls of a folder; return all calls, also the calls that are wanted for their own config only.
+
+    The program's own config stays unless the interval of the paired final says that another config is faster.
+    """
+    facts, (op,) = getter.read_facts(root), getter.operators(str(root))
+    tasks = [Task(op, getter.call_case(facts, case), op.variants[0], options.policy or op.policy) for case in facts.cases]
+    wanted = [task for task, case in zip(tasks, facts.cases, strict=True) if case.is_searched]
+    search_tasks(root, "getter", root / getter.FACTS, wanted, options, progress)
+    return [_tuned_call(*of_call) for of_call in zip(tasks, facts.cases, search_results(root, tasks), strict=True)]
+
+
+def _tuned_call(task: Task, case: CallCase, found: SearchResult) -> TunedCall:
+    tried, stored = found
+    failed = tuple(evaluation.reason for evaluation in tried.values() if evaluation.status in ("failed", "crashed"))
+    own = case.own | getter.given_knobs(task.default)
+    if stored is None or not case.is_searched:
+        reason = case.problem or ("no config passed its check" if tried else "it was not searched")
+        return TunedCall(case, own if case.own else {}, failed=failed, skipped=reason if case.is_wanted else "")
+    entry, best = stored
+    if (entry.evidence.get("over_default") or (1.0, 1.0))[0] > 1.0:
+        return TunedCall(case, case.own | getter.given_knobs(best), entry.evidence, failed)
+    default_us = entry.evidence.get("default_us")
+    return TunedCall(case, own, {"default_us": default_us, "time_us": default_us} if default_us else {}, failed)
+
+
+def check_getter(root: Path) -> list[Outcome]:
+    """Check pairs of call and override without a GPU, in a fork; return what `check_pairs` returns."""
+    from kerneltune.measuring.jobs import pairs_job, run_jobs
+
+    facts, (op,) = getter.read_facts(root), getter.operators(str(root))
+    cases = [getter.call_case(facts, case) for case in facts.cases if case.is_searched]
+    ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
+    return outcomes
+
+
+ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+"""Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
+
+
+def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named: str = "") -> dict[str, str]:
+    """Return the tables of `vllm` or `sglang`, by the path below the folder that the engine is given.
+
+    Args:
+        gpu_name: name of the GPU as the driver gives it.
+        calls: calls of all keys, with the author's configs where nothing was gained.
+        named: further fields of the names, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
+    """
+    gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""
+    if engine == "sglang":
+        fields = re.sub(r"(?<=\d),(?=\d)", ", ", fields)
+        folder = f"configs/triton_{device.versions()['triton'].replace('.', '_')}/"
+    elif "H200" in gpu.split("_"):
+        gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
+    tables: dict[str, dict[str, dict[str, int]]] = {}
+    for call in sorted(calls, key=lambda call: call.case.sizes.get("tokens", 0)):
+        if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.case.sizes]:
+            raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
+        sizes = call.case.sizes
+        if not call.config:
+            raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.case.problem}")
+        path = f"{folder}E={sizes['experts']},N={sizes['inner']},device_name={gpu}{fields}.json"
+        tables.setdefault(path, {})[str(sizes["tokens"])] = dict(call.config)
+    return {path: json.dumps(rows, indent=4) + "\n" for path, rows in tables.items()}
