@@ -64,7 +64,7 @@ class LaunchClass:
         device: the GPU's folder name.
         versions: versions of Python, triton, torch and the package that holds the kernel.
         keys: names of the arguments in the author's key.
-        key: values of the key's arguments.
+        key: values of the arguments that `keys` names.
         arguments: metadata of the arguments.
         candidates: configs that the class may run with, the author's first config first.
         storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
@@ -341,10 +341,10 @@ def without_coupled_blocks(launch_class: LaunchClass, blocks: Mapping[str, str],
     """
     if not launch_class.is_plain:
         return launch_class
-    program = launch_class.candidates[0].config
+    own = launch_class.candidates[0].config
 
     def judge(candidate: Candidate) -> Candidate:
-        reasons = [blocks.get(name, untried) for name in candidate.config.changed(program.kwargs)]
+        reasons = [blocks.get(name, untried) for name in candidate.config.changed(own.kwargs)]
         problem = next(filter(None, reasons), "")
         return msgspec.structs.replace(candidate, grid=None, problem=problem) if problem else candidate
 

@@ -49,7 +49,7 @@ class CallCase(msgspec.Struct, frozen=True):
         own: knobs of the program's own config.
         bytes: bytes of the tensors that the call reads.
         problem: why the call cannot be tuned; empty if it can.
-        is_wanted: whether the call is to be tuned; of another call a table has the own config.
+        is_wanted: whether the call is to be tuned; a table gives any other call its own config.
     """
 
     sizes: dict[str, int]
@@ -60,7 +60,7 @@ class CallCase(msgspec.Struct, frozen=True):
 
     @property
     def is_searched(self) -> bool:
-        """Return whether a search takes the call."""
+        """Return whether the call is searched: it is wanted, and no problem prevents its tuning."""
         return self.is_wanted and not self.problem
 
 

@@ -420,7 +420,7 @@ class LaunchMap(Generic[V]):
         return None
 
     def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:
-        """Hold a value for the key of a launch, and return the value; `deciding` as of `plan_key`."""
+        """Hold a value for the key of a launch, and return the value; `deciding`: see `plan_key`."""
         kind = (*launch.kwargs, *map(type, launch.values))
         for plan in self.plans:
             if plan[0] == kind:
@@ -445,7 +445,10 @@ def get_or_make(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], 
     """
     by_identity = tuple(map(id, configs))
     value = lists.get(by_identity)
-    if value is None and (value := lists.get(equal := tuple(configs))) is None:
+    if value is None:
+        equal = tuple(configs)
+        value = lists.get(equal)
+    if value is None:
         if len(lists) >= 2 * _MOST_LISTS:
             lists.clear()
         lists[equal] = lists[by_identity] = value = make()

@@ -83,16 +83,16 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
     by_digest = {launch_class.digest: launch_class for launch_class in classes}
     kind: Any = knob_class(f"Config_{classes[0].source[:8]}_{classes[0].configs[:8]}", _knobs(classes))
 
-    def about(case: Case) -> LaunchClass:
+    def class_of(case: Case) -> LaunchClass:
         return by_digest[str(case.option(CLASS))]
 
     def space(case: Case) -> Space:
-        configs = [config for config, candidate in _candidates(about(case), kind).items() if candidate.is_offered]
+        configs = [config for config, candidate in _by_knobs(class_of(case), kind).items() if candidate.is_offered]
         names = [field.name for field in dataclasses.fields(kind)]
         return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
 
     def valid(case: Case, config: Config) -> str | None:
-        candidate = _candidates(about(case), kind).get(config)
+        candidate = _by_knobs(class_of(case), kind).get(config)
         return None if candidate is not None and candidate.is_offered else "not in the list"
 
     tuned = Variant(
@@ -101,7 +101,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
         config=kind,
         space=space,
         valid=valid,
-        default=lambda case: config_of(about(case).author_choice, about(case), kind),
+        default=lambda case: config_of(class_of(case).author_choice, class_of(case), kind),
     )
     return Op(
         name=operator_name(classes[0]),
@@ -110,7 +110,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
         inputs=partial(make_inputs, str(root)),
         reference=reference,
         compare=compare,
-        traffic=lambda case: Traffic(about(case).argument_bytes, 0),  # the written bytes are not known before a launch
+        traffic=lambda case: Traffic(class_of(case).argument_bytes, 0),  # the written bytes are not known before a launch
         variants=(Variant(AUTHOR, run_author), tuned),
         module=__name__,
         origin=(str(root),),
@@ -174,7 +174,7 @@ def _unpickled(name: str, knobs: tuple[tuple[str, type], ...], values: tuple[Any
 
 
 @lru_cache(maxsize=256)
-def _candidates(launch_class: LaunchClass, kind: Any) -> dict[Config, Candidate]:
+def _by_knobs(launch_class: LaunchClass, kind: Any) -> dict[Config, Candidate]:
     """Return the candidates of a class by instances of the kernel's `knob_class`; of candidates with equal configs, the first."""
     candidates: dict[Config, Candidate] = {}
     is_numbered = list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]
@@ -187,13 +187,13 @@ def _candidates(launch_class: LaunchClass, kind: Any) -> dict[Config, Candidate]
 
 def config_of(stored: StoredConfig, launch_class: LaunchClass, kind: Any) -> Config:
     """Return the config of a class's candidate as an instance of the kernel's `knob_class`."""
-    return next(config for config, one in _candidates(launch_class, kind).items() if one.config == stored)
+    return next(config for config, candidate in _by_knobs(launch_class, kind).items() if candidate.config == stored)
 
 
 def candidate_of(config: Config, launch_class: LaunchClass) -> Candidate:
     """Return the candidate of a class that an instance of the kernel's `knob_class` stands for."""
     kind: Any = type(config)
-    candidate = _candidates(launch_class, kind).get(config)
+    candidate = _by_knobs(launch_class, kind).get(config)
     if candidate is None:
         raise ValueError(f"{launch_class.label}: {config}: no candidate of this class")
     return candidate

@@ -59,9 +59,8 @@ class RecordedClass:
     without_values: LaunchClass | None = None
 
 
-def _launch_map() -> LaunchMap[RecordedClass]:
-    """Return a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
-    return LaunchMap(has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
+_launch_map = partial(LaunchMap, True, True, lambda recorded: bool(recorded.digest))
+"""Make a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
 
 
 class Recorder:

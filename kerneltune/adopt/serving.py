@@ -43,9 +43,9 @@ class ServedList:
         by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
         by_author_key: the table's rows by author's key and element types.
         by_row: the config objects of the table's rows, see `allowed`, by the identities of the rows' configs.
-        last_allowed: of these, the objects that the author's pruning left for the last launch.
+        last_allowed: by the same identities, the config objects that the author's pruning left for the row's last launch.
         author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
-        shown: the list that the autotuner shows in place of the author's: the author's, or the config for torch.compile.
+        shown: the list that `autotuner.configs` now holds: the author's list, or only the config for torch.compile.
         assigned: beside the author's list, the lists that the program has assigned to the autotuner.
     """
 
@@ -78,7 +78,7 @@ class ServedList:
         """Return the configs of a row that a launch may run with; None for none.
 
         Launches share the configs of a row, so that each config fails once. The author's pruning, without the performance model,
-        leaves some for each launch, and may make config objects: a config is found by its values.
+        leaves some configs for each launch. A config is found by its values, as a pruning may make new `Config`s.
         """
         is_pruned = bool(launch.autotuner.early_config_prune)
         served = self.by_row.get(id(stored))
@@ -130,7 +130,7 @@ class Server:
 
         Args:
             root: the tuned folder.
-            miss: one of `startup.POLICIES`.
+            miss: one of `startup.MISS_POLICIES`.
             manifest: SHA-256 that the table must have, or its beginning.
             missing: recorder of launches that the table does not have.
             preparing: preparation that begins when a table is read, and that the first launch of each key waits for.

@@ -74,21 +74,22 @@ def replace_method(owner: type[Any], name: str, make: Callable[[Callable[..., An
 CAPTURE, CAPTURE_OPTIONS = "KERNELTUNE_CAPTURE", "KERNELTUNE_CAPTURE_OPTIONS"
 ADOPT, ADOPT_OPTIONS = "KERNELTUNE_ADOPT", "KERNELTUNE_ADOPT_OPTIONS"
 """Environment variables: a folder, and as JSON the options of `capture` or of `install`."""
-POLICIES = ("author", "nearest", "default", "error")
+MISS_POLICIES = ("author", "nearest", "default", "error")
 """Choices of the config of launches that were not tuned."""
 _PATCHED = {TARGET: "Autotuner", INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
 """Modules of Triton, and their classes whose methods are replaced."""
 _MISS_BYTES, _MOST_MISSES = 64 << 20, 16
 """Most bytes of values, and most classes of each kernel, that a served process records: a class takes the host milliseconds."""
 
-_installed: dict[str, Any] = {}
+_state: dict[str, Any] = {}
+"""State of this process: whether it has `started` from the environment, its `recorder` and its `server`."""
 
 
 def start_from_environment() -> None:
     """Start the capture or the serving that the environment asks for; a failure costs one line on standard error."""
-    if _installed.get("started"):
+    if _state.get("started"):
         return
-    _installed["started"] = True
+    _state["started"] = True
     if os.environ.get(CAPTURE) or os.environ.get(ADOPT):
         _say_on_standard_error()
     try:
@@ -139,7 +140,7 @@ def capture(root: Path, **options: Any) -> None:
         from kerneltune.adopt.recorder import Recorder
 
         _forget_kernels()
-        _installed["recorder"] = recorder = Recorder(root, **options)
+        _state["recorder"] = recorder = Recorder(root, **options)
         _patch(autotuning, recorder)
 
     when_imported(TARGET, begin)
@@ -172,8 +173,8 @@ def install(
     missed, counted = (Path(path).absolute() if path else None for path in (misses, counts))
     if not (root / "served").is_dir():
         raise ValueError(f"{root}: no tuned configs: expected a folder that `kerneltune tune` wrote")
-    if miss not in POLICIES:
-        raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
+    if miss not in MISS_POLICIES:
+        raise ValueError(f"miss: {miss!r}: expected one of {', '.join(MISS_POLICIES)}")
     if manifest:
         from kerneltune.adopt.table import check_manifest
 
@@ -191,7 +192,7 @@ def install(
         counters = Counters(counted)
         prepared = _prepared(root, autotuning)
         server = Server(root, miss, manifest, missing, prepared, counters)
-        _installed["server"] = server
+        _state["server"] = server
         has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
         _patch(autotuning, server, has_plain)  # a launch of any kernel costs a look-up
         for value in gc.get_objects():  # decorated before: torch.compile is to see one config of each
@@ -217,12 +218,12 @@ def _prepared(root: Path, autotuning: ModuleType) -> Any:
 
 def server() -> Any:
     """Return the Server of this process, None where nothing is served."""
-    return _installed.get("server")
+    return _state.get("server")
 
 
 def recorder() -> Any:
     """Return the Recorder of this process, None where nothing is captured."""
-    return _installed.get("recorder")
+    return _state.get("recorder")
 
 
 def uninstall() -> None:
@@ -234,7 +235,7 @@ def uninstall() -> None:
             present = getattr(owner, method)
             setattr(owner, method, getattr(present, _MARK, present))
     _forget_kernels()
-    _installed.clear()
+    _state.clear()
 
 
 def _forget_kernels() -> None:

@@ -70,8 +70,9 @@ class TableKernel(msgspec.Struct, frozen=True, rename={"shared": "portfolio"}):
     """Hold the configs of a kernel in a table.
 
     Attributes:
-        source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list.
+        source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list of configs.
         package: version of the package that holds the kernel; empty if unknown.
+        keys: names of the arguments in the author's key; `Group.key` has their values.
         is_plain: whether no autotuner wraps the kernel.
         globals: plain values of globals that the kernel reads, as JSON; empty in tables of earlier versions.
         shared: the config of all classes for torch.compile, which cannot tell launches apart; empty if no config is correct in

@@ -198,10 +198,10 @@ def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:
 
 def _coupling(worker: GpuWorker, task: Task, launch_class: LaunchClass, name: str) -> str:
     """Return why a block may not change; empty if launches with other values leave the same results."""
-    program, kind, passed = launch_class.candidates[0].config, task.variant.config, False
+    own, kind, passed = launch_class.candidates[0].config, task.variant.config, False
     assert kind is not None
-    for size in (program.kwargs[name] * 2, program.kwargs[name] // 2):
-        candidate = launch_class.candidate(replace(program, kwargs={**program.kwargs, name: size}))
+    for size in (own.kwargs[name] * 2, own.kwargs[name] // 2):
+        candidate = launch_class.candidate(replace(own, kwargs={**own.kwargs, name: size}))
         if candidate is None:
             continue
         outcome = worker.check(task, config_of(candidate.config, launch_class, kind))

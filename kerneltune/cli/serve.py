@@ -20,7 +20,7 @@ _SHOWN = 12
 def command(
     program: Program,
     configs: Annotated[Path, o.option("--configs", "DIR", "Folder that `tune` wrote.", envvar="KERNELTUNE_ADOPT")],
-    miss: Annotated[str, o.pick("--miss", startup.POLICIES, "The config of launches that were not tuned.")] = "author",
+    miss: Annotated[str, o.pick("--miss", startup.MISS_POLICIES, "The config of launches that were not tuned.")] = "author",
     manifest: Annotated[str, o.option("--manifest", "SHA256", "Refuse any other table; the digest's beginning is enough.")] = "",
 ) -> None:
     """Run a program with the tuned configs of a capture; nothing is timed at run time.
