@@ -130,7 +130,7 @@ class _Guard:
         self._loads_index = False
         self._unjudged = ""
         self._loading = _Loading()
-        self._loaded: int | None = 0
+        self._load_gives, self._load_rises = 0, False
         self.deadline = 0.0
 
     def name_arguments(self, arguments: Any, args: Any, kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class _Guard:
         faults: list[Exception] = []
         if not self._largest.keys().isdisjoint(self._names):
             self._judge_offsets(executor, bound)
-        for self._loaded in _LOADED:
+        for self._load_gives in _LOADED:
             try:
                 self._run_corners(executor, bound)
                 of_corners = self._last_elements
@@ -248,15 +248,16 @@ class _Guard:
 
     def _judge_offsets(self, executor: Any, bound: dict[str, Any]) -> None:
         """Run the programs at the corners with whole numbers up to the largest; raise the error of an overflow alone."""
-        self._loaded = None
         try:
-            self._run_corners(executor, bound)
+            self._run_corners(executor, bound, load_rises=True)
         except Exception as error:  # Triton raises its own error from a fault
             if _OVERFLOW in str(fault := fault_of(error)):
                 numbers = " and ".join(f"{each.name} up to {each.largest}" for each in self._regions if each.largest is not None)
                 raise KernelFaultError(f"{fault}, with {numbers}") from error
 
-    def _run_corners(self, executor: Any, bound: dict[str, Any]) -> None:
+    def _run_corners(self, executor: Any, bound: dict[str, Any], load_rises: bool = False) -> None:
+        """Run the programs at the corners. A load of whole numbers gives `_load_gives`, or numbers that rise along the tensor."""
+        self._load_rises = load_rises
         self._regions.clear()
         self.deadline = time.thread_time() + LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
@@ -271,9 +272,9 @@ class _Guard:
 
     def _with_other_numbers(self, executor: Any, bound: dict[str, Any]) -> LastElements:
         """Return the accesses of the corners where loads give other whole numbers; none if this run cannot end."""
-        self._loaded = 1
+        self._load_gives = 1
         try:
-            with noting(for_others=False):
+            with noting(passes_on=False):
                 self._run_corners(executor, bound)
         except Exception:  # the other numbers lie outside of an argument, or the time is over
             return LastElements(0)
@@ -309,9 +310,9 @@ class _Guard:
         self._loads_index |= is_index
         real = self._checked("load", addresses, mask, kind.itemsize, noted)
         if real is None:  # `other` may decide which elements a kernel reads next
-            loaded: Any = (self._loaded or 0) if is_index else 0
+            loaded: Any = self._load_gives if is_index and not self._load_rises else 0
             region = self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
-            if self._loaded is None and region.largest is not None:
+            if self._load_rises and region.largest is not None:
                 places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
                 loaded = places * (region.largest / max(1, region.count - 1))
             return np.where(mask, np.broadcast_to(loaded, addresses.shape).astype(dtype), other).astype(dtype)

@@ -82,15 +82,15 @@ _LONG_LOOP = 128
 
 
 @contextmanager
-def noting(for_others: bool = True) -> Iterator[LaunchFacts]:
-    """Collect the facts of the launches within; unless `for_others` is false, an enclosing `noting` gets them as well."""
+def noting(passes_on: bool = True) -> Iterator[LaunchFacts]:
+    """Collect the facts of the launches within; `passes_on`: whether an enclosing `noting` gets the facts as well."""
     facts = LaunchFacts()
     token = _NOTED.set(facts)
     try:
         yield facts
     finally:
         _NOTED.reset(token)
-        if for_others:
+        if passes_on:
             note(*facts)
 
 

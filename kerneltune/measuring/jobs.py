@@ -94,7 +94,7 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
                 break
             failed = Outcome("failed", "", config, task.case)
             tell(failed)
-            with noting(for_others=number == 0) as of_config:
+            with noting(passes_on=number == 0) as of_config:
                 lines = address_errors(task.op, task.case, task.variant, config, check_cases)
             if lines:
                 return [replace(failed, reason=line) for line in lines]
@@ -111,11 +111,11 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
 def _reaches_last(task: Task, config: Config, check_cases: Sequence[Case], largest: Set[Fact]) -> bool:
     """Return whether a config reaches, in a check case, a last element that it leaves out in the largest case.
 
-    Where it does not, its last program may be another than the last element's, as in a swizzled order.
+    If the config reaches no such element, its last program may not write the last element, as in a swizzled order.
     """
     for case in check_cases:
         if task.variant.unsupported(case) is None and config in task.variant.configs(case):
-            with noting(for_others=False) as of_check, suppress(Exception):
+            with noting(passes_on=False) as of_check, suppress(Exception):
                 address_errors(task.op, case, task.variant, config)
             if cut_short(of_check, largest):
                 return True
@@ -138,10 +138,10 @@ def compare_job(task: Task, cases: Sequence[Case]) -> Job:
     def work() -> list[Outcome]:
         ignored, wrong = accepted_mutations(task.op, task.variant, cases)
         reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
-        lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] * bool(wrong)
+        lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
         lines += [f"{text}: a kernel that ignores it passes" for text in blind_spots(task.op, cases)]
         named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
-        return [Outcome("failed", reason, task.default)] * bool(ignored) + named
+        return [Outcome("failed", reason, task.default), *named] if ignored else named
 
     return Job(f"{task.op.name}, compare", task, work)
 
@@ -204,7 +204,7 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
         if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [
-            f"{op}: the largest case {fact}, as all checks do: a grid{' or loop' * ('loaded' in fact.kind)} cut short?"
+            f"{op}: the largest case {fact}, as all checks do: a {'grid or loop' if 'loaded' in fact.kind else 'grid'} cut short?"
             for fact in cut_short(_facts(job for job in of_op if job.runs), largest)
         ]
     return lines

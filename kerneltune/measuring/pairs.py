@@ -69,15 +69,15 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
     """
     configs = configs_by_case(variant, cases)
     facts = _facts_in_fork(op, variant, sorted(configs, key=cost))
-    leading = _with_new_facts(facts, of_whole_blocks=False)
-    done: set[Pair] = {(of_case[0], case) for case, of_case in configs.items()}
+    leading = _with_new_facts(facts, wants_whole_blocks=False)
+    done: set[Pair] = {(default, case) for case, (default, *_) in configs.items()}
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
     first_seen = FirstSeen()
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
     covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), facts[case], config))
-    for config, case in itertools.chain(leading, covered, _with_new_facts(facts, of_whole_blocks=True), defaults):
+    for config, case in itertools.chain(leading, covered, _with_new_facts(facts, wants_whole_blocks=True), defaults):
         is_first = case not in checkers
         if (config, case) in done and not is_first:
             continue
@@ -93,7 +93,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
     if not failures:
-        failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if isinstance(it, Checker)})
+        failures += look_up_failures(op, variant, {case: made for case, made in checkers.items() if isinstance(made, Checker)})
     judged = () if failures else (_wrong_layouts, _wrong_declarations)
     notes = [outcome for judge in judged for outcome in judge(op, variant, checkers, configs)]
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
@@ -238,38 +238,38 @@ def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case
     return {case: {} for case in cases}
 
 
-def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]], of_whole_blocks: bool) -> list[Pair]:
+def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]], wants_whole_blocks: bool) -> list[Pair]:
     """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
 
-    of_whole_blocks: whether facts of whole blocks count, of blocks whose size is the value of a knob; or all other facts.
+    wants_whole_blocks: whether only facts of whole blocks count, whose size is the value of a knob, or only all other facts.
     """
 
-    def counted_facts(config: Config, of_config: LaunchFacts) -> set[Fact]:
+    def counted_facts(config: Config, launch_facts: LaunchFacts) -> set[Fact]:
         sizes = {str(value) for _knob, value in knob_values(config)}
-        if of_whole_blocks:
-            return {fact for fact in of_config if fact.kind == "whole" and fact.where in sizes}
-        return {fact for fact in of_config if fact.kind != "whole"}
+        if wants_whole_blocks:
+            return {fact for fact in launch_facts if fact.kind == "whole" and fact.where in sizes}
+        return {fact for fact in launch_facts if fact.kind != "whole"}
 
-    defaults = [next(iter(of_case.items())) for of_case in facts.values() if of_case]
+    defaults = [next(iter(by_config.items())) for by_config in facts.values() if by_config]
     known = {fact for default in defaults for fact in counted_facts(*default)}
     pairs = list[Pair]()
-    for case, of_case in facts.items():
-        for config, of_config in of_case.items():
-            of_pair = counted_facts(config, of_config)
-            pairs += [(config, case)] if of_pair - known else []
-            known |= of_pair
+    for case, by_config in facts.items():
+        for config, launch_facts in by_config.items():
+            pair_facts = counted_facts(config, launch_facts)
+            pairs += [(config, case)] if pair_facts - known else []
+            known |= pair_facts
     return pairs
 
 
-def _cost_of_pair(of_case: float, facts: Mapping[Config, LaunchFacts], config: Config) -> float:
+def _cost_of_pair(case_cost: float, facts: Mapping[Config, LaunchFacts], config: Config) -> float:
     """Estimate the cost of a pair: knobs multiply the programs of the default config, the first, independently of each other."""
     if not facts:
-        return of_case
+        return case_cost
     default, *_ = facts
     base, factor = max(1, facts[default].num_programs), 1.0
     for value in knob_values(config) - knob_values(default):
-        factor *= next((facts[it].num_programs / base for it in facts if value in knob_values(it)), 1.0)
-    return of_case + _PROGRAM_COST * base * factor
+        factor *= next((facts[other].num_programs / base for other in facts if value in knob_values(other)), 1.0)
+    return case_cost + _PROGRAM_COST * base * factor
 
 
 def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, Case], float]) -> Iterator[Pair]:
@@ -282,16 +282,16 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
         configs: the configs of each case, its default first.
         cost: the cost of a check of a pair.
     """
-    of_case, covered = _classes_by_case(configs), set[Interaction]()
+    classes_of, covered = _classes_by_case(configs), set[Interaction]()
     for case, offered in configs.items():
-        covered |= _interactions(offered[0], of_case[case])
-    left = [(config, case) for case, (_default, *rest) in configs.items() if of_case[case] for config in rest]
-    random.Random(0).shuffle(left)
-    heap = [(-math.inf, number) for number in range(len(left))]
+        covered |= _interactions(offered[0], classes_of[case])
+    pairs = [(config, case) for case, (_default, *rest) in configs.items() if classes_of[case] for config in rest]
+    random.Random(0).shuffle(pairs)
+    heap = [(-math.inf, number) for number in range(len(pairs))]
     while heap:
         _bound, number = heapq.heappop(heap)  # an upper bound: the number of new interactions of a pair only falls
-        config, case = left[number]
-        new = _interactions(config, of_case[case]) - covered
+        config, case = pairs[number]
+        new = _interactions(config, classes_of[case]) - covered
         added = sum(1 if name == _OTHER_KNOBS else _CLASS_WEIGHT for name, *_values in new)
         entry = (-added / cost(config, case), number)
         if added and heap and entry > heap[0]:
@@ -301,10 +301,10 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
             yield config, case
 
 
-def _interactions(config: Config, names: frozenset[str]) -> frozenset[Interaction]:
-    """Return each value of a config with the name of each class, and if values meet, each two values."""
-    of_knobs = sorted(knob_values(config))
-    return frozenset((name, *its) for name in names for its in itertools.combinations(of_knobs, 1 + (name == _OTHER_KNOBS)))
+def _interactions(config: Config, class_names: frozenset[str]) -> frozenset[Interaction]:
+    """Return each knob value with the name of each class; with the name `_OTHER_KNOBS`, each two knob values."""
+    values = sorted(knob_values(config))
+    return frozenset((name, *met) for name in class_names for met in itertools.combinations(values, 1 + (name == _OTHER_KNOBS)))
 
 
 def _classes_by_case(configs: Iterable[Case]) -> dict[Case, frozenset[str]]:
@@ -314,20 +314,20 @@ def _classes_by_case(configs: Iterable[Case]) -> dict[Case, frozenset[str]]:
     of 1: with every tile size it has one tile in that axis.
     """
     members_of = classes(cases := list(configs))
-    of_case = {case: {name for name, members in members_of.items() if case in members} for case in cases}
-    found = {case for case, names in of_case.items() if names and ("tiny" not in names or "wide" in names)}
-    thick = {case for case in found if "wide" not in of_case[case] or all(size > 1 for _axis, size in case.axes)}
-    return {case: frozenset(names | ({_OTHER_KNOBS} if case in (thick or found) else set())) for case, names in of_case.items()}
+    names_of = {case: {name for name, members in members_of.items() if case in members} for case in cases}
+    large = {case for case, names in names_of.items() if names and ("tiny" not in names or "wide" in names)}
+    thick = {case for case in large if "wide" not in names_of[case] or all(size > 1 for _axis, size in case.axes)}
+    return {case: frozenset(names | ({_OTHER_KNOBS} if case in (thick or large) else set())) for case, names in names_of.items()}
 
 
 def uncovered(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
     """Yield a line for each class of cases that some knob values did not meet, and one for pairs of values that did not meet."""
-    of_case = _classes_by_case(configs)
+    classes_of = _classes_by_case(configs)
     covered, possible = (
-        {interaction for config, case in pairs for interaction in _interactions(config, of_case[case])}
+        {interaction for config, case in pairs for interaction in _interactions(config, classes_of[case])}
         for pairs in (done, ((config, case) for case, offered in configs.items() for config in offered))
     )
-    num_left, num_possible = (Counter(name for name, *_values in them) for them in (possible - covered, possible))
+    num_left, num_possible = (Counter(name for name, *_values in part) for part in (possible - covered, possible))
     for name in (*classes(list(configs)), _OTHER_KNOBS):
         if num_left[name]:
             yield f"{name} ({num_left[name]} of {num_possible[name]} left)"
@@ -335,5 +335,5 @@ def uncovered(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iter
 
 @functools.lru_cache(maxsize=1 << 16)
 def knob_values(config: Config) -> frozenset[Value]:
-    """Return the knobs of a config with their values; empty for a variant without knobs."""
+    """Return the `knob_pairs` of a config as a set; empty for a variant without knobs."""
     return frozenset(knob_pairs(config))

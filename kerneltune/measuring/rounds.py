@@ -86,7 +86,7 @@ class Contender:
     ) -> None:
         self.run, self.sets, self.policy, self.after = run, sets, policy, after
         self._outputs: list[Any] = [None] * sets
-        self.calls = sets  # of the first walk; the number of calls of a sample follows from its time
+        self.calls = sets  # for the first walk, whose time tells how many calls a sample has
         self._walk()  # compiles, and fills the caches that a capture may not fill
         torch.cuda.synchronize()
         self._graph: torch.cuda.CUDAGraph | None = None
