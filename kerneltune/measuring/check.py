@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -24,7 +24,6 @@ from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import refusing_launches, strict
 from kerneltune.interpreter.races import touching
-from kerneltune.measuring.layouts import ELEMENTS, EVERY_OUTER_AXIS, ROWS, names_by_storage, noting_layouts, with_gaps
 from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, skip_if_out_of_memory
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -85,7 +84,6 @@ class Checker:
 
     Args:
         first_seen: how variants gave their outputs in the cases checked so far; checkers of several cases share it.
-        has_gaps: whether inputs of a second run have gaps between rows, if host code accepts them.
         keeps_all: whether every input must keep its values, also vectors of few elements and large inputs.
 
     Raises:
@@ -100,11 +98,9 @@ class Checker:
         device: str,
         seed: int = 0,
         first_seen: FirstSeen | None = None,
-        has_gaps: bool = False,
         keeps_all: bool = False,
     ) -> None:
-        self.op, self.case, self._device, self._seed, self._has_gaps = op, case, device, seed, has_gaps
-        self._keeps_all = keeps_all
+        self.op, self.case, self._device, self._seed, self._keeps_all = op, case, device, seed, keeps_all
         self._first_seen = FirstSeen() if first_seen is None else first_seen
         asked, field = op.inputs, "inputs"
         where = f"for {op.name} {case.label}"
@@ -200,7 +196,7 @@ class Checker:
     @classmethod
     def make(
         cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool
-    ) -> "Checker | Outcome":
+    ) -> Self | Outcome:
         """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
         try:
             return skip_if_out_of_memory(partial(cls, op, case, device, first_seen=first_seen, **options))
@@ -228,10 +224,10 @@ class Checker:
         inputs, tensors = names_by_storage(self.inputs), {n: t for n, t in outputs.items() if isinstance(t, torch.Tensor)}
         held = {name: (it, it.clone()) for name, it in tensors.items() if it.untyped_storage().data_ptr() not in inputs}
         try:
-            second = Checker(self.op, self.case, self._device, self._seed + 1, self._first_seen, keeps_all=self._keeps_all)
+            second = type(self)(self.op, self.case, self._device, self._seed + 1, self._first_seen, keeps_all=self._keeps_all)
         except CaseError as error:
             return [f"run 2: {error}"]
-        if lines := (second.run_with_gaps if self._has_gaps else second.run)(variant, config)[1]:
+        if lines := second.run_again(variant, config)[1]:
             return [f"run 2: {line}" for line in lines]
         changed = ", ".join(name for name, (tensor, before) in held.items() if not _same(tensor, before))
         return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"] if changed else []
@@ -265,56 +261,9 @@ class Checker:
             return outputs, [*lines, *sorted(str(it) for it in causes if it.kind == "tf32" or self._nearly_agree(outputs))]
         return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
 
-    def run_with_gaps(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
-        """Run a variant as `run` does, on inputs with gaps at all outer axes, then with gaps between rows alone.
-
-        So a kernel is found that takes the strides of another tensor, the number of columns, or a multiple of the stride between
-        rows for the stride of an input. `reshape(-1, N)` copies the first inputs, and takes the second as they are.
-        """
-        matrices = with_gaps(self.inputs) if host_folder(self.op) else {}
-        rows = dict.fromkeys(matrices, ROWS)
-        widest = {name: ROWS if matrix.ndim == 2 else EVERY_OUTER_AXIS for name, matrix in matrices.items()}
-        accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, widest)
-        if accepted and accepted != rows and not lines:
-            accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, rows)
-        return (outputs, lines) if accepted else self.run(variant, config)
-
-    def _run_with_accepted_gaps(
-        self, variant: Variant, config: Config, gaps: dict[str, int]
-    ) -> tuple[dict[str, int], Outputs, list[str]]:
-        """Run a variant on inputs with gaps where host code accepts gaps; return the accepted gaps, outputs and errors.
-
-        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. If it
-        refuses the gaps of an input, gaps around one more axis are tried. If it accepts none, there are no outputs and no errors.
-        """
-        while gaps:
-            gapped = copy(self)  # `compare` still gets the inputs without gaps
-            gapped.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
-            with noting_layouts(gapped.inputs, host_folder(self.op)) as read:
-                outputs, lines = gapped.run(variant, config)
-            if not lines:
-                return gaps, outputs, lines
-            last = next((name for name in reversed(read) if name in gaps), None)
-            if lines[0].startswith(LAUNCH_FAILURE):  # the input that host code looked at last is refused
-                refused = {last: gaps[last] + 1} if last and 0 <= gaps[last] < self.inputs[last].ndim - 1 else {}
-                gaps = {name: inner for name, inner in gaps.items() if last and name != last} | refused
-            elif gaps.keys() <= set(read):
-                break
-            else:
-                gaps = {name: inner for name, inner in gaps.items() if name in read}
-        outputs, without = self.run(variant, config) if gaps else ({}, [])
-        if without or not gaps:
-            return gaps, outputs, without
-        return gaps, outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
-
-    def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
-        """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.
-
-        known: names of inputs that were judged before, which are left out; gets the names of the others.
-        """
-        names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
-        known.update(names)
-        return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS})[2]]
+    def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
+        """Run a variant for the second time, as `run` does; a subclass may change the layout of inputs."""
+        return self.run(variant, config)
 
     def wrong_traffic(self, variant: Variant, config: Config) -> list[str]:
         """Return a text for bytes that `traffic` counts far too low for the kernels' accesses, or too high for all tensors."""
@@ -362,6 +311,11 @@ class Checker:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
             return list(lines)
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
+
+
+def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
+    """Return the address of each tensor's storage -> the name of the tensor, the last of several that share the storage."""
+    return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _is_whole(dtype: torch.dtype) -> bool:

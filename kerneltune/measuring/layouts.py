@@ -1,16 +1,18 @@
-"""Inputs with gaps between rows or elements, and the inputs of which host code reads the layout."""
+"""Check a variant on inputs with gaps between rows or elements, where host code reads the layout of the inputs."""
 
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 
 from kerneltune.errors import is_own
 from kerneltune.interpreter.modes import replaced
-from kerneltune.spec import Inputs
+from kerneltune.measuring.check import LAUNCH_FAILURE, Checker, host_folder, names_by_storage
+from kerneltune.spec import Config, Inputs, Outputs, Variant
 
 EVERY_OUTER_AXIS, ROWS, ELEMENTS = 0, 1, -1
 """Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows."""
@@ -42,11 +44,6 @@ def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs
     return copies
 
 
-def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
-    """Return the address of each tensor's storage -> the name of the tensor, the last of several that share the storage."""
-    return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
 @contextmanager
 def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
     """List the inputs of which code in a folder asks for strides, whether they are contiguous, or a contiguous copy, in order.
@@ -73,3 +70,58 @@ def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
     names = ("stride", "is_contiguous", "contiguous") if folder else ()
     with replaced({(torch.Tensor, name): noted(getattr(torch.Tensor, name)) for name in names}):
         yield read
+
+
+class LayoutChecker(Checker):
+    """Check the variants of one case; the inputs of a second run have gaps."""
+
+    def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
+        """Run a variant on inputs with gaps at all outer axes, then with gaps between rows alone, if host code accepts gaps.
+
+        So a kernel is found that takes the strides of another tensor, the number of columns, or a multiple of the stride between
+        rows for the stride of an input. `reshape(-1, N)` copies the first inputs, and takes the second as they are.
+        """
+        matrices = with_gaps(self.inputs) if host_folder(self.op) else {}
+        rows = dict.fromkeys(matrices, ROWS)
+        widest = {name: ROWS if matrix.ndim == 2 else EVERY_OUTER_AXIS for name, matrix in matrices.items()}
+        accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, widest)
+        if accepted and accepted != rows and not lines:
+            accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, rows)
+        return (outputs, lines) if accepted else self.run(variant, config)
+
+    def _run_with_accepted_gaps(
+        self, variant: Variant, config: Config, gaps: dict[str, int]
+    ) -> tuple[dict[str, int], Outputs, list[str]]:
+        """Run a variant on inputs with gaps where host code accepts gaps; return the accepted gaps, outputs and errors.
+
+        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. If it
+        refuses the gaps of an input, gaps around one more axis are tried. If it accepts none, there are no outputs and no errors.
+        """
+        while gaps:
+            gapped = copy(self)  # `compare` still gets the inputs without gaps
+            gapped.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
+            with noting_layouts(gapped.inputs, host_folder(self.op)) as read:
+                outputs, lines = gapped.run(variant, config)
+            if not lines:
+                return gaps, outputs, lines
+            last = next((name for name in reversed(read) if name in gaps), None)
+            if lines[0].startswith(LAUNCH_FAILURE):  # the input that host code looked at last is refused
+                refused = {last: gaps[last] + 1} if last and 0 <= gaps[last] < self.inputs[last].ndim - 1 else {}
+                gaps = {name: inner for name, inner in gaps.items() if last and name != last} | refused
+            elif gaps.keys() <= set(read):
+                break
+            else:
+                gaps = {name: inner for name, inner in gaps.items() if name in read}
+        outputs, without = self.run(variant, config) if gaps else ({}, [])
+        if without or not gaps:
+            return gaps, outputs, without
+        return gaps, outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
+
+    def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
+        """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.
+
+        known: names of inputs that were judged before, which are left out; gets the names of the others.
+        """
+        names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
+        known.update(names)
+        return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS})[2]]

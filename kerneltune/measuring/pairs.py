@@ -19,7 +19,8 @@ from typing import Any
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.interpreter.modes import unlaunched
-from kerneltune.measuring.check import Checker, FirstSeen, host_folder, is_shipped
+from kerneltune.measuring.check import FirstSeen, host_folder, is_shipped
+from kerneltune.measuring.layouts import LayoutChecker
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.processes import tell
 from kerneltune.records import grouped
@@ -72,7 +73,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
     leading = _with_new_facts(facts, wants_whole_blocks=False)
     done: set[Pair] = {(default, case) for case, (default, *_) in configs.items()}
     failures: list[Outcome] = []
-    checkers: dict[Case, Checker | Outcome] = {}
+    checkers: dict[Case, LayoutChecker | Outcome] = {}
     first_seen = FirstSeen()
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
@@ -85,7 +86,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
             break
         tell(Outcome("failed", "", config, case))
         if is_first:
-            checkers[case] = Checker.make(op, case, first_seen=first_seen, has_gaps=True)
+            checkers[case] = LayoutChecker.make(op, case, first_seen=first_seen)
         if isinstance(checker := checkers[case], Outcome):
             continue  # the record of the default config says why
         outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1)
@@ -93,7 +94,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
     if not failures:
-        failures += look_up_failures(op, variant, {case: made for case, made in checkers.items() if isinstance(made, Checker)})
+        failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if isinstance(it, LayoutChecker)})
     judged = () if failures else (_wrong_layouts, _wrong_declarations)
     notes = [outcome for judge in judged for outcome in judge(op, variant, checkers, configs)]
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
@@ -105,7 +106,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
 
 
 def _wrong_layouts(
-    op: Op, variant: Variant, checkers: Mapping[Case, Checker | Outcome], configs: Mapping[Case, Sequence[Config]]
+    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | Outcome], configs: Mapping[Case, Sequence[Config]]
 ) -> list[Outcome]:
     """Return failures for inputs whose elements may not lie apart, though host code raises nothing; for shipped operators lines.
 
@@ -124,7 +125,7 @@ def _wrong_layouts(
 
 
 def _wrong_declarations(
-    op: Op, variant: Variant, checkers: Mapping[Case, Checker | Outcome], configs: Mapping[Case, Sequence[Config]]
+    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | Outcome], configs: Mapping[Case, Sequence[Config]]
 ) -> list[Outcome]:
     """Return a line for a `traffic` far from the bytes of the largest case, where small tensors count little, and for seeds."""
     case = max(checkers, key=_elements, default=None)
