@@ -120,7 +120,7 @@ class Worker:
             return None
         if not is_awaited:  # a thread that waits for the answer finds the end of the pipe
             pipe.close()
-        return end(process, 0.0 if is_awaited else self._exit_grace_s)
+        return end(process, 0.0 if is_awaited else self._exit_grace_s)  # a process that still answers would use up the grace
 
     def begin(self) -> None:
         """Start a process, which makes its object while this process does other work."""

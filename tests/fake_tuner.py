@@ -196,7 +196,7 @@ class Setting:
 
         def tell_both(state: SearchState, config: Config, time_us: float | None) -> None:
             tell(state, config, time_us)
-            if (trial := tuner.stored(config)) is not None:
+            if (trial := tuner.stored_trial(config)) is not None:
                 on_trial(config, trial)
 
         with mock.patch.object(SearchState, "tell", tell_both):
@@ -209,7 +209,7 @@ class Setting:
 
 def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:
     """Compile on the thread that asks."""
-    return tuner.evaluate_once(config, compiled, tuner.refusal(config, compiled))
+    return tuner.stored_or_measured(config, compiled, tuner.refusal(config, compiled))
 
 
 def compiled(_config: object = None) -> "Future[CompileResult]":

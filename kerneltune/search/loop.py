@@ -133,7 +133,8 @@ def explore(
             for config, evaluation in state.finished():
                 evaluations[config] = evaluation
                 state.tell(config, evaluation.time_us)
-                began_at = time.monotonic() if began_at is None and evaluator.is_ready() else began_at
+                if began_at is None and evaluator.is_ready():
+                    began_at = time.monotonic()
                 is_over = is_over or state.is_gain_small()
             spent_s = 0.0 if began_at is None else time.monotonic() - began_at
             is_over = is_over or spent_s > (limits.budget_s or math.inf)

@@ -94,7 +94,7 @@ class Fleet:
                         return
                     ahead = len(self._workers) - 1  # tasks that the other processes will take before
                     task, following = self._queue.popleft(), list(self._queue)[ahead : ahead + 1]
-                self._finish(task, worker.ask("perform_shared", task, following))
+                self._finish(task, worker.ask("perform_in_fleet", task, following))
                 self._deaths[gpu] = 0
             except WorkerCrashedError as error:
                 self._on_dead(gpu, task, str(error))

@@ -98,8 +98,8 @@ class TuningSession:
         """Return the name of the GPU."""
         return device.current().name
 
-    def perform_shared(self, task: Task, following: Sequence[Task]) -> TuningResult:
-        """Perform a task of a run that other processes share, whose trials and configs are read first.
+    def perform_in_fleet(self, task: Task, following: Sequence[Task]) -> TuningResult:
+        """Perform a task of a run that other processes share, after reading the trials and configs of the other processes.
 
         The first task enters the session, when the process has its GPU.
         """

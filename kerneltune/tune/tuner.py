@@ -142,7 +142,7 @@ class Tuner:
             yield from (Run(self.task, config) for config in order[: min(_AHEAD, limits.trials or _AHEAD)])
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
-        return {config: stored for config in pool if (stored := self.stored(config)) is not None}
+        return {config: stored for config in pool if (stored := self.stored_trial(config)) is not None}
 
     def _explored(self, offered: Candidates, limits: SearchLimits) -> dict[Config, Evaluation]:
         stored = self._evaluations(offered.pool)
@@ -156,7 +156,7 @@ class Tuner:
         incumbents = list(dict.fromkeys(config for config in (before.config, default) if config in times))
         ranked = sorted(times, key=lambda config: times[config])
         if not ranked:
-            evaluation = self.stored(default)
+            evaluation = self.stored_trial(default)
             why = f"; the default: {evaluation.reason}" if evaluation is not None and evaluation.reason else ""
             raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}{why}")
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
@@ -212,25 +212,25 @@ class Tuner:
         compiled = compilation.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
-            return self.requests.submit(self.evaluate_once, config, compiled, None)
+            return self.requests.submit(self.stored_or_measured, config, compiled, None)
         refused: Future[Evaluation] = Future()
-        refused.set_result(self.evaluate_once(config, compiled, refusal))
+        refused.set_result(self.stored_or_measured(config, compiled, refusal))
         return refused
 
     def use_idle_time(self) -> None:
         """Compile configs of later cases where a core is idle."""
         self.queue.fill()
 
-    def stored(self, config: Config) -> Evaluation | None:
+    def stored_trial(self, config: Config) -> Evaluation | None:
         """Return the stored evaluation of a config; None if there is none, or if it refused a config that is to be measured."""
         evaluation = self.store.get(self.task, config)
         if evaluation is None or (self.options.exhaustive and evaluation.status in _REFUSED):
             return None
         return self._remember(config, evaluation)
 
-    def evaluate_once(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
+    def stored_or_measured(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
         """Return the stored evaluation of a config; if there is none, measure the config unless it is refused, and store it."""
-        evaluation = self.stored(config)
+        evaluation = self.stored_trial(config)
         if evaluation is None:
             evaluation = replace(
                 refusal or self.measure(config),

@@ -329,9 +329,9 @@ def test_whole_space_measures_configs_that_a_search_refused(setting: Setting, mo
     searching = setting.tuner(SMALL, small_time)
     refusal = Tuner.refusal(searching, Small(64, 2), spilling)
     assert refusal == Evaluation("spills", reason="96 bytes per thread")
-    searching.evaluate_once(Small(64, 2), spilling, refusal)
+    searching.stored_or_measured(Small(64, 2), spilling, refusal)
     whole = setting.tuner(SMALL, small_time)
-    assert whole.stored(Small(64, 2)) is not None
+    assert whole.stored_trial(Small(64, 2)) is not None
     whole.options = Options(exhaustive=True, configs=setting.root)
     assert Tuner.refusal(whole, Small(64, 2), spilling) is None
     assert {config for config, one in whole.measure_space().items() if one.time_us} == set(order) == set(whole.evaluated)
