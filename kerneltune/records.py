@@ -232,21 +232,21 @@ def merge(path: Path, new: Sequence[Record]) -> None:
         replace_bytes(path, _lines(newest([*(load(path) if path.exists() else []), *new])))
 
 
-def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], replaces: RecordKey = row_key) -> None:
+def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], key_of: RecordKey = row_key) -> None:
     """Replace the rows of a file of checks that `new` checked again, and keep the other rows that `is_kept` accepts.
 
     A file of checks has a row for each config, the failed row of several. A failed import replaces only a failed import. The
     file changes as `merge` changes a file.
 
-    replaces: `row_key` if a record replaces the rows of all configs; `check_key` if only the row of its own config.
+    key_of: `row_key` if a record replaces the rows of all configs; `check_key` if only the row of its own config.
     """
     with locked(path):
         before = [record for record in (load(path) if path.exists() else []) if is_kept(record)]
-        launched = {replaces(record) for record in before if not _is_failed_import(record)}
-        replacing = [record for record in new if not (_is_failed_import(record) and replaces(record) in launched)]
-        replaced = set(map(replaces, replacing))
+        launched = {key_of(record) for record in before if not _is_failed_import(record)}
+        replacing = [record for record in new if not (_is_failed_import(record) and key_of(record) in launched)]
+        replaced = set(map(key_of, replacing))
         worst = {check_key(record): record for record in sorted(replacing, key=lambda record: record.status == "failed")}
-        replace_bytes(path, _lines([*(record for record in before if replaces(record) not in replaced), *worst.values()]))
+        replace_bytes(path, _lines([*(record for record in before if key_of(record) not in replaced), *worst.values()]))
 
 
 def other_run(a: Record, b: Record) -> list[str]:

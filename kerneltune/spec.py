@@ -142,7 +142,7 @@ class TaskKey(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the key as JSON, without the operator."""
+        """Return the key as a row of a file has it, without the operator."""
         case = self.case
         return {
             "variant": self.variant, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype, "quant": case.quant,
@@ -180,10 +180,10 @@ class Variant:
     Attributes:
         name: `baseline`, `optimized`, a further design, or the name of a peer.
         run: (inputs, config) -> outputs by name; allocates the outputs, launches kernels, and returns without synchronizing.
-        config: the config dataclass; None if the variant has no knobs. A knob `ctas` is the number of programs that must
+        config: the dataclass of the configs; None if the variant has no knobs. A knob `ctas` is the number of programs that must
             be resident per SM, 0 for no minimum; a search drops a config if fewer programs fit.
         space: case -> values of every knob.
-        valid: (case, config) -> None, or the reason why the config cannot run. No other code states this constraint.
+        valid: (case, config) -> None if the config can run, else the reason why not. No other code states this constraint.
         default: case -> the config for a case that the cache has no config for.
         unsupported: case -> None, or the reason why the variant does not support the case.
         requires: packages that must import; a variant that requires a package is a peer.
@@ -321,7 +321,7 @@ class Op:
         free_options: options along which a cached config may serve another value at the same sizes, if the cache has no config
             for the case's own value.
         unseen_options: options whose value a call without `config=` does not know, such as the distribution of tokens over
-            groups; the call looks up a config for their first value. None means all free options.
+            groups; the call looks up a config for their first value. With None, no free option is known.
         as_called: case -> the case that a call looks up; None if the two differ in unseen options alone.
         bands: free axis -> the last size of each band except the last band; a cached config serves sizes of its own band only.
         policy: timing policy in place of `cold`; `eager` if no CUDA graph can hold a call.
@@ -398,9 +398,9 @@ def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
         offered = space.get(name, (value,))
         whole = [other for other in offered if type(other) is int]
         high = min(max(whole, default=0) * _BEYOND, _MOST_WARPS if name == "warps" else sys.maxsize)
-        powers = all(other >= 0 and not other & (other - 1) for other in whole)
+        has_powers = all(other >= 0 and not other & (other - 1) for other in whole)
         is_near = type(value) is int and value > 0 and min(whole, default=0) // _BEYOND <= value <= high
-        if value not in offered and not (is_near and not (powers and value & (value - 1))):
+        if value not in offered and (not is_near or (has_powers and value & (value - 1))):
             text = repr(value) if type(value) is not int or abs(value) < 1 << 64 else "a number of very many digits"
             shown = ", ".join(map(str, sorted(dict.fromkeys(offered), key=choice_order)[:8]))
             return f"{name}: {text[:60]}: expected a value like {shown}"

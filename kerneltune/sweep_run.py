@@ -144,8 +144,8 @@ class _SweepRun:
         self._warn_if_all_variants_fail(checked)
         path = plan.run_file("check")
         of_sweep = {TaskKey(sweep_case.op, "", sweep_case.case, CHECK_POLICY) for sweep_case in plan.sweep.check}
-        replaces = records.check_key if plan.options.quick else records.row_key  # `quick` checks no further configs
-        records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep, replaces)
+        key_of = records.check_key if plan.options.quick else records.row_key  # `quick` checks no further configs
+        records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep, key_of)
         plan.run_file("check.journal").unlink(missing_ok=True)
         return SweepResult(checked, [path], coverage)
 
@@ -254,8 +254,8 @@ class _SweepRun:
         runs_of = [
             [self._with_config(task) for task in tasks if task.variant.name not in without] * self.repeat for tasks in tasks_of
         ]
-        failed = [row for of_case in runs_of for row in of_case if isinstance(row, Record)]
-        runnable = [[run for run in of_case if isinstance(run, Run)] for of_case in runs_of]
+        failed = [row for case_runs in runs_of for row in case_runs if isinstance(row, Record)]
+        runnable = [[run for run in case_runs if isinstance(run, Run)] for case_runs in runs_of]
         work = [(runs, journal.finished(runs)) for runs in filter(None, runnable)]
         lacking = [runs for runs, rows in work if rows is None]
         to_launch = (run for runs in lacking for run in (*runs, self._ceiling(runs[0].task)))
@@ -338,4 +338,4 @@ def _covering_configs(task: Task, cases: Sequence[Case]) -> dict[Case, list[Conf
     """Return the configs of a variant's first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
     chosen = covering(configs_by_case(task.variant, cases), lambda _config, case: check_cost(task.op, case))
     by_case = records.grouped(itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)), lambda pair: pair[1])
-    return {case: [config for config, _ in of_case] for case, of_case in by_case.items()}
+    return {case: [config for config, _ in pairs] for case, pairs in by_case.items()}

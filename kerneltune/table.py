@@ -29,9 +29,9 @@ class Column:
     Attributes:
         name: the heading, with the unit: `A µs`; `key` is the name in CSV and on a page, else the heading with `_` for spaces.
         digits: decimals of printed numbers, which `suffix` follows; None for left-aligned text. CSV holds the unrounded value.
-        rank: where a line is too wide, the columns of the highest rank are hidden first. Columns of rank 0 stay, and so do
-            shared columns, whose value a line above the rows states.
-        shared: whether a line above a text table states the value, where all rows have the same value.
+        rank: if a line is too wide, the columns of the highest rank leave the table first; unshared columns of rank 0 stay.
+        shared: whether a line above the rows states the value of a column that left the table, or that all rows share; other
+            columns that leave the table are hidden.
         only: the forms that have the column: `text`, `markdown`, `csv`, `page`; all forms if empty.
         wraps: whether a cell may take several lines.
         value: function of the object that a row shows, for `values`.

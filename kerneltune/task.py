@@ -102,7 +102,7 @@ class Outcome:
     """Hold the result of a check: whether outputs are right, without a time.
 
     Attributes:
-        status: `checked`, `failed` or `skipped`.
+        status: `checked`, `failed` or `skipped`; `passed` for a run that was timed.
         reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
         config, case: the config and the case that failed, if the check has several.
     """

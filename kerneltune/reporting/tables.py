@@ -121,7 +121,7 @@ def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
 def best_peers(records: Iterable[Record]) -> list[Record]:
     """Return the fastest timed peer of every case and device, in the order of the cases."""
     timed = [record for record in records if record.role == "peer" and record.time_us is not None]
-    return [min(of_case, key=lambda record: record.time_us or 0.0) for of_case in grouped(timed, case_key).values()]
+    return [min(peers, key=lambda record: record.time_us or 0.0) for peers in grouped(timed, case_key).values()]
 
 
 def side(records: Iterable[Record], name: str) -> list[Record]:
@@ -224,21 +224,21 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         a, b: the names of A and B; `best-peer` for the fastest peer of every case.
         title: heading above the table.
     """
-    of_cases, names = case_columns([row.a for row in rows], Column("kind", shared=True))
+    left, names = case_columns([row.a for row in rows], Column("kind", shared=True))
     bounds = [bound_of(row.b) for row in rows if row.speedup is not None]
     is_mixed = len(set(bounds)) > 1
     sides = [Column(f"{side} is", key=f"{side}_is", value=attrgetter(f"{side.lower()}.variant")) for side in "AB"]
-    of_rows = (
+    right = (
         *(column for column in sides if len(set(map(column.value, rows))) > 1),
         *with_bound(AB_COLUMNS, bounds),
         _measure("bound", lambda row: bound_of(row.b), rank=4, only=() if is_mixed else ("csv",)),
         *_CSV_COLUMNS,
     )
-    lines = [Row((*values(of_cases, name), *values(of_rows, row)), row.note) for name, row in zip(names, rows, strict=True)]
+    lines = [Row((*values(left, name), *values(right, row)), row.note) for name, row in zip(names, rows, strict=True)]
     records = [side for row in rows for side in (row.a, row.b)]
     head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
     foot = [source(records), *(_aa_lines(rows) if a == b else ())] if records else []
-    return Table((*of_cases, *of_rows), tuple(lines), tuple(head), tuple(foot), title=title)
+    return Table((*left, *right), tuple(lines), tuple(head), tuple(foot), title=title)
 
 
 def _aa_lines(rows: Iterable[Comparison]) -> list[str]:
@@ -261,18 +261,18 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     """Return a row per case and variant, the fastest variant marked `*`; a part of the work has only a time.
 
     Args:
-        brief: leave out a variant that was skipped in every case of two or more; a line below the table names it.
+        brief: leave out each variant that was skipped in every case, of two cases or more; a line below the table names it.
     """
     skipped = _always_skipped(records) if brief else {}
     kept = [r for r in records if (r.op, r.variant) not in skipped]
     groups = list(grouped(kept, case_key).values())
     rows = [list(_sweep_rows(group)) for group in groups]
-    bounds = [row.bound for of_case in rows for row in of_case if row.bound]
-    of_cases, names = case_columns(
+    bounds = [row.bound for group in rows for row in group if row.bound]
+    left, names = case_columns(
         [group[0] for group in groups], Column("op", shared=True), Column("case", rank=1), sizes_first=True
     )
     reached = Column("% ceiling", digits=1, key="pct_bound", rank=2, value=lambda row: share(row.record) if row.bound else None)
-    of_rows = (
+    right = (
         Column("", key="best", value=lambda row: "*" if row.is_best else ""),
         Column("variant", value=attrgetter("record.variant")),
         Column("µs", digits=2, key="time_us", value=attrgetter("record.time_us")),
@@ -287,23 +287,23 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
         ),
     )
     lines = [
-        Row((*values(of_cases, name), *values(of_rows, row)), "" if row.record.status == "passed" else _status(row.record))
-        for name, of_case in zip(names, rows, strict=True)
-        for row in of_case
+        Row((*values(left, name), *values(right, row)), "" if row.record.status == "passed" else _status(row.record))
+        for name, group in zip(names, rows, strict=True)
+        for row in group
     ]
     foot = [status_counts(r.status for r in records)]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
-    return Table((*of_cases, *of_rows), tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=len(of_cases))
+    return Table((*left, *right), tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=len(left))
 
 
 def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
     """Return variant -> reason where all records of several cases are skipped, unless it is an operator's last variant."""
     of_variants = grouped(records, lambda record: (record.op, record.variant))
-    shown = {op for (op, _), of_it in of_variants.items() if any(r.status != "skipped" for r in of_it)}
+    shown = {op for (op, _), group in of_variants.items() if any(r.status != "skipped" for r in group)}
     return {
-        (op, variant): "; ".join(dict.fromkeys(" ".join(r.reason.split()) for r in of_it))
-        for (op, variant), of_it in of_variants.items()
-        if op in shown and len(of_it) > 1 and all(r.status == "skipped" for r in of_it)
+        (op, variant): "; ".join(dict.fromkeys(" ".join(r.reason.split()) for r in group))
+        for (op, variant), group in of_variants.items()
+        if op in shown and len(group) > 1 and all(r.status == "skipped" for r in group)
     }
 
 
@@ -314,12 +314,10 @@ def check_table(records: Sequence[Record]) -> Table:
         Column("types", wraps=True), Column("modes", wraps=True),
     )  # fmt: skip
     lines, all_counts = [], Counter[str]()
-    for (op, variant), of_it in grouped(records, lambda r: (r.op, r.variant)).items():
-        by_case = grouped(of_it, lambda r: (r.case, r.key.case))
-        counts = Counter(
-            "failed" if any(r.status == "failed" for r in of_case) else of_case[0].status for of_case in by_case.values()
-        )
-        spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in of_it), (r.quant for r in of_it)))
+    for (op, variant), group in grouped(records, lambda r: (r.op, r.variant)).items():
+        by_case = grouped(group, lambda r: (r.case, r.key.case))
+        counts = Counter("failed" if any(r.status == "failed" for r in rows) else rows[0].status for rows in by_case.values())
+        spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in group), (r.quant for r in group)))
         lines.append(Row((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
         all_counts += counts
     return Table(columns, tuple(lines), tuple(_device_lines(records)), (status_counts(all_counts.elements()),), repeated=1)
