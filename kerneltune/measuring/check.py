@@ -4,26 +4,22 @@ Every check of the package gives an `Outcome`. A check that runs out of memory d
 nothing and records nothing.
 """
 
-import itertools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import refusing_launches, strict
-from kerneltune.interpreter.races import touching
 from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, skip_if_out_of_memory
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -35,8 +31,6 @@ T = TypeVar("T")
 LAUNCH_FAILURE = "the launch failed"
 _NEAR = 2.0**-16
 """Relative difference of outputs that inexact divisions of fp32, 2^-22 each, explain."""
-_NEAR_TRAFFIC = 1.25
-"""Largest factor between the declared bytes of `traffic` and the bytes of accesses: small tensors may be left out."""
 _FEW = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
 _KEPT_BYTES = 1 << 24
@@ -120,7 +114,7 @@ class Checker:
             given = type(self._expected).__name__
             raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, {where}")
         for name, before in self.inputs_before.items():
-            if not _same(self.inputs[name], before):
+            if not same_bits(self.inputs[name], before):
                 raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, {where}")
         if device == "cpu":
             meta_inputs(op, case)
@@ -140,7 +134,7 @@ class Checker:
             f"inputs: {name} was overwritten, and is no output"
             for name, value in self._kept()
             if (self._keeps_all or value.ndim > 1 or value.numel() > _FEW) and value.untyped_storage().data_ptr() not in places
-            if version(value) != self._versions[name] or not _same(value, self.inputs_before[name])
+            if version(value) != self._versions[name] or not same_bits(value, self.inputs_before[name])
         ]
 
     def _nearly_agree(self, outputs: object) -> bool:
@@ -162,7 +156,7 @@ class Checker:
             if not isinstance(tensor, torch.Tensor) or not tensor.numel():
                 continue
             owner = given.get(tensor.untyped_storage().data_ptr())
-            if owner and (owner not in self.inputs_before or _same(self.inputs[owner], self.inputs_before[owner])):
+            if owner and (owner not in self.inputs_before or same_bits(self.inputs[owner], self.inputs_before[owner])):
                 continue  # unknown, or an input that is returned
             if differing := self._first_seen.differing((variant.run, self.case.quant, name), owner is not None, self.case):
                 cases = [differing[1], self.case]
@@ -187,7 +181,7 @@ class Checker:
             if are_floats and given != in_reference and given.itemsize >= in_reference.itemsize:
                 return [f"{name}: {given}, expected {in_reference} as of the reference"]
             question = variant.run, of_case[:2], name, "reference's type"
-            are_whole = _is_whole(given) and _is_whole(in_reference)
+            are_whole = is_whole(given) and is_whole(in_reference)
             if are_whole and (differing := self._first_seen.differing(question, given == in_reference, self.case)):
                 equal = f"equal types in case {differing[1].name}, or inversely"
                 return [f"{name}: {given}, {in_reference} in the reference; {equal}"]
@@ -229,13 +223,13 @@ class Checker:
             return [f"run 2: {error}"]
         if lines := second.run_again(variant, config)[1]:
             return [f"run 2: {line}" for line in lines]
-        changed = ", ".join(name for name, (tensor, before) in held.items() if not _same(tensor, before))
+        changed = ", ".join(name for name, (tensor, before) in held.items() if not same_bits(tensor, before))
         return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"] if changed else []
 
     def outputs(self, variant: Variant, config: Config) -> Outputs:
         """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
         for name, before in self.inputs_before.items():
-            if not _same(self.inputs[name], before):
+            if not same_bits(self.inputs[name], before):
                 self.inputs[name].copy_(before)
         self._versions = {name: version(self.inputs[name]) for name in self.inputs_before}
         with poisoned_memory(), strict(host_folder(self.op)):
@@ -265,37 +259,6 @@ class Checker:
         """Run a variant for the second time, as `run` does; a subclass may change the layout of inputs."""
         return self.run(variant, config)
 
-    def wrong_traffic(self, variant: Variant, config: Config) -> list[str]:
-        """Return a text for bytes that `traffic` counts far too low for the kernels' accesses, or too high for all tensors."""
-        with touching() as touched:
-            outputs = self.outputs(variant, config)
-        declared, texts = self.op.traffic(self.case), list[str]()
-        for what, values, given in (("load", self.inputs, declared.read), ("store", outputs, declared.write)):
-            leaves = tree_leaves(dict(values))
-            if any(not isinstance(leaf, torch.Tensor | complex | float | int | str | torch.dtype | None) for leaf in leaves):
-                continue  # such as a dataclass, which may hold tensors
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-            accessed = sum(int(touched[key].sum()) for key in itertools.product([what], storages) if key in touched)
-            whole = sum(tensor.nbytes for tensor in tensors)
-            if not accessed / _NEAR_TRAFFIC <= given <= max(whole, accessed) * _NEAR_TRAFFIC:
-                side = f"kernels {what} {accessed:,}" if given < accessed else f"all tensors have {whole:,}"
-                texts.append(f"{'read' if what == 'load' else 'write'}={given:,} in case {self.case.name}, and {side}")
-        return texts
-
-    def seeds_without_effect(self, variant: Variant, config: Config) -> list[str]:
-        """Return a text for each input named a seed whose next value gives the same outputs, as if it were ignored."""
-        texts = list[str]()
-        for name, value in self.inputs.items():
-            if "seed" in name.lower() and (type(value) is int or (isinstance(value, torch.Tensor) and _is_whole(value.dtype))):
-                other = copy(self)
-                other.inputs = {**self.inputs, name: value + 1}
-                other.inputs_before = {kept: before for kept, before in self.inputs_before.items() if kept != name}
-                changed, outputs = other.run(variant, config)[0], self.outputs(variant, config)
-                if changed and all(_same(it, changed[key]) for key, it in outputs.items() if isinstance(it, torch.Tensor)):
-                    texts.append(f"{name} + 1 gives the same outputs in case {self.case.name}: is it ignored?")
-        return texts
-
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
@@ -318,11 +281,12 @@ def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
     return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def _is_whole(dtype: torch.dtype) -> bool:
+def is_whole(dtype: torch.dtype) -> bool:
+    """Return whether elements are whole numbers; `torch.bool` has none."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits; a NaN equals a NaN with the same bits."""
     return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
 

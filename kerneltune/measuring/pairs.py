@@ -20,6 +20,7 @@ from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import FirstSeen, host_folder, is_shipped
+from kerneltune.measuring.declarations import seeds_without_effect, wrong_traffic
 from kerneltune.measuring.layouts import LayoutChecker
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.processes import tell
@@ -131,8 +132,8 @@ def _wrong_declarations(
     case = max(checkers, key=_elements, default=None)
     if case is None or not _elements(case) or op.origin is not None or isinstance(checker := checkers[case], Outcome):
         return []
-    judges = {"traffic": checker.wrong_traffic, "inputs": checker.seeds_without_effect}
-    found = [(field, "; ".join(wrong)) for field, judge in judges.items() if (wrong := judge(variant, configs[case][0]))]
+    judges = {"traffic": wrong_traffic, "inputs": seeds_without_effect}
+    found = [(field, "; ".join(wrong)) for field, judge in judges.items() if (wrong := judge(checker, variant, configs[case][0]))]
     return [Outcome("checked", f"{op.name} {variant.name}: {field}: {texts}") for field, texts in found]
 
 
