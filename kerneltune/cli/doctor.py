@@ -88,8 +88,8 @@ def peer_packages() -> Iterator[Finding]:
         yield "operators", "not usable", str(error)
         return
     needed = [(package, op.name) for op in ops.values() for variant in op.variants for package in variant.requires]
-    for package, of_it in grouped((pair for pair in needed if pair[0] != "torch"), lambda pair: pair[0]).items():
-        users = dict.fromkeys(op for _, op in of_it)
+    for package, needs in grouped((pair for pair in needed if pair[0] != "torch"), lambda pair: pair[0]).items():
+        users = dict.fromkeys(op for _, op in needs)
         if importlib.util.find_spec(package) is not None:
             yield f"peer {package}", "found", ""
         else:

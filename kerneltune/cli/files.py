@@ -44,8 +44,8 @@ def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> li
 
 def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
     """Return the first bench case of an operator in any sweep file that has this name, element type and mode; None for any."""
-    of_op = swept_cases(op.name, ["bench"])
-    cases = [case for case in of_op if dtype in (None, case.dtype) and quant in (None, case.quant)]
+    cases = swept_cases(op.name, ["bench"])
+    cases = [case for case in cases if dtype in (None, case.dtype) and quant in (None, case.quant)]
     if not cases:
         raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}: see `ops {op.name}`")
     named = {case.name: case for case in reversed(cases)}
@@ -67,11 +67,11 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     pattern = f"{device.slug(here) if is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
-        of_gpu = f"of {here} in" if is_gpu else "of any GPU in"
+        owner = f"of {here} in" if is_gpu else "of any GPU in"
         others = sorted({path.stem for folder in (root, sweep_file.recorded_root(results)) for path in folder.glob("*/*.jsonl")})
         near = meant(family, others)
         more = f"; there are records of {', '.join(others)}" if family and not near and family not in others and others else ""
-        raise ValueError(f"no records {of_gpu} {own / pattern}: run a sweep first, or name a file{more}{near}")
+        raise ValueError(f"no records {owner} {own / pattern}: run a sweep first, or name a file{more}{near}")
     if not is_gpu:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
         note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")
@@ -81,8 +81,8 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
 def tables_of_devices(records: Sequence[Record]) -> list[Table]:
     """Return the tables that workloads declare, see `own_tables`, for the records of each device, which is the first column."""
     tables = []
-    for device_name, of_device in grouped(records, lambda record: record.device).items():
-        for table in own_tables(of_device) if own_tables(records) else ():
+    for device_name, device_records in grouped(records, lambda record: record.device).items():
+        for table in own_tables(device_records) if own_tables(records) else ():
             rows = tuple(row._replace(values=(device_name, *row.values)) for row in table.rows)
             columns = Column("device", shared=True), *table.columns
             tables.append(replace(table, columns=columns, rows=rows, repeated=table.repeated + 1))

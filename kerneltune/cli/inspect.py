@@ -172,11 +172,10 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: 
         op = ops[row.op]
         try:
             case = o.case_of_sizes(op, sizes, dtype, quant, whole=True)
-            of_variant = replace(wanted, variants=(op.variant(row.variant).name,))
+            one_variant = replace(wanted, variants=(op.variant(row.variant).name,))
         except ValueError as error:
             raise ValueError(f"{file}: case: {row.case!r}: {error}") from error
-        of_case = default_runs(op, [replace(case, name=name)], of_variant)
-        runs += _selected(of_case, wanted)
+        runs += _selected(default_runs(op, [replace(case, name=name)], one_variant), wanted)
     if not runs:
         raise ValueError(f"{file}: no row of this selection")
     return runs
@@ -248,14 +247,14 @@ def _with_config(runs: list[Run], text: str | None) -> list[Run]:
 
 def _show(rows: Sequence[StaticRow]) -> None:
     """Print a table per config and kernel, a line per target."""
-    for of_config in grouped(rows, lambda row: row.key[:-1]).values():
-        first = of_config[0]
+    for config_rows in grouped(rows, lambda row: row.key[:-1]).values():
+        first = config_rows[0]
         show_wrapped(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")
         show_wrapped("  " + pairs(first.config))
-        for kernel, lines in _tables(of_config).items():
+        for kernel, lines in _tables(config_rows).items():
             show(f"  {kernel}")
             show_table(tuple(lines[0]), [tuple(line.values()) for line in lines])
-        for row in of_config:
+        for row in config_rows:
             if row.error or not row.kernels:
                 show(f"  {row.target}: {row.error or 'launches no kernel in this case'}")
         show("")
@@ -263,10 +262,10 @@ def _show(rows: Sequence[StaticRow]) -> None:
         show_wrapped(_LEGEND, "")
 
 
-def _tables(of_config: list[StaticRow]) -> dict[str, list[dict[str, str]]]:
+def _tables(config_rows: list[StaticRow]) -> dict[str, list[dict[str, str]]]:
     """Return kernel -> its lines; a second launch of a kernel with other resources is a kernel of its own."""
     tables: dict[str, list[dict[str, str]]] = {}
-    for row in of_config:
+    for row in config_rows:
         for (name, nth), kernel in static.numbered(row.kernels).items():
             tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append(static.facts(kernel, row.target))
     return tables

@@ -121,8 +121,8 @@ def _show_forecast(plan: Plan) -> None:
     here, budget_s, ops = device.current(), plan.options.search.budget_s, {sweep_case.op for sweep_case in plan.cases()}
     tasks, kept = tasks_to_search(plan, Progress())
     works = [(task, *expected_work(task, plan.options)) for task in tasks]
-    for (op, variant), of_variant in grouped(works, lambda work: (work[0].op.name, work[0].variant.name)).items():
-        counts = f"{counted(len(of_variant), 'case')}, {sum(configs for _, configs, _ in of_variant)} configs"
+    for (op, variant), variant_works in grouped(works, lambda work: (work[0].op.name, work[0].variant.name)).items():
+        counts = f"{counted(len(variant_works), 'case')}, {sum(configs for _, configs, _ in variant_works)} configs"
         show_wrapped(f"{op} {variant}: {counts}{'' if op in ops else ' (the ceiling of bandwidth in records)'}")
     limit = f", each at most {budget_s:g} s" if budget_s else ""
     not_counted = f"{counted(kept, 'case')} with a config for {here.slug} not counted"
