@@ -110,7 +110,7 @@ def seed_hint(classes: Sequence[LaunchClass]) -> str:
     keys, values = () if classes[0].is_plain else classes[0].keys, dict[str, set[int]]()
     for a in (a for launch_class in classes for a in launch_class.arguments if type(a.value) is int and a.name not in keys):
         values.setdefault(a.name, set()).add(a.value)
-    names = sorted(name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED)
+    names = sorted(name for name, seen in values.items() if len(seen) >= _LEAST_COUNTED)
     without = {name: len({signature(launch_class.arguments, {name}) for launch_class in classes}) for name in names}
     name = min(without, key=lambda ignored: without[ignored], default="")
     if not name or 2 * without[name] > len(classes):
@@ -153,9 +153,9 @@ def findings(capture: Capture) -> list[str]:
 def _several_lists(classes: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
     autotuned = [launch_class for launch_class in classes if not launch_class.is_plain]
-    for name, of_name in grouped(autotuned, lambda launch_class: launch_class.kernel.text).items():
-        alike = grouped(of_name, lambda launch_class: (launch_class.source, launch_class.home, launch_class.autotuner_key()))
-        most = max(len({launch_class.configs for launch_class in of_key}) for of_key in alike.values())
+    for name, named_alike in grouped(autotuned, lambda launch_class: launch_class.kernel.text).items():
+        alike = grouped(named_alike, lambda launch_class: (launch_class.source, launch_class.home, launch_class.autotuner_key()))
+        most = max(len({launch_class.configs for launch_class in classes_of_key}) for classes_of_key in alike.values())
         if most > 1:
             effect = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {effect}"

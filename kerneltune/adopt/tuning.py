@@ -192,7 +192,7 @@ def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:
             for name in [name for name in launch_class.candidates[0].config.kwargs if name not in verdicts]:
                 verdicts[name], is_new = _coupling(worker, task, launch_class, name), True
     if is_new:
-        write_blocks(capture.root, {digest: of_class for digest, of_class in blocks.items() if of_class})
+        write_blocks(capture.root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
     return is_new
 
 
@@ -326,8 +326,8 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
-    for of_key in grouped(classes, lambda tuned: tuned.launch_class.autotuner_key()).values():
-        by_sizes = grouped(of_key, lambda tuned: str(sorted(tuned.launch_class.sizes.items())))
+    for classes_of_key in grouped(classes, lambda tuned: tuned.launch_class.autotuner_key()).values():
+        by_sizes = grouped(classes_of_key, lambda tuned: str(sorted(tuned.launch_class.sizes.items())))
         members = [_as_one(alike) if len(alike) > 1 else alike[0] for alike in by_sizes.values()]
         launch_class, shared, split = members[0].launch_class, shared_config(members), differing(members)
         if len(members) == 1 or shared is None:
