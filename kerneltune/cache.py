@@ -396,9 +396,9 @@ def _entries(chooser: Chooser, gpu: str) -> _Entries:
     own: dict[Case, CacheEntry] = {}
     groups: dict[Group, list[tuple[Place, CacheEntry]]] = {}
     reasons = []
-    of_op = _loaded(chooser.op.name, folder, chooser.root)
-    of_variant = in_order(entry for entry in of_op if entry.variant == chooser.variant.name)
-    for entry in (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in of_variant if e.policy == policy):
+    op_entries = _loaded(chooser.op.name, folder, chooser.root)
+    variant_entries = in_order(entry for entry in op_entries if entry.variant == chooser.variant.name)
+    for entry in (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in variant_entries if e.policy == policy):
         if (reason := chooser.why_rejected(entry)) is not None:
             reasons.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
             continue

@@ -153,8 +153,8 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
     """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
     derived, lines, bench, facts = [], [], cases_by_op(plan.cases()), {}
     for op, cases in cases_by_op(plan.cases("check")).items():
-        of_op, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
-        derived += [SweepCase(op, case) for case in of_op]
+        added, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
+        derived += [SweepCase(op, case) for case in added]
         lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
     checked = {sweep_case.op for sweep_case in plan.sweep.check}
     return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in checked)], facts

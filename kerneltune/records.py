@@ -263,10 +263,10 @@ def shared_case_key(a: Iterable[Record], b: Iterable[Record], defaults: Defaults
     have the same value, this value counts as the default.
     """
     left_out: dict[str, dict[str, Option]] = {}
-    for op, of_op in grouped((*a, *b), lambda record: record.op).items():
-        option_sets = {frozenset(record.options) for record in of_op}
+    for op, op_records in grouped((*a, *b), lambda record: record.op).items():
+        option_sets = {frozenset(record.options) for record in op_records}
         if later := frozenset.union(*option_sets) - frozenset.intersection(*option_sets):
-            values = {name: {record.options[name] for record in of_op if name in record.options} for name in later}
+            values = {name: {record.options[name] for record in op_records if name in record.options} for name in later}
             only = {name: of_name.pop() for name, of_name in values.items() if len(of_name) == 1}
             usual = defaults(op)
             left_out[op] = only | {name: usual[name] for name in later if name in usual}
@@ -302,12 +302,12 @@ def newest_by(records: Iterable[Record], key: RecordKey) -> dict[object, Record]
     A failure, and a case that is no longer supported, replace a time. Because a failed import says nothing about the peer, its
     record replaces none.
     """
-    return {row: _newest(of_row) if len(of_row) > 1 else of_row[0] for row, of_row in grouped(records, key).items()}
+    return {row: _newest(alike) if len(alike) > 1 else alike[0] for row, alike in grouped(records, key).items()}
 
 
-def _newest(of_row: Sequence[Record]) -> Record:
-    launched = [record for record in of_row if not _is_failed_import(record)]
-    return max(reversed(launched or of_row), key=lambda record: datetime.fromisoformat(record.date))
+def _newest(alike: Sequence[Record]) -> Record:
+    launched = [record for record in alike if not _is_failed_import(record)]
+    return max(reversed(launched or alike), key=lambda record: datetime.fromisoformat(record.date))
 
 
 def _is_failed_import(record: Record) -> bool:

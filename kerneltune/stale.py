@@ -201,17 +201,17 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
     """
     timed = [row for row in rows if row.status == "passed" and row.role != "peer"]
     lines = []
-    for (name, variant), of_variant in grouped(timed, lambda row: (row.op, row.variant)).items():
+    for (name, variant), variant_rows in grouped(timed, lambda row: (row.op, row.variant)).items():
         if name not in ops:
             raise ValueError(f"op: {name!r}: in the records, but not loaded here: load it by --plugin, or pass --allow-stale")
         if variant not in {offered.name for offered in ops[name].variants}:
-            lines.append(f"{name} {variant}: {counted(len(of_variant), 'row')} of no variant here: measure again")
+            lines.append(f"{name} {variant}: {counted(len(variant_rows), 'row')} of no variant here: measure again")
             continue
-        compared = [(row, _difference_to_op(row, ops[name], configs)) for row in of_variant]
+        compared = [(row, _difference_to_op(row, ops[name], configs)) for row in variant_rows]
         stale = [(row, differs) for row, differs in compared if differs is not None]
-        for kind, of_kind in grouped(stale, lambda pair: pair[1].kind).items():
-            named = first_of((f"{_row_label(row, ops[name])} ({differs.detail})" for row, differs in of_kind), _NAMED)
-            measured = f"{len(of_kind)} of {counted(len(of_variant), 'row')} measured with {kind}"
+        for kind, kind_rows in grouped(stale, lambda pair: pair[1].kind).items():
+            named = first_of((f"{_row_label(row, ops[name])} ({differs.detail})" for row, differs in kind_rows), _NAMED)
+            measured = f"{len(kind_rows)} of {counted(len(variant_rows), 'row')} measured with {kind}"
             lines.append(f"{name} {variant}: {measured}: {named}: measure again")
     return lines
 
@@ -237,9 +237,9 @@ def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     """Return the mean time of measuring a case, by the dates of the records."""
     dates = sorted({datetime.fromisoformat(row.date) for row in recorded})
     gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(dates)]
-    of_one_run = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
-    if of_one_run:
-        return sum(of_one_run) / len({row.key.of_case for row in recorded})
+    gaps_in_runs = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
+    if gaps_in_runs:
+        return sum(gaps_in_runs) / len({row.key.of_case for row in recorded})
     return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 

@@ -55,7 +55,7 @@ class SweepCase:
 
 def cases_by_op(sweep_cases: Iterable[SweepCase]) -> dict[str, list[Case]]:
     """Return the cases of each operator."""
-    return {op: [it.case for it in of_op] for op, of_op in grouped(sweep_cases, lambda it: it.op).items()}
+    return {op: [entry.case for entry in entries] for op, entries in grouped(sweep_cases, lambda entry: entry.op).items()}
 
 
 @dataclass(frozen=True, slots=True)

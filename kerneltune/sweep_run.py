@@ -143,9 +143,9 @@ class _SweepRun:
             checked, coverage = check_on_cpu(plan, self.progress, sweep_cases)
         self._warn_if_all_variants_fail(checked)
         path = plan.run_file("check")
-        of_sweep = {TaskKey(sweep_case.op, "", sweep_case.case, CHECK_POLICY) for sweep_case in plan.sweep.check}
+        sweep_keys = {TaskKey(sweep_case.op, "", sweep_case.case, CHECK_POLICY) for sweep_case in plan.sweep.check}
         key_of = records.check_key if plan.options.quick else records.row_key  # `quick` checks no further configs
-        records.merge_checks(path, checked, lambda record: record.key.of_case in of_sweep, key_of)
+        records.merge_checks(path, checked, lambda record: record.key.of_case in sweep_keys, key_of)
         plan.run_file("check.journal").unlink(missing_ok=True)
         return SweepResult(checked, [path], coverage)
 

@@ -55,14 +55,14 @@ def gate_markdown(verdict: Verdict) -> str:
 def _table(verdict: Verdict) -> Table:
     """Return a row for each row of the verdict that did not simply pass and is no note."""
     named, names = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=1))
-    of_row = {id(row): values(named, name) for row, name in zip(verdict.rows, names, strict=True)}
+    names_of = {id(row): values(named, name) for row, name in zip(verdict.rows, names, strict=True)}
     named = [replace(column, rank=5 if column.shared else 4 if column.digits == 0 else column.rank) for column in named]
     columns = (
         Column("verdict"), *named, Column("variant"), Column("µs", digits=0, rank=2), Column("slowdown", digits=0),
         Column("95 % interval", digits=0, rank=3), Column("reason", only=("markdown",)),
     )  # fmt: skip
     rows = [
-        Row((row.verdict, *of_row[id(row)], row.record.variant, *_measures(row), ""), row.reason) for row in _counting(verdict)
+        Row((row.verdict, *names_of[id(row)], row.record.variant, *_measures(row), ""), row.reason) for row in _counting(verdict)
     ]
     return Table(columns, tuple(rows))
 

@@ -152,8 +152,8 @@ def _group_shift(rows: Sequence[Change]) -> Shift:
     """
     logs = np.array([change.log for change in rows])
     bounds = np.array([(change.low, change.high) for change in rows])  # (rows, 2)
-    of_rows = np.diff(np.log1p(np.maximum(bounds, -0.9)))[:, 0] / 4
-    spread = max(float(logs.std(ddof=1)), float(np.sqrt(np.square(of_rows).mean())))
+    row_errors = np.diff(np.log1p(np.maximum(bounds, -0.9)))[:, 0] / 4
+    spread = max(float(logs.std(ddof=1)), float(np.sqrt(np.square(row_errors).mean())))
     errors, freedom = [spread / math.sqrt(len(rows))], len(rows) - 1
     for side in ("old", "new"):
         samples = [getattr(change, side).samples_us or () for change in rows]

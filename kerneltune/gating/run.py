@@ -78,12 +78,12 @@ def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Co
 
 def _selected(record: Record, plan: Plan) -> bool:
     """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
-    of_family = record.family == plan.family or (not record.family and record.op in cases_by_op(plan.sweep.bench))
+    is_of_family = record.family == plan.family or (not record.family and record.op in cases_by_op(plan.sweep.bench))
     op, selection, options = plan.ops.get(record.op), plan.selection, plan.options
     variants = {variant.name: variant for variant in op.variants} if op else {}
     peer = record.variant in variants and variants[record.variant].is_peer
     return (
-        of_family
+        is_of_family
         and record.policy == (options.policy or (op.policy if op else "cold"))
         and selection.matches_case(record.op, record.key.case)
         and selection.matches_variant(record.variant, options.peers or not peer)

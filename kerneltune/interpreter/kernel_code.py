@@ -182,8 +182,8 @@ class _Reading:
     def _blocks_of(self, node: ast.AST) -> frozenset[_Block]:
         """Return the blocks behind the places of an expression."""
         ends = [(_text(end), self._value(end)) for end in _ends(node)]
-        of_names = (self._blocks.get(name, frozenset()) for name in _names(node))
-        return frozenset(block for block in ends if type(block[1]) is int).union(*of_names)
+        named_blocks = (self._blocks.get(name, frozenset()) for name in _names(node))
+        return frozenset(block for block in ends if type(block[1]) is int).union(*named_blocks)
 
     def _choose(self, node: ast.Call) -> None:
         """Note which operand is the minimum or the maximum, as of a branch."""

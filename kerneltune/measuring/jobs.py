@@ -88,19 +88,19 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
 
     def work() -> list[Outcome]:
         note(*facts)
-        begun_s, of_default, notes = time.thread_time(), set[Fact](), list[Outcome]()
+        begun_s, default_facts, notes = time.thread_time(), set[Fact](), list[Outcome]()
         for number, config in enumerate(around_default(task.variant, task.case)):
             if number and time.thread_time() - begun_s > _ADDRESSES_S:
                 break
             failed = Outcome("failed", "", config, task.case)
             tell(failed)
-            with noting(passes_on=number == 0) as of_config:
+            with noting(passes_on=number == 0) as config_facts:
                 lines = address_errors(task.op, task.case, task.variant, config, check_cases)
             if lines:
                 return [replace(failed, reason=line) for line in lines]
-            of_default = of_config if number == 0 else of_default
-            short = [] if notes else cut_short(of_default, of_config)
-            if short and _reaches_last(task, config, check_cases, of_config):
+            default_facts = config_facts if number == 0 else default_facts
+            short = [] if notes else cut_short(default_facts, config_facts)
+            if short and _reaches_last(task, config, check_cases, config_facts):
                 text = f"{task.op.name} {task.variant.name}: with {pairs(dict(knob_pairs(config)))} the largest case {short[0]}"
                 notes = [Outcome("checked", f"{text}, and with the default config it does: a grid cut short?", config, task.case)]
         return notes
@@ -115,9 +115,9 @@ def _reaches_last(task: Task, config: Config, check_cases: Sequence[Case], large
     """
     for case in check_cases:
         if task.variant.unsupported(case) is None and config in task.variant.configs(case):
-            with noting(passes_on=False) as of_check, suppress(Exception):
+            with noting(passes_on=False) as check_facts, suppress(Exception):
                 address_errors(task.op, case, task.variant, config)
-            if cut_short(of_check, largest):
+            if cut_short(check_facts, largest):
                 return True
     return False
 
@@ -196,8 +196,8 @@ def _facts(jobs: Iterable[Job]) -> set[Fact]:
 def coverage_lines(jobs: Sequence[Job]) -> list[str]:
     """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached."""
     lines = []
-    for op, of_op in grouped(jobs, lambda job: job.task.op.name).items():
-        checked, largest = (_facts(job for job in of_op if job.is_largest is wanted) for wanted in (False, True))
+    for op, op_jobs in grouped(jobs, lambda job: job.task.op.name).items():
+        checked, largest = (_facts(job for job in op_jobs if job.is_largest is wanted) for wanted in (False, True))
         if names := unreached(checked, largest):
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
@@ -205,6 +205,6 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [
             f"{op}: the largest case {fact}, as all checks do: a {'grid or loop' if 'loaded' in fact.kind else 'grid'} cut short?"
-            for fact in cut_short(_facts(job for job in of_op if job.runs), largest)
+            for fact in cut_short(_facts(job for job in op_jobs if job.runs), largest)
         ]
     return lines

@@ -77,8 +77,8 @@ class TuningSession:
         if cores:
             os.sched_setaffinity(0, cores)
         start_server()
-        of_worker, self._cores = split_cores()
-        self.options, self.worker = options, GpuWorker(partial(GpuBench, of_worker))
+        worker_cores, self._cores = split_cores()
+        self.options, self.worker = options, GpuWorker(partial(GpuBench, worker_cores))
         self.queue: CompileQueue
         self._stores: dict[tuple[str, str], TrialStore] = {}
         self._entered: ExitStack | None = None
