@@ -203,7 +203,9 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
     module, free = sys.modules["triton.runtime.autotuner"], free_options(kernel)
     given = {name: options[name] for name in free if options.get(name) is not None}
     own = (launch_defaults() if DEFAULTS.keys() - given.keys() else {}) | given | dict.fromkeys(DEFAULTS.keys() - free)
-    stages = [own["num_stages"], *(_STAGES if "num_stages" in free and _has_product(kernel.fn) else ())]
+    # in a loop without a product of matrices, Triton stages loads only by the argument `num_stages` of the loop itself
+    is_staged = "num_stages" in free and any({"dot", "dot_scaled"} & {*fn.__code__.co_names} for fn in functions_of(kernel.fn))
+    stages = [own["num_stages"], *(_STAGES if is_staged else ())]
     warps = own["num_warps"] or 0
     counts = [count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS]
     tried = [
@@ -218,14 +220,6 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
     make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **values) for values in tried], keys, None, None)
     setattr(tuner, PLAIN_MARK, True)
     return tuner
-
-
-def _has_product(function: Any) -> bool:
-    """Return whether a kernel or a helper of it multiplies matrices.
-
-    In a loop without a product, Triton stages loads only by the argument `num_stages` of the loop itself.
-    """
-    return any(name in ("dot", "dot_scaled") for inner in functions_of(function) for name in inner.__code__.co_names)
 
 
 def plain_configs(launch: Launch) -> list[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from kerneltune import device
 from kerneltune.adopt import getter
-from kerneltune.adopt.getter import CallCase
 from kerneltune.adopt.tuning import SearchResult, search_results, search_tasks
 from kerneltune.plan import Options
 from kerneltune.progress import Progress
@@ -27,7 +26,7 @@ class TunedCall:
         skipped: why a call that was to be tuned was not; empty if it was.
     """
 
-    case: CallCase
+    case: getter.CallCase
     config: Mapping[str, int]
     evidence: Mapping[str, Any] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
@@ -51,7 +50,7 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
     return [_tuned_call(*of_call) for of_call in zip(tasks, facts.cases, search_results(root, tasks), strict=True)]
 
 
-def _tuned_call(task: Task, case: CallCase, found: SearchResult) -> TunedCall:
+def _tuned_call(task: Task, case: getter.CallCase, found: SearchResult) -> TunedCall:
     tried, stored = found
     failed = tuple(evaluation.reason for evaluation in tried.values() if evaluation.status in ("failed", "crashed"))
     own = case.own | getter.given_knobs(task.default)

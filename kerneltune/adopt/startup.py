@@ -81,8 +81,7 @@ _PATCHED = {TARGET: "Autotuner", INTERPRETER: "InterpretedFunction", COMPILER: "
 _MISS_BYTES, _MOST_MISSES = 64 << 20, 16
 """Most bytes of values, and most classes of each kernel, that a served process records: a class takes the host milliseconds."""
 
-_state: dict[str, Any] = {}
-"""State of this process: whether it has `started` from the environment, its `recorder` and its `server`."""
+_state: dict[str, Any] = {}  # of this process: whether it has `started` from the environment, its `recorder`, its `server`
 
 
 def start_from_environment() -> None:
