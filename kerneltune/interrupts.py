@@ -43,7 +43,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if _has_ended:
         signal.signal(number, signal.SIG_DFL)
         return
-    if not (_is_importing(frame) or _is_locking(frame)):
+    is_locking = frame is not None and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name in _LOCKING
+    if not (_is_importing(frame) or is_locking):
         raise KeyboardInterrupt
     if not _is_postponed:
         _is_postponed = True
@@ -64,8 +65,3 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _is_locking(frame: FrameType | None) -> bool:
-    """Return whether a frame is in a function of `threading` that takes or frees a lock."""
-    return frame is not None and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name in _LOCKING

@@ -256,8 +256,7 @@ class _Guard:
                 raise KernelFaultError(f"{fault}, with {numbers}") from error
 
     def _run_corners(self, executor: Any, bound: dict[str, Any], load_rises: bool = False) -> None:
-        """Run the programs at the corners. A load of whole numbers gives `_load_gives`, or numbers that rise along the tensor."""
-        self._load_rises = load_rises
+        self._load_rises = load_rises  # loads give whole numbers that rise along the tensor, in place of `_load_gives`
         self._regions.clear()
         self.deadline = time.thread_time() + LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}

@@ -63,7 +63,11 @@ class _Reading:
         self._name, self._blocks, self._is_kernel = function.__name__, dict(blocks or {}), blocks is None
         self.facts = {Fact("launch" if self._is_kernel else "call", self._name)}
         parameters = {arg.arg for arg in tree.args.args}
-        names = {name: value for name, value in _globals(function).items() if name not in parameters}
+        names = {
+            name: getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+            for name, value in function.__globals__.items()
+            if name not in parameters
+        }
         self._known = {**names, **_FUNCTIONS, **values}
         self._flags = {name for name, value in values.items() if isinstance(value, bool)}
         self._compared: dict[_Block, set[str]] = defaultdict(set)
@@ -208,14 +212,6 @@ class _Reading:
         arguments = {name: operand for name, operand in arguments.items() if isinstance(operand, ast.expr)}
         values = {name: value for name, operand in arguments.items() if (value := self._value(operand)) is not _UNKNOWN}
         self.facts |= _Reading(function, values, {name: self._blocks_of(operand) for name, operand in arguments.items()}).facts
-
-
-def _globals(function: Any) -> dict[str, Any]:
-    """Return the global names of a function, with the values of constants."""
-    return {
-        name: getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
-        for name, value in function.__globals__.items()
-    }
 
 
 @functools.cache
