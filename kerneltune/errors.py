@@ -104,7 +104,7 @@ def _innermost(folder: str, error: BaseException) -> str:
     import traceback
 
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    own = (it for it in frames if is_own(folder, it.filename) or not _STRANGE.match(it.filename))
+    own = (frame for frame in frames if is_own(folder, frame.filename) or not _STRANGE.match(frame.filename))
     return next((f"{Path(frame.filename).name}:{frame.lineno}: " for frame in own), "")
 
 

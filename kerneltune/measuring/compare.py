@@ -115,7 +115,7 @@ def _contenders(runs: Mapping[str, Run]) -> Mapping[str, Contender | Outcome]:
     made: dict[str, Contender | Outcome] = {}
     for name, run in runs.items():
         tell(name)
-        is_first = all(isinstance(it, Outcome) for it in made.values())
+        is_first = all(isinstance(value, Outcome) for value in made.values())
         captured = _capture((name, SELF) if is_first else (name,), run, inputs)
         made |= {name: captured} if isinstance(captured, Outcome) else captured
     return made

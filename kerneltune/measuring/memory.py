@@ -45,7 +45,7 @@ def out_of_memory_reason(error: BaseException) -> str:
 
     The cause matters, because the end of a capture, and a compiler that wraps all errors, raise an error of their own.
     """
-    said = (it for it in causes(error) if isinstance(it, MemoryError) or any(text in str(it) for text in _SAID))
+    said = (cause for cause in causes(error) if isinstance(cause, MemoryError) or any(text in str(cause) for text in _SAID))
     return next(map(first_line, said), "")
 
 
@@ -74,10 +74,10 @@ def _free_in_cgroups() -> Iterator[int]:
             _number, version, path = line.split(":", 2)
             limit, used, given_back = _LIMITS.get(version, ("", "", ""))
             below = Path(version, path.lstrip("/"))
-            for folder in (_CGROUPS / it for it in (below, *below.parents) if limit):
+            for folder in (_CGROUPS / path for path in (below, *below.parents) if limit):
                 with suppress(OSError, ValueError):  # no such folder in a container, or the limit `max`
                     most, now = (int((folder / name).read_text()) for name in (limit, used))
-                    stat = dict(it.split() for it in (folder / "memory.stat").read_text().splitlines())
+                    stat = dict(text.split() for text in (folder / "memory.stat").read_text().splitlines())
                     yield max(0, most - now + int(stat.get(given_back, 0)))
 
 
