@@ -26,7 +26,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value, identity_of
-from kerneltune.adopt.kernels import PLAIN_MARK, Launch, functions_of, heuristics_of, jit_of
+from kerneltune.adopt.bytecode import functions_of
+from kerneltune.adopt.kernels import PLAIN_MARK, Launch, heuristics_of, jit_of
 from kerneltune.wording import pairs
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")

@@ -22,10 +22,12 @@ from typing import Any
 
 from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import NotRecordableError, Values
+from kerneltune.adopt.bytecode import bytecode_digest, read_globals
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, is_plain, kernel_name
+from kerneltune.adopt.pointers import holds_addresses
 from kerneltune.errors import first_line
 
 log = logging.getLogger("kerneltune.adopt")
@@ -224,7 +226,7 @@ class Recorder:
             return self._refuse(name, "not captured: the author's pruning leaves no config")
         launch_class = with_candidates(launch_class, launch, allowed)
         values = self._values(launch_class, storages)
-        if held := arguments.holds_addresses(launch_class.arguments, values, kernels.makes_pointers(launch.autotuner.base_fn)):
+        if held := holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
             return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
         if launch_class.problem:
             self._refuse(name, f"cannot be tuned: {launch_class.problem}")
@@ -241,7 +243,7 @@ class Recorder:
         if launch_class is not None:
             _, storages = describe_launch(launch)
             values = self._values(launch_class, storages)
-            if not arguments.holds_addresses(launch_class.arguments, values, kernels.makes_pointers(launch.autotuner.base_fn)):
+            if not holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
                 write_class(self.root, replace(launch_class, storages=values.kinds), values.tensors)
 
     def _pruned(self, launch: Launch) -> list[Any]:
@@ -388,7 +390,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
     tuner, name, function = launch.autotuner, launch.name, launch.autotuner.base_fn
     described, storages = arguments.describe(tuner.arg_names, launch.args, launch.given)
     source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
-    read = kernels.read_globals(function)
+    read = read_globals(function)
     signed = arguments.signature(described, ignored, has_signs=is_plain(tuner))
     parts = [name.module, name.name, source, listed, signed, *([json.dumps(read)] if read else ())]
     launch_class = LaunchClass(
@@ -396,7 +398,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
         kernel=name,
         file=function.__code__.co_filename,
         source=source,
-        bytecode=kernels.bytecode_digest(function),
+        bytecode=bytecode_digest(function),
         configs=listed,
         list_size=len(tuner.configs),
         device=program.device_slug(),

@@ -22,9 +22,10 @@ import torch
 
 from kerneltune.adopt import arguments, kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
+from kerneltune.adopt.bytecode import bytecode_digest, read_globals
 from kerneltune.adopt.configs import StoredConfig, configs_digest, plain_tuner, to_triton_configs
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
-from kerneltune.adopt.kernels import KernelName, Launch, bytecode_digest
+from kerneltune.adopt.kernels import KernelName, Launch
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
 from kerneltune.errors import first_line, statement_in
 from kerneltune.forked import run_forked, shared_bytes
@@ -59,7 +60,7 @@ def live_kernel(launch_class: LaunchClass) -> Any:
             place = ' outside `if __name__ == "__main__"`' if home.module == "__main__" else ""
             raise ReplayError(f"{name}: {file} has no kernel of this name{place}: capture again")
         raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
-    present = kernels.read_globals(same[0].base_fn)
+    present = read_globals(same[0].base_fn)
     for read, value in launch_class.globals.items():
         if present.get(read) != value:
             values = f"which was {value!r} when captured and is {present.get(read)!r} here"

@@ -14,6 +14,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import arguments, kernels, program
+from kerneltune.adopt.bytecode import bytecode_digest, read_globals
 from kerneltune.adopt.configs import StoredConfig, configs_digest, to_triton_configs
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
@@ -192,10 +193,10 @@ class Server:
         of_name = [kernel for kernel in tuned if (kernel.name, kernel.is_plain) == (name.name, is_plain)]
         named = [kernel for kernel in of_name if kernel.module == name.module]
         alike = named + [kernel for kernel in of_name if kernel not in named and "__main__" in (kernel.module, name.module)]
-        same = [kernel for kernel in alike if kernel.bytecode == kernels.bytecode_digest(function)]
+        same = [kernel for kernel in alike if kernel.bytecode == bytecode_digest(function)]
         if not same and table is not None and table.versions.get("python") != program.python_version():  # has other bytecode
             same = [kernel for kernel in alike if kernel.source == arguments.source_digest(function)]
-        read = kernels.read_globals(function) if same else {}  # a global that is not bound yet may have any value
+        read = read_globals(function) if same else {}  # a global that is not bound yet may have any value
         same = [kernel for kernel in same if all(read.get(name, value) == value for name, value in kernel.globals.items())]
         if named and not same:
             warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")

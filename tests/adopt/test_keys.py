@@ -133,7 +133,7 @@ def test_get_or_make_finds_lists_of_configs_by_identity_and_by_value() -> None:
 
 DIGEST = """
 import triton, triton.language as tl
-from kerneltune.adopt.kernels import bytecode_digest
+from kerneltune.adopt.bytecode import bytecode_digest
 def factor(act):
     return 2 if act in {"relu", "gelu", "silu", "tanh"} else 1
 @triton.jit
