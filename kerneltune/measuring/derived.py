@@ -157,9 +157,8 @@ class _Deriver:
     def _with_smaller_sizes(self) -> tuple[list[Case], set[Fact]]:
         """Return bench cases with some sizes of a check case, for facts that no check case has, and all facts of bench cases.
 
-        The first round takes default configs on all bench cases; the second takes configs around the default, on one bench case
-        for each set of equal facts. A case has at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS. A
-        variant that calls `torch.bincount`, for example, is left out: its launches depend on values.
+        Round 1: default configs on all bench cases. Round 2: configs around the default, on one bench case for each set of equal
+        facts. A variant that calls `torch.bincount`, for example, is left out: its launches depend on values.
         """
         op, check, bench = self.op, [*self.check, *self.derived], self.bench
         smaller, facts, variants = list[Case](), set[Fact](), _variants_with_facts(op, check)
@@ -167,27 +166,36 @@ class _Deriver:
             if variant not in variants and not variant.is_peer and not only_calls_torch(op, variant, check):
                 facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
         for configs in (_default_alone, around_default) if check else (_default_alone,):
-            facts_of = partial(_facts_of_cases, op, variants, configs, facts)
-            check_facts = [of_case for _case, of_case in facts_of([*check, *smaller])]
-            known = set[Fact]().union(*check_facts)
-            most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((of_case.num_programs for of_case in check_facts), default=0))
-            by_facts: dict[frozenset[Fact], Case] = {}
-            for case, of_case in facts_of(sorted(bench, key=self._cost)):
-                facts |= of_case
-                by_facts[frozenset(of_case)] = case
-                for wants_whole_blocks in (False, True) if len(check_facts) >= len(check) else ():
-                    wanted = {fact for fact in of_case - known if (fact.kind == "whole") is wants_whole_blocks}
-                    cases = self._smaller(case, wants_whole_blocks, partial(_has_one_of, facts_of, wanted)) if wanted else ()
-                    for candidate, found in facts_of(filter(self._is_cheap, cases)):
-                        if found.num_programs <= most_programs and found & wanted and not _obstacle(op, candidate):
-                            smaller.append(candidate)
-                            known |= found
-                            wanted -= found
-                        if not wanted:
-                            break
-                known |= of_case
+            launches = _Launches(op, variants, configs)
+            by_facts = self._add_round(smaller, bench, launches)
+            facts |= launches.not_judged.union(*by_facts)
             bench = [*by_facts.values()]
         return smaller, facts
+
+    def _add_round(self, smaller: list[Case], bench: Sequence[Case], launches: "_Launches") -> dict[frozenset[Fact], Case]:
+        """Add the cases of a round to `smaller`, unless time is over; return a bench case for each set of equal facts.
+
+        A case has at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS.
+        """
+        check = [*self.check, *self.derived]
+        check_facts = [found for _case, found in launches.facts_of([*check, *smaller])]
+        known = set[Fact]().union(*check_facts)
+        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((found.num_programs for found in check_facts), default=0))
+        by_facts: dict[frozenset[Fact], Case] = {}
+        for case, bench_facts in launches.facts_of(sorted(bench, key=self._cost)):
+            by_facts[frozenset(bench_facts)] = case
+            for wants_whole_blocks in (False, True) if len(check_facts) >= len(check) else ():
+                wanted = {fact for fact in bench_facts - known if (fact.kind == "whole") is wants_whole_blocks}
+                candidates = self._smaller(case, wants_whole_blocks, partial(launches.have_one_of, wanted)) if wanted else ()
+                for candidate, found in launches.facts_of(filter(self._is_cheap, candidates)):
+                    if found.num_programs <= most_programs and found & wanted and not _obstacle(self.op, candidate):
+                        smaller.append(candidate)
+                        known |= found
+                        wanted -= found
+                    if not wanted:
+                        break
+            known |= bench_facts
+        return by_facts
 
     def _smaller(self, case: Case, wants_whole_blocks: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
         """Yield copies of a bench case with smaller sizes: the cheapest first; last, sizes far above the sizes of check cases.
@@ -306,38 +314,34 @@ def _variants_with_facts(op: Op, cases: Iterable[Case]) -> list[Variant]:
     return variants
 
 
-def _facts_of_cases(
-    op: Op,
-    variants: Sequence[Variant],
-    configs: Callable[[Variant, Case], Iterable[Config]],
-    facts: set[Fact],
-    cases: Iterable[Case],
-) -> Iterator[tuple[Case, LaunchFacts]]:
-    """Yield each case with the facts of the variants' launches, and the most programs of a config, until the time is over.
+class _Launches:
+    """Tell the facts of the launches of variants under some configs. `not_judged` gets a fact if the time is over."""
 
-    Cases whose launches depend on values are left out. Facts of whole blocks lose the size of the block.
+    def __init__(self, op: Op, variants: Sequence[Variant], configs: Callable[[Variant, Case], Iterable[Config]]) -> None:
+        self._op, self._variants, self._configs = op, variants, configs
+        self.not_judged = set[Fact]()
 
-    Args:
-        variants: own variants whose launches are known without values.
-        configs: function that yields the configs of a variant on a case.
-        facts: set that gets a fact if the time is over.
-    """
-    begun_s = time.thread_time()
-    for case in cases:
-        if time.thread_time() - begun_s > _LAUNCHES_S:
-            facts.add(Fact("not judged", f"further sizes of bench cases alone: {_LAUNCHES_S:g} s are over"))
-            return
-        of_variants = [facts_by_config(op, it, case, configs(it, case)) for it in variants if not it.unsupported(case)]
-        if all(of_variants):
-            found = set[Fact]().union(*(of_config for of_variant in of_variants for of_config in of_variant.values()))
-            of_case = LaunchFacts(fact._replace(where="") if fact.kind == "whole" else fact for fact in found)
-            of_case.num_programs = sum(max(it.num_programs for it in of_variant.values()) for of_variant in of_variants)
-            yield case, of_case
+    def facts_of(self, cases: Iterable[Case]) -> Iterator[tuple[Case, LaunchFacts]]:
+        """Yield each case with the facts of its launches, and the most programs of a config, until the time is over.
 
+        Cases whose launches depend on values are left out. Facts of whole blocks lose the size of the block.
+        """
+        begun_s = time.thread_time()
+        for case in cases:
+            if time.thread_time() - begun_s > _LAUNCHES_S:
+                self.not_judged.add(Fact("not judged", f"further sizes of bench cases alone: {_LAUNCHES_S:g} s are over"))
+                return
+            supported = [variant for variant in self._variants if not variant.unsupported(case)]
+            by_variant = [facts_by_config(self._op, variant, case, self._configs(variant, case)) for variant in supported]
+            if all(by_variant):
+                found = set[Fact]().union(*(facts for by_config in by_variant for facts in by_config.values()))
+                case_facts = LaunchFacts(fact._replace(where="") if fact.kind == "whole" else fact for fact in found)
+                case_facts.num_programs = sum(max(it.num_programs for it in by_config.values()) for by_config in by_variant)
+                yield case, case_facts
 
-def _has_one_of(facts_of: Callable[[list[Case]], Iterator[tuple[Case, LaunchFacts]]], facts: Set[Fact], case: Case) -> bool:
-    """Return whether launches of a case have one of some facts."""
-    return any(of_case & facts for _case, of_case in facts_of([case]))
+    def have_one_of(self, wanted: Set[Fact], case: Case) -> bool:
+        """Return whether launches of a case have one of some facts."""
+        return any(found & wanted for _case, found in self.facts_of([case]))
 
 
 def _size(case: Case) -> int:
