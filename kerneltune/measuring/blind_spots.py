@@ -47,6 +47,7 @@ def _leaves(inputs: Inputs) -> list[Any]:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -71,6 +72,7 @@ def _constant(op: Op, cases: Sequence[Case]) -> Iterator[tuple[str, str]]:
 
 
 def _matters(op: Op, inputs: Inputs, name: str) -> bool:
+    """Return whether other values of an input change what the reference returns."""
     value = inputs[name]
     whole = ~value if value.dtype == torch.bool else value + 1
     changed = (value.float() * 1.5 + 0.75).to(value.dtype) if value.is_floating_point() else whole

@@ -61,7 +61,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> Deriv
 
 
 class _Deriver:
-    """Derive the check cases of an operator, one kind of case after another.
+    """Derive the check cases of an operator.
 
     Attributes:
         bench: the bench cases.

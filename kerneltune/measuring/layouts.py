@@ -46,7 +46,7 @@ def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs
 
 @contextmanager
 def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
-    """List the inputs of which code in a folder asks for strides, whether they are contiguous, or a contiguous copy, in order.
+    """List the inputs that code in a folder asks for strides, for `is_contiguous` or for a contiguous copy, in order.
 
     A copy of another view, such as `x.t().contiguous()`, tells nothing of the input.
     """

@@ -322,7 +322,7 @@ def test_block_that_is_free_under_one_sign_of_a_float_is_served_to_no_other_sign
 
 
 def test_block_that_is_free_out_of_place_alone_is_changed_in_no_launch(tmp_path: Path, module: Any, checked: None) -> None:
-    """In place, a second program would read what the first has written; the keys of both launches are equal."""
+    """Launch in place and out of place, with equal keys: in place a second program would read what the first has written."""
     folder, x, y = tmp_path / "cap", torch.arange(96.0), torch.empty(96)
     startup.capture(folder, plain=True)
     for out in (y, x):

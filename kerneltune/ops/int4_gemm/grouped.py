@@ -34,7 +34,7 @@ _MAXNREG = {(32, 1): 80, (32, 2): 128, (64, 1): 128}
 
 
 class _Load(NamedTuple):
-    """What a GPU is expected to do.
+    """Hold the work that a router is expected to deal to a GPU.
 
     Attributes:
         mean: tokens of a group.
@@ -50,7 +50,7 @@ class _Load(NamedTuple):
 
 
 class _Scales(NamedTuple):
-    """Groups of k of a step, and whether they have zero points."""
+    """Hold how many groups of k a step has, and whether they have zero points."""
 
     groups: int
     zeros: bool
