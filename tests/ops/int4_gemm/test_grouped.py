@@ -8,6 +8,7 @@ import pytest
 import torch
 from int4_codes import DEVICE, exact, some_codes, tokens_of
 
+from kerneltune.nearness import ranked
 from kerneltune.ops.int4_gemm import Int4GroupedConfig, cast_tokens, grouped, int4_fp8_grouped_gemm, pack
 from kerneltune.ops.int4_gemm.kernels import fp8
 from kerneltune.ops.int4_gemm.packing import Codes
@@ -145,6 +146,16 @@ def test_default_follows_the_tokens_of_the_largest_group_and_the_programs_of_an_
     case = case_of(tokens, rows, depth, groups)
     config = grouped.default(dataclasses.replace(case, options=(("group", group), *case.options[1:])))
     assert config == Int4GroupedConfig(*expected[:2], warps=4, stages=3, early=expected[2], maxnreg=expected[3])
+
+
+@pytest.mark.parametrize(("tokens", "serves"), [(363, True), (720, True), (1024, False), (256, False)])
+def test_cached_config_of_512_tokens_serves_as_many_within_a_factor_of_1_4(tokens: int, serves: bool) -> None:
+    op = grouped.OP
+    wanted, stored = (
+        (dict(c.axes), c.dtype, c.quant, dict(c.options)) for c in (case_of(n, 4096, 7168, 32) for n in (tokens, 512))
+    )
+    near = [*ranked(wanted, [(stored, "config")], op.free_axes, op.free_options, op.bands, op.max_distance)]
+    assert bool(near) is serves
 
 
 def test_valid_refuses_too_many_registers_or_tokens() -> None:
