@@ -324,7 +324,7 @@ class Chooser:
                 misses.report_fallback(gpu, fallback_gpu)
             return Choice(config, "near", partial(_described, case, entry, distance, self.policy, fallback_gpu))
         config = self.variant.default_config(case)
-        if (reason := self.variant.valid(case, config)) is not None:
+        if (reason := self.variant.invalid(case, config)) is not None:
             raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
         return Choice(config, "default", lambda: "the default")
 
@@ -350,7 +350,7 @@ class Chooser:
         return group_of(_place(case), self.op.free_axes, self.op.bands)
 
     def why_rejected(self, entry: CacheEntry) -> str | None:
-        """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
+        """Return why an entry is not used: a knob's name, type or range, or `invalid` for its own case; None if it is used."""
         case = entry.case
         if any(size > _MOST_ELEMENTS for _, size in case.axes):
             return f"axes: a size of more than {_MOST_ELEMENTS}"
@@ -359,7 +359,7 @@ class Chooser:
             config = config_from(self.variant.config, entry.config)
             reason = out_of_range(entry.config, self.variant.space(case))
             is_usual = reason is None or config == self.variant.default_config(case)
-            return self.variant.valid(case, config) if is_usual else reason
+            return self.variant.invalid(case, config) if is_usual else reason
         except Exception as error:  # an operator's own code may fail in any way at sizes and knobs that make no sense
             return f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{str(error)[:160]}"
 

@@ -135,9 +135,9 @@ def _mistaken_forms(op: Op) -> Iterator[str]:
 
 
 def _missing_functions(op: Op) -> Iterator[str]:
-    """Yield `field: value: expected a function` for each function that cannot be called, such as None in place of no `valid`."""
+    """Yield `field: value: expected a function` for each field that must be a function and is not, such as `invalid=None`."""
     owners: list[tuple[Op | Variant, str, tuple[str, ...]]] = [(op, "", ("inputs", "reference", "compare", "traffic"))]
-    owners += [(it, f"variants: {it.name}: ", ("run", "space", "valid", "unsupported", "promising")) for it in op.variants]
+    owners += [(it, f"variants: {it.name}: ", ("run", "space", "invalid", "unsupported", "promising")) for it in op.variants]
     for owner, prefix, names in owners:
         yield from (
             f"{prefix}{name}: {value!r}: expected a function" for name in names if not callable(value := getattr(owner, name))
@@ -241,7 +241,7 @@ def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], c
     chosen = _ask(about, "default", default, case)
     if not isinstance(chosen, config):
         raise _error(about, "default", default, f"{chosen!r}: expected a {config.__name__}")
-    refused = _ask(about, "valid", variant.valid, case, chosen)
+    refused = _ask(about, "invalid", variant.invalid, case, chosen)
     if refused is not None:
         raise _error(about, "default", default, f"{chosen}: not valid ({refused})")
     return True

@@ -183,7 +183,7 @@ class Variant:
         config: the dataclass of the configs; None if the variant has no knobs. A knob `ctas` is the number of programs that must
             be resident per SM, 0 for no minimum; a search drops a config if fewer programs fit.
         space: case -> values of every knob.
-        valid: (case, config) -> None if the config can run, else the reason why not. No other code states this constraint.
+        invalid: (case, config) -> None if the config can run, else the reason why not. No other code states this constraint.
         default: case -> the config for a case that the cache has no config for.
         unsupported: case -> None, or the reason why the variant does not support the case.
         requires: packages that must import; a variant that requires a package is a peer.
@@ -196,7 +196,7 @@ class Variant:
     run: Callable[[Inputs, Config], Outputs]
     config: type[Any] | None = None
     space: Callable[[Case], Space] = lambda _case: {}
-    valid: Callable[[Case, Config], str | None] = lambda _case, _config: None
+    invalid: Callable[[Case, Config], str | None] = lambda _case, _config: None
     default: Callable[[Case], Config] | None = None
     unsupported: Callable[[Case], str | None] = lambda _case: None
     requires: tuple[str, ...] = ()
@@ -234,7 +234,7 @@ class Variant:
         space = self.space(case)
         for values in itertools.product(*space.values()):
             config = self.config(**dict(zip(space, values, strict=True)))
-            if self.valid(case, config) is None:
+            if self.invalid(case, config) is None:
                 yield config
 
     def config_from(self, values: Mapping[str, Any]) -> Config:
@@ -253,12 +253,12 @@ class Variant:
     def valid_config(self, case: Case, values: Mapping[str, Any]) -> Config | None:
         """Make the config with these knob values; return None for unknown knobs or a config that is not valid for the case.
 
-        For values that no space has, such as tiles of 0 rows, `valid` may raise ValueError or ArithmeticError: the result is
-        None. Any other exception means a mistake in `valid`, such as an axis that the case lacks, and is raised.
+        For values that no space has, such as tiles of 0 rows, `invalid` may raise ValueError or ArithmeticError: the result is
+        None. Any other exception means a mistake in `invalid`, such as an axis that the case lacks, and is raised.
         """
         try:
             config = self.config_from(values)
-            return config if self.valid(case, config) is None else None
+            return config if self.invalid(case, config) is None else None
         except (ValueError, ArithmeticError):
             return None
 

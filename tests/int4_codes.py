@@ -42,7 +42,7 @@ def case_of(tokens: int, rows: int, depth: int, group: int = 64, zeros: bool = F
 
 def configs_of(case: Case) -> list[configs.Int4Config]:
     products = itertools.product(*configs.space(case).values())
-    return [c for c in (configs.Int4Config(*values) for values in products) if configs.valid(case, c) is None]
+    return [c for c in (configs.Int4Config(*values) for values in products) if configs.invalid(case, c) is None]
 
 
 def warpgroups(tokens: int, splits: int, blocks: int = 1) -> configs.Int4Config:

@@ -56,8 +56,8 @@ class Hit:
     distance: float
 
 
-def operator(valid: Any = lambda *_: None, free_axes: tuple[str, ...] = ("M", "N"), **free: Any) -> Op:
-    variant = Variant("optimized", lambda *_: {}, Knobs, valid=valid, default=lambda _case: DEFAULT)
+def operator(invalid: Any = lambda *_: None, free_axes: tuple[str, ...] = ("M", "N"), **free: Any) -> Op:
+    variant = Variant("optimized", lambda *_: {}, Knobs, invalid=invalid, default=lambda _case: DEFAULT)
     contract: dict[str, Any] = {"inputs": dict, "reference": dict, "compare": lambda *_: [], "traffic": lambda _: Traffic(1, 1)}
     return Op(OP, ("M", "N"), ("bfloat16",), **contract, variants=(variant,), module=__name__, free_axes=free_axes, **free)
 
@@ -217,10 +217,10 @@ def test_look_up_of_0_rows_and_of_1_row_are_different_sizes(tmp_path: Path) -> N
 
 
 def chooser(root: Path, most_warps: int = 8, **free: Any) -> cache.Chooser:
-    def valid(_case: Case, knobs: Knobs) -> str | None:
+    def invalid(_case: Case, knobs: Knobs) -> str | None:
         return None if knobs.warps <= most_warps and 4096 % knobs.block == 0 else "no such tile"
 
-    return chooser_of(operator(valid, max_distance=math.inf, **free), root)
+    return chooser_of(operator(invalid, max_distance=math.inf, **free), root)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
@@ -268,7 +268,7 @@ def test_chooser_skips_entries_with_unknown_knobs(tmp_path: Path, knobs: dict[st
 
 
 @pytest.mark.parametrize("error", [KeyError("M"), TypeError("no number"), IndexError("2")])
-def test_valid_config_raises_an_error_of_the_code_of_valid(error: Exception) -> None:
+def test_valid_config_raises_an_error_of_the_code_of_invalid(error: Exception) -> None:
     def mistaken(_case: Case, _config: Any) -> None:
         raise error
 
@@ -278,7 +278,7 @@ def test_valid_config_raises_an_error_of_the_code_of_valid(error: Exception) -> 
         operator(mistaken).variant("optimized").valid_config(case, knobs)
 
 
-def test_valid_config_of_knobs_that_valid_cannot_compute_with_is_none() -> None:
+def test_valid_config_of_knobs_that_invalid_cannot_compute_with_is_none() -> None:
     def divides(_case: Case, config: Any) -> None:
         assert 4096 % config.block == 0
 

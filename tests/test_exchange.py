@@ -107,10 +107,10 @@ def test_python_export_returns_what_the_cache_returns_for_any_case(name: str, tm
     op, rng = OPS[name], random.Random(0)
     variant = op.variant("optimized")
 
-    def valid(case: Case, config: Any) -> str | None:
-        return None if config is None else variant.valid(case, config)
+    def invalid(case: Case, config: Any) -> str | None:
+        return None if config is None else variant.invalid(case, config)
 
-    without_default = replace(variant, valid=valid, default=lambda _: None)
+    without_default = replace(variant, invalid=invalid, default=lambda _: None)
     choose = cache.Chooser.of(op, without_default)
     answers = []
     for entry in rng.choices(ours(name), k=150):

@@ -73,7 +73,7 @@ class Knobs:
 def op(**changes: Any) -> Op:
     """Return an operator without a mistake except the changes, which are fields of it or of its variant."""
     variant = Variant("optimized", dict, Knobs, lambda _case: {"rows": (1, 2), "warps": (4,)}, default=lambda _case: Knobs(1, 4))
-    of_variant = {name: changes.pop(name) for name in ("config", "space", "valid", "default", "unsupported") if name in changes}
+    of_variant = {name: changes.pop(name) for name in ("config", "space", "invalid", "default", "unsupported") if name in changes}
     operator = Op(
         name="copy",
         axes=("M", "N"),
@@ -114,7 +114,7 @@ def no_such_sizes(_case: Case) -> Knobs:
     raise ValueError("N must be a multiple of 5")
 
 
-@pytest.mark.parametrize("changes", [{}, {"valid": small_only}, {"default": no_such_sizes}, {"unsupported": lambda _case: "no"}])
+@pytest.mark.parametrize("changes", [{}, {"invalid": small_only}, {"default": no_such_sizes}, {"unsupported": lambda _: "no"}])
 def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
     check_contract(op(**changes))
 
@@ -127,7 +127,7 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
             for name in ("", "a/b", "../up", "..", "a b")
         ),
         ({"free_axes": ("K",)}, "copy: free_axes: 'K': expected one of M, N"),
-        ({"valid": None}, "copy: variants: optimized: valid: None: expected a function"),
+        ({"invalid": None}, "copy: variants: optimized: invalid: None: expected a function"),
         ({"inputs": "x"}, "copy: inputs: 'x': expected a function"),
         ({"free_options": ("pad",)}, "copy: free_options: 'pad': expected one of layout"),
         ({"bands": {"N": (64,)}}, "copy: bands: 'N': expected one of M"),
@@ -175,12 +175,12 @@ def test_contract_with_a_mistake_raises_one_line(changes: dict[str, Any], messag
             f"space: 'rows': {np.array([1])[0]!r} of type int64: expected int",
         ),
         ({"space": lambda _case: {"rows": (1,)}}, "space: 'warps': expected values in the space"),
-        ({"valid": refuse}, "default: Knobs(rows=1, warps=4): not valid (too many warps)"),
+        ({"invalid": refuse}, "default: Knobs(rows=1, warps=4): not valid (too many warps)"),
         (
-            {"valid": only_two_rows, "default": lambda _case: Knobs(2, 1), "space": lambda _case: {"rows": (1,), "warps": (4,)}},
+            {"invalid": only_two_rows, "default": lambda _: Knobs(2, 1), "space": lambda _: {"rows": (1,), "warps": (4,)}},
             "space: {'rows': (1,), 'warps': (4,)}: no valid config",
         ),
-        ({"valid": misspelled}, "valid: AttributeError: 'Knobs' object has no attribute 'wraps'"),
+        ({"invalid": misspelled}, "invalid: AttributeError: 'Knobs' object has no attribute 'wraps'"),
         ({"default": no_config}, "default: None: expected a Knobs"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value.partition(": expected")[0],
@@ -218,8 +218,8 @@ def no_traffic(case: Case) -> Traffic:
         ({"traffic": lambda _: 7}, "traffic: 7: expected a Traffic(read, write)"),
         ({"traffic": no_traffic}, "traffic: KeyError: 'gone'"),
         ({"space": seven_only}, "space: 'columns': expected a knob of the config: rows, warps"),
-        ({"valid": lambda case, _: "odd" if case["M"] == 7 else None}, "default: Knobs(rows=1, warps=4): not valid (odd)"),
-        ({"valid": lambda case, _: 1 // (case["M"] - 7)}, "valid: ZeroDivisionError: integer division or modulo by zero"),
+        ({"invalid": lambda case, _: "odd" if case["M"] == 7 else None}, "default: Knobs(rows=1, warps=4): not valid (odd)"),
+        ({"invalid": lambda case, _: 1 // (case["M"] - 7)}, "invalid: ZeroDivisionError: integer division or modulo by zero"),
         ({"unsupported": lambda case: case["K"]}, "unsupported: KeyError: 'K'"),
         ({"unsupported": lambda case: case["M"] != 7}, "unsupported: False: expected None, or a reason in words"),
         ({"unsupported": lambda _: "", "config": None}, "unsupported: '': expected None, or a reason in words"),
@@ -247,7 +247,7 @@ def test_short_names_of_dtypes_apply_to_each_part_of_a_joined_name(short: str, w
 
 def test_default_that_is_not_valid_for_the_case_of_the_look_up_raises_one_line() -> None:
     """A call looks up another case than the case of the sweep, which has a valid default."""
-    refuses = replace(op().variants[0], valid=lambda case, _config: "odd" if dict(case.axes)["M"] == 7 else None)
+    refuses = replace(op().variants[0], invalid=lambda case, _config: "odd" if dict(case.axes)["M"] == 7 else None)
     wrong = op(variants=(refuses,), as_called=lambda case: replace(case, axes=(("M", 7), ("N", 8))))
     with pytest.raises(ValueError, match=r"^test_listing.py:\d+: default: .*: not valid \(odd\), for .* M=7 N=8 "):
         check_case(wrong, Case("a", (("M", 6), ("N", 8)), "bfloat16", options=(("layout", "row"),)))

@@ -186,8 +186,8 @@ def test_stale_case_that_a_variant_cannot_run_with_any_config_fails_in_its_row(
     def refused(case: Case, _config: Config) -> str | None:
         return "N must not be 64" if dict(case.axes).get("N", 64) == 64 else None
 
-    op = replace(OP, variants=(BASELINE, replace(OPTIMIZED, valid=refused)))
-    stream = replace(OPS["stream"], variants=(replace(OPS["stream"].variants[0], valid=refused),))
+    op = replace(OP, variants=(BASELINE, replace(OPTIMIZED, invalid=refused)))
+    stream = replace(OPS["stream"], variants=(replace(OPS["stream"].variants[0], invalid=refused),))
     monkeypatch.setattr(sweep_run, "GpuWorker", lambda **_: GpuWorker(FakeCompare))
     monkeypatch.setattr(GpuWorker, "compare", lambda _worker, *request: FakeCompare.compare(SimpleNamespace(), *request))
     (tmp_path / "norm.yaml").write_text(RMSNORM.replace("rmsnorm_fwd, ", "") + "  - {name: other, M: 32, N: 128}\n")

@@ -105,7 +105,7 @@ def test_miss_of_a_further_size_of_a_free_axis_warns_of_nothing(tmp_path: Path) 
 
 
 def test_look_up_skips_a_config_that_is_invalid_at_the_size(tmp_path: Path) -> None:
-    """Entries of any size may be found; `valid` is asked for the size that is wanted."""
+    """Entries of any size may be found; `invalid` is asked for the size that is wanted."""
     stored(tmp_path, 8192, 4096, warps=3000)
     with pytest.warns(CacheMissWarning, match="; using the default$"):
         assert best(tmp_path, 4096, 4096) == OPTIMIZED.default_config(Case("", axes(4096, 4096), "bfloat16"))

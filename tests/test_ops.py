@@ -133,7 +133,7 @@ def test_defaults_are_valid_and_spaces_have_distinct_configs(name: str) -> None:
         for variant in tuned:
             where = (variant.name, entry.case.label)
             default = variant.default_config(entry.case)
-            assert variant.valid(entry.case, default) is None, (where, default)
+            assert variant.invalid(entry.case, default) is None, (where, default)
             if is_bench:
                 configs = list(variant.configs(entry.case))
                 assert configs, where

@@ -121,6 +121,9 @@ def test_broken_plug_in_raises_one_line_with_its_name(tmp_path: Path, monkeypatc
     assert refused(monkeypatch, raises) == f"error: plug-in {raises}: plug_raises.py:2: ZeroDivisionError: division by zero"
     leaves = written("plug_leaves", "import sys; sys.exit(3)\n")
     assert refused(monkeypatch, leaves) == f"error: plug-in {leaves}: plug_leaves.py:1: SystemExit: 3"
+    renamed = written("plug_renamed", "from kerneltune.spec import Variant\nVariant('old', print, valid=print)\n")
+    error = "TypeError: Variant.__init__() got an unexpected keyword argument 'valid': the field is called `invalid` now"
+    assert refused(monkeypatch, renamed) == f"error: plug-in {renamed}: plug_renamed.py:2: {error}"
     empty = written("plug_empty", "")
     assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
     alone = written("plug_alone", "from kerneltune.ops.stream import OP\nOPS = OP\n")

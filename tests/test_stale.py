@@ -195,7 +195,7 @@ def test_case_that_no_config_can_run_any_more_is_stale(selection: Selection, opt
     """Such a case must not end the list of all families with an error, though the config of a call is looked up."""
     stale.renew(find(selection, options), Progress())
     (variant,) = OPS["stream"].variants
-    refusing = replace(variant, valid=lambda case, _config: "too short" if case["read"] == 524288 else None)
+    refusing = replace(variant, invalid=lambda case, _config: "too short" if case["read"] == 524288 else None)
     operators = {**OPS, "stream": replace(OPS["stream"], variants=(refusing,))}
     (family,) = stale.find(stale.plans_of(operators, selection, options), GPU).families
     assert [entry.case.name for entry in family.stale] == ["other"]

@@ -249,7 +249,7 @@ def operators(folder: str) -> tuple[Op, ...]:
         reference=reference,
         compare=compare,
         traffic=lambda case: Traffic(by_sizes[case.axes].bytes, 0),
-        variants=(Variant(name=TUNED, run=run_call, config=kind, space=space, valid=_valid, default=default),),
+        variants=(Variant(name=TUNED, run=run_call, config=kind, space=space, invalid=_invalid, default=default),),
         module=__name__,
         origin=(folder,),
     )
@@ -273,7 +273,7 @@ def _around(name: str, own: int) -> Iterator[int]:
         yield from (size for size in sizes if size >= _LEAST_BLOCK or not name.startswith("BLOCK"))
 
 
-def _valid(case: Case, config: Config) -> str | None:
+def _invalid(case: Case, config: Config) -> str | None:
     """Return the reason why a product's blocks M x N x K fit no GPU, or None."""
     knobs = {**DEFAULTS, **knobs_of(config)}
     m, n, k = (next((size for name, size in knobs.items() if name.startswith("BLOCK") and name[-1] == side), 0) for side in "MNK")

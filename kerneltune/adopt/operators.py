@@ -91,7 +91,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
         names = [field.name for field in dataclasses.fields(kind)]
         return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
 
-    def valid(case: Case, config: Config) -> str | None:
+    def invalid(case: Case, config: Config) -> str | None:
         candidate = _by_knobs(class_of(case), kind).get(config)
         return None if candidate is not None and candidate.is_offered else "not in the list"
 
@@ -100,7 +100,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
         run=run_config,
         config=kind,
         space=space,
-        valid=valid,
+        invalid=invalid,
         default=lambda case: config_of(class_of(case).author_choice, class_of(case), kind),
     )
     return Op(

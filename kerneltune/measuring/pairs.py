@@ -226,7 +226,7 @@ def around_default(variant: Variant, case: Case) -> Iterator[Config]:
         if value != getattr(default, knob):
             changed = ({other: its} | {knob: value} for other, its in ((knob, value), *offered))
             configs = (replace(default, **values) for values in changed)
-            yield from itertools.islice((config for config in configs if variant.valid(case, config) is None), 1)
+            yield from itertools.islice((config for config in configs if variant.invalid(case, config) is None), 1)
 
 
 def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case, dict[Config, LaunchFacts]]:

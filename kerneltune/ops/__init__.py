@@ -94,7 +94,8 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
     try:
         given = get()
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises on import
-        raise ValueError(f"plug-in {name}: {_place(error)}{type(error).__name__}: {error}") from error
+        hint = ": the field is called `invalid` now" if str(error).endswith("unexpected keyword argument 'valid'") else ""
+        raise ValueError(f"plug-in {name}: {_place(error)}{type(error).__name__}: {error}{hint}") from error
     ops = getattr(given, "OPS", given)
     if not isinstance(ops, tuple | list) or not ops:
         raise ValueError(f"plug-in {name}: OPS: {'missing' if ops is given else type(ops).__name__}: expected a tuple of Op")

@@ -43,7 +43,7 @@ _MOST_FOLDED = 256
 they would be thousands of loads."""
 
 
-def valid(_case: Case, config: StreamConfig) -> str | None:
+def invalid(_case: Case, config: StreamConfig) -> str | None:
     """Refuse less than a 16-byte load per thread, and more than four."""
     words = config.block // (32 * config.warps)
     return None if 4 <= words <= 16 else f"{words} words per thread"
@@ -133,6 +133,6 @@ OP = Op(
     reference=reference,
     compare=all_same_bits,
     traffic=traffic,
-    variants=(Variant("baseline", run, StreamConfig, _SPACE, valid, constant(StreamConfig(block=1024, warps=8, ctas=0))),),
+    variants=(Variant("baseline", run, StreamConfig, _SPACE, invalid, constant(StreamConfig(block=1024, warps=8, ctas=0))),),
     module=__name__,
 )

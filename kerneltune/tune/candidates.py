@@ -47,7 +47,7 @@ def checked_space(task: Task) -> list[Config]:
         for field, config in (("default", default), *(("promising", config) for config in variant.promising(case))):
             if type(config) is not variant.config:
                 raise ValueError(f"{field}: {config!r}: expected a {getattr(variant.config, '__name__', None)}")
-        if configs and (reason := variant.valid(case, default)) is not None:
+        if configs and (reason := variant.invalid(case, default)) is not None:
             raise ValueError(f"default: {reason}")
     except Exception as error:  # an operator's own code may fail in any way
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -59,11 +59,11 @@ def checked_space(task: Task) -> list[Config]:
 
 
 def _why(variant: Variant, case: Case) -> str:
-    """Return the knob without a value, else the most frequent reason that `valid` gives."""
+    """Return the knob without a value, else the most frequent reason that `invalid` gives."""
     assert variant.config is not None
     space = variant.space(case)
     if empty := next((knob for knob, offered in space.items() if not offered), ""):
         return f": {empty}: no value"
     configs = (variant.config(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values()))
-    reasons = Counter(variant.valid(case, config) for config in configs)
+    reasons = Counter(variant.invalid(case, config) for config in configs)
     return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""

@@ -167,7 +167,7 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
         if names != expected:
             raise ValueError(f"axes and options {', '.join(sorted(names))}: expected {', '.join(sorted(expected))}")
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
-        if reason := variant.unsupported(case) or variant.valid(case, config):
+        if reason := variant.unsupported(case) or variant.invalid(case, config):
             raise ValueError(reason)
         return [Run(task, distinct) for distinct in dict.fromkeys([config, task.default])]
     except Exception as error:  # an operator's own code may fail in any way on an old entry

@@ -215,7 +215,7 @@ def test_capture_with_autotune_keeps_a_choice_that_is_pruned_for_other_sizes_of_
     assert (launch.choice.kwargs, blocks) == ({"BLOCK": 16}, [32, 16])
     (op,) = operators_of(read_capture(tmp_path / "cap"))
     variant, case = op.variant("optimized"), case_of(launch, op.axes)
-    assert variant.valid(case, variant.default_config(case)) is None
+    assert variant.invalid(case, variant.default_config(case)) is None
 
 
 def test_capture_with_autotune_gives_a_launch_that_failed_no_count_and_no_other_kernels_choice(

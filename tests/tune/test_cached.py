@@ -20,7 +20,7 @@ VARIANT = Variant(
     nothing,
     Small,
     small_space,
-    valid=lambda _case, config: (
+    invalid=lambda _case, config: (
         "too wide" if config.block > 512 or 512 % config.block else REFUSED.get(config.warps, "unknown warps")
     ),
     default=lambda _case: Small(256, 4),

@@ -47,7 +47,7 @@ def failing(_case: Case) -> Small:
     ],
 )
 def test_checked_space_with_an_invalid_default_raises_one_line(default: Callable[[Case], Any], error: str) -> None:
-    variant = replace(SMALL, default=default, valid=lambda _case, config: "too small" if config.block == 64 else None)
+    variant = replace(SMALL, default=default, invalid=lambda _case, config: "too small" if config.block == 64 else None)
     with pytest.raises(ValueError) as caught:
         checked_space(Task(op_of(variant), CASE, variant))
     assert str(caught.value) == f"fake optimized: M=8 bfloat16 none: {error}"

@@ -384,7 +384,7 @@ WHERE = f"stream baseline: {CASE_TEXT}: "
     [
         *(
             ({field: raises}, f"PLACE{field}: ZeroDivisionError: warps are none, for stream baseline {CASE_TEXT}")
-            for field in ("valid", "space", "default", "unsupported")
+            for field in ("invalid", "space", "default", "unsupported")
         ),
         ({"default": lambda _: 3}, f"PLACEdefault: 3: expected a StreamConfig, for stream baseline {CASE_TEXT}"),
         ({"promising": raises}, WHERE + "ZeroDivisionError: warps are none"),
@@ -394,7 +394,7 @@ WHERE = f"stream baseline: {CASE_TEXT}: "
         ),
         ({"promising": lambda _: (3,)}, WHERE + "promising: 3: expected a StreamConfig"),
         (
-            {"default": lambda _: StreamConfig(512, 3, 0), "valid": lambda _, c: None if c.warps == 3 else f"{c.warps} warps"},
+            {"default": lambda _: StreamConfig(512, 3, 0), "invalid": lambda _, c: None if c.warps == 3 else f"{c.warps} warps"},
             f"stream baseline: no valid config for {CASE_TEXT}: 4 warps (8 of 16 configs)",
         ),
     ],

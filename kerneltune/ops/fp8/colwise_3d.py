@@ -14,7 +14,7 @@ from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
 from kerneltune.ops.fp8.contract import CALL_OPTIONS, CAST, Cast, Pair, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.rows import cast_rows
-from kerneltune.ops.fp8.rowwise_2d import RowConfig, default, space, valid
+from kerneltune.ops.fp8.rowwise_2d import RowConfig, default, invalid, space
 from kerneltune.spec import Inputs, Op, Outputs, Variant
 
 
@@ -68,7 +68,7 @@ OP = Op(
     traffic=lambda case: contract.cast_traffic(case, scales=case["E"] * case["N"]),
     variants=(
         torchao.COLUMNS_OF_WEIGHTS,
-        Variant("optimized", run_of(fp8_colwise_3d, "q", "scale"), RowConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_colwise_3d, "q", "scale"), RowConfig, space, invalid, default),
         *peers.COLUMNS_OF_WEIGHTS,
     ),
     module=__name__,

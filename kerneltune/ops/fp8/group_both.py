@@ -17,7 +17,7 @@ from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers, rowwise_2d
 from kerneltune.ops.fp8.contract import GROUP_CALL_OPTIONS, GROUP_CAST, Cast, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, cast_into_both
-from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, config_for_rows, space, valid
+from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, config_for_rows, invalid, space
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
@@ -113,7 +113,7 @@ OP = Op(
     traffic=lambda case: contract.cast_traffic(case, scales=case["M"] + case["G"] * case["K"], copies=2),
     variants=(
         Variant("baseline", run_separately),
-        Variant("optimized", run_of(fp8_group_both), BothConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_group_both), BothConfig, space, invalid, default),
         *peers.BOTH_OF_GROUPS,
     ),
     module=__name__,

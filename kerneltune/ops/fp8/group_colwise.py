@@ -56,7 +56,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: GroupConfig) -> str | None:
+def invalid(case: Case, config: GroupConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     per_thread = config.rows * config.cols / (32 * config.warps)
     if not 16 <= per_thread <= 128:
@@ -141,7 +141,7 @@ OP = Op(
     traffic=lambda case: contract.cast_traffic(case, scales=case["G"] * case["N"]),
     variants=(
         torchao.GROUPS,
-        Variant("optimized", run_of(fp8_group_colwise, "q", "scale"), GroupConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_group_colwise, "q", "scale"), GroupConfig, space, invalid, default),
         *peers.GROUPS,
     ),
     module=__name__,

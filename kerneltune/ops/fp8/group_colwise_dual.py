@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers
 from kerneltune.ops.fp8.baselines import torchao
 from kerneltune.ops.fp8.contract import GROUP_CALL_OPTIONS, GROUP_CAST, Cast, Pair, check_offs
-from kerneltune.ops.fp8.group_colwise import GroupConfig, empty_results, space, valid
+from kerneltune.ops.fp8.group_colwise import GroupConfig, empty_results, invalid, space
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
@@ -92,7 +92,9 @@ OP = Op(
     traffic=lambda case: contract.cast_traffic(case, scales=case["G"] * (case["N1"] + case["N2"])),
     variants=(
         torchao.TWO_OF_GROUPS,
-        Variant("optimized", run_of(fp8_group_colwise_dual, "q1", "scale1", "q2", "scale2"), GroupConfig, space, valid, default),
+        Variant(
+            "optimized", run_of(fp8_group_colwise_dual, "q1", "scale1", "q2", "scale2"), GroupConfig, space, invalid, default
+        ),
         *peers.TWO_OF_GROUPS,
     ),
     module=__name__,

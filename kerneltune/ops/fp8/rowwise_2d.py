@@ -19,7 +19,7 @@ from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 _MOST_CHUNKS = 16
-"""Loads of a row that a program holds: of 16 bytes a thread, 16 loads take the 64 registers that `_held_valid` allows."""
+"""Loads of a row that a program holds: of 16 bytes a thread, 16 loads take the 64 registers that `_held_invalid` allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: RowConfig) -> str | None:
+def invalid(case: Case, config: RowConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     K, itemsize = case["K"], ITEMSIZE[case.dtype]
     chunks = cdiv(K, config.cols)
@@ -67,10 +67,11 @@ def valid(case: Case, config: RowConfig) -> str | None:
     per_load = config.rows * config.cols / (32 * config.warps)
     if per_load * itemsize < 16 and config.warps > 1:
         return f"loads of {per_load * itemsize:g} bytes"
-    return _reload_valid(config, chunks, per_load, itemsize) if config.reload else _held_valid(config, chunks, per_load, itemsize)
+    why_invalid = _reload_invalid if config.reload else _held_invalid
+    return why_invalid(config, chunks, per_load, itemsize)
 
 
-def _reload_valid(config: RowConfig, chunks: int, per_load: float, itemsize: int) -> str | None:
+def _reload_invalid(config: RowConfig, chunks: int, per_load: float, itemsize: int) -> str | None:
     if config.ctas or chunks < 2 or per_load > 64:
         return "reloading pays where a program has one long row, read by parts"
     if config.stages > 1 and config.ctas * config.stages * config.rows * config.cols * itemsize > 200_000:
@@ -78,7 +79,7 @@ def _reload_valid(config: RowConfig, chunks: int, per_load: float, itemsize: int
     return None
 
 
-def _held_valid(config: RowConfig, chunks: int, per_load: float, itemsize: int) -> str | None:
+def _held_invalid(config: RowConfig, chunks: int, per_load: float, itemsize: int) -> str | None:
     if chunks > _MOST_CHUNKS:
         return f"{chunks} loads to a row"
     if (config.ctas == 0) != (config.stages == 1):
@@ -166,7 +167,7 @@ OP = Op(
     traffic=lambda case: contract.cast_traffic(case, scales=case["M"]),
     variants=(
         torchao.ROWS,
-        Variant("optimized", run_of(fp8_rowwise_2d, "q", "scale"), RowConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_rowwise_2d, "q", "scale"), RowConfig, space, invalid, default),
         *peers.ROWS,
     ),
     module=__name__,

@@ -56,7 +56,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: BothConfig) -> str | None:
+def invalid(case: Case, config: BothConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     c, K = config, case["K"]
     side_by_side = min(abreast(c.warps, c.cols), _MOST_STEP)
@@ -191,7 +191,7 @@ OP = Op(
     traffic=lambda case: contract.cast_traffic(case, scales=case["E"] * (case["K"] + case["N"]), copies=2),
     variants=(
         Variant("baseline", run_separately),
-        Variant("optimized", run_of(fp8_rowwise_3d_both), BothConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_rowwise_3d_both), BothConfig, space, invalid, default),
         *peers.BOTH_OF_WEIGHTS,
     ),
     module=__name__,

@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers
 from kerneltune.ops.fp8.baselines import torchao
 from kerneltune.ops.fp8.contract import CALL_OPTIONS, CAST, Cast, Pair, check_weights, fp8_dtype
-from kerneltune.ops.fp8.group_colwise import GroupConfig, space, valid
+from kerneltune.ops.fp8.group_colwise import GroupConfig, invalid, space
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
@@ -84,7 +84,7 @@ OP = Op(
     variants=(
         torchao.TRANSPOSED_WEIGHTS,
         torchao.TRANSPOSED_WEIGHTS_BY_REDUCTION,
-        Variant("optimized", run_of(fp8_rowwise_3d_transpose, "q", "scale"), GroupConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_rowwise_3d_transpose, "q", "scale"), GroupConfig, space, invalid, default),
         *peers.TRANSPOSED_WEIGHTS,
     ),
     module=__name__,

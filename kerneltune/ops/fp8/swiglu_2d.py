@@ -55,7 +55,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: SegmentConfig) -> str | None:
+def invalid(case: Case, config: SegmentConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running: a thread loads two elements for each that it casts."""
     if GROUP_ALIGNMENT % config.rows:
         return f"{config.rows} rows do not divide {GROUP_ALIGNMENT}"
@@ -65,7 +65,7 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
     words = per_thread * ITEMSIZE[case.dtype] / 2
     if 32 * config.warps * config.ctas * (words * 1.25 + 32) > 65536:
         return "more registers than an SM has"
-    return tensorwise_2d.valid(case, config)
+    return tensorwise_2d.invalid(case, config)
 
 
 def default(case: Case) -> SegmentConfig:
@@ -203,7 +203,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         Variant("baseline", partial(_gate_then_cast, EAGER)),
-        Variant("optimized", run_of(fp8_swiglu_2d), SegmentConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_swiglu_2d), SegmentConfig, space, invalid, default),
         Variant("compile", partial(_gate_then_cast, DEFAULT), unsupported=not_torch, requires=("torch",), compiles=True),
     ),
     module=__name__,

@@ -36,13 +36,13 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: SegmentConfig) -> str | None:
+def invalid(case: Case, config: SegmentConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running: a thread loads three elements and casts two at a time."""
     if case["N"] % config.cols:
         return f"{config.cols} columns do not divide a half of {case['N']}"
     if config.rows * config.cols // (32 * config.warps) > 32:
         return f"{config.rows * config.cols // (32 * config.warps)} elements per thread"
-    return swiglu_2d.valid(case, config)
+    return swiglu_2d.invalid(case, config)
 
 
 def unsupported(case: Case) -> str | None:
@@ -150,7 +150,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         Variant("baseline", partial(_differentiate_then_cast, EAGER)),
-        Variant("optimized", run_of(fp8_swiglu_bwd_2d), SegmentConfig, space, valid, default, unsupported),
+        Variant("optimized", run_of(fp8_swiglu_bwd_2d), SegmentConfig, space, invalid, default, unsupported),
         Variant("compile", partial(_differentiate_then_cast, DEFAULT), unsupported=not_torch, requires=("torch",), compiles=True),
     ),
     module=__name__,

@@ -58,7 +58,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: SegmentConfig) -> str | None:
+def invalid(case: Case, config: SegmentConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     if config.rows % 4:
         return "tiles are of four interleaved parts: rows must be a multiple of 4"
@@ -243,7 +243,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         *torchao_tensorwise.VARIANTS,
-        Variant("optimized", run_of(fp8_tensorwise_2d), SegmentConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_tensorwise_2d), SegmentConfig, space, invalid, default),
         *peers.TENSORWISE,
     ),
     module=__name__,

@@ -13,7 +13,7 @@ from kerneltune.ops.fp8 import contract, peers, tensorwise_2d
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
 from kerneltune.ops.fp8.contract import CALL_OPTIONS, CONTRACT, OPTIONS, Cast, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
-from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, default, space, traffic, valid
+from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, default, invalid, space, traffic
 from kerneltune.spec import Inputs, Op, Outputs, Variant
 
 
@@ -83,7 +83,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         *torchao_tensorwise.VARIANTS,
-        Variant("optimized", run_of(fp8_tensorwise_3d), SegmentConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_tensorwise_3d), SegmentConfig, space, invalid, default),
         *peers.TENSORWISE,
     ),
     module=__name__,

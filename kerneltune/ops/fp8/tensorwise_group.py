@@ -14,7 +14,7 @@ from kerneltune.ops.fp8 import peers, tensorwise_2d
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
 from kerneltune.ops.fp8.contract import CALL_OPTIONS, CONTRACT, GROUP_DISTANCE, GROUP_OPTIONS, OPTIONS, Cast, check_offs
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
-from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, space, traffic, valid
+from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, invalid, space, traffic
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 
@@ -93,7 +93,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         *torchao_tensorwise.VARIANTS,
-        Variant("optimized", run_of(fp8_tensorwise_group), SegmentConfig, space, valid, default),
+        Variant("optimized", run_of(fp8_tensorwise_group), SegmentConfig, space, invalid, default),
         *peers.TENSORWISE,
     ),
     module=__name__,

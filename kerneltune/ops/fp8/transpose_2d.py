@@ -36,7 +36,7 @@ class TransposeConfig:
     warps: int
 
 
-def valid(_case: Case, config: TransposeConfig) -> str | None:
+def invalid(_case: Case, config: TransposeConfig) -> str | None:
     """Say why a config cannot be worth running."""
     per_thread = config.rows * config.cols // (32 * config.warps)
     return None if 16 <= per_thread <= 256 else f"{per_thread} bytes per thread"
@@ -120,7 +120,7 @@ OP = Op(
     variants=(
         Variant("baseline", run_copy, requires=("torch",)),
         Variant(
-            "optimized", run_of(fp8_transpose_2d, "q"), TransposeConfig, _SPACE, valid, constant(TransposeConfig(64, 128, 4))
+            "optimized", run_of(fp8_transpose_2d, "q"), TransposeConfig, _SPACE, invalid, constant(TransposeConfig(64, 128, 4))
         ),
     ),
     module=__name__,

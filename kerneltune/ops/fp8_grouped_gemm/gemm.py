@@ -73,7 +73,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: GemmConfig) -> str | None:
+def invalid(case: Case, config: GemmConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     if config.backend == "cutlass":
         if case.option("product") == "weights":
@@ -135,7 +135,7 @@ def promising(case: Case) -> tuple[GemmConfig, ...]:
         GemmConfig("triton", 64, 256, 128, warps=4, stages=5, ctas=1, band=1, run=1, parts=2),
         GemmConfig("triton", 64, 128, 128, warps=4, stages=4, ctas=2, band=1, run=1, parts=1),
     )
-    return tuple(config for config in (CUTLASS, *tiles) if valid(case, config) is None)
+    return tuple(config for config in (CUTLASS, *tiles) if invalid(case, config) is None)
 
 
 def as_called(case: Case) -> Case:
@@ -250,7 +250,7 @@ OP = Op(
     flops=reference.flops,
     variants=(
         peers.BASELINE,
-        Variant("optimized", run_of(fp8_grouped_gemm, "out"), GemmConfig, space, valid, default, promising=promising),
+        Variant("optimized", run_of(fp8_grouped_gemm, "out"), GemmConfig, space, invalid, default, promising=promising),
         peers.BF16,
     ),
     module=__name__,

@@ -20,7 +20,7 @@ times as long as the default in 15 of 16 cases, and 0.95 times as long in the si
 `tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22, commits 5ec71b3 to 244df5b)."""
 FREE_OPTIONS = ("group", "zeros", "bias")
 """Zero points and bias add little to a tile. A config takes as long for groups of 128 as for groups of 64, within 7 % (H200,
-weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
+weight_only's records, 2026-11-22). `invalid` refuses what lacks registers."""
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 3, 4, 8)
 _BLOCKS = (1, 2, 4)
@@ -146,13 +146,13 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: Int4Config) -> str | None:
+def invalid(case: Case, config: Int4Config) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     return _wrong(_sizes(case), config)
 
 
 def _wrong(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say why `valid` refuses a config."""
+    """Say why `invalid` refuses a config."""
     if config.tokens not in sizes.tokens:
         return f"programs of {config.tokens} tokens where there are {sizes.N}"
     if config.along > sizes.depth or (config.splits - 1) * config.along * steps_of(sizes.K, config) >= sizes.depth:
@@ -164,7 +164,7 @@ def _wrong(sizes: _Sizes, config: Int4Config) -> str | None:
 
 
 def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say why `valid` refuses a config of single warps."""
+    """Say why `invalid` refuses a config of single warps."""
     warps = warps_of(config)
     if config.rows not in (32, 64):
         return f"{config.rows} rows of w per warp"
@@ -182,7 +182,7 @@ def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
 
 
 def _no_warpgroups(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say why `valid` refuses a config of warpgroups."""
+    """Say why `invalid` refuses a config of warpgroups."""
     if wrong := wrong_for_warpgroups(sizes.K, sizes.group, config):
         return wrong
     if sizes.N <= 8 or config.blocks not in sizes.blocks:
@@ -212,7 +212,7 @@ def wrong_for_warpgroups(depth: int, group: Option, config: Int4Config) -> str |
 
 
 def _no_several_blocks(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say why `valid` refuses programs of several blocks of rows."""
+    """Say why `invalid` refuses programs of several blocks of rows."""
     warps, most = warps_of(config), _warps_at_once(config.rows, config.tokens)
     programs = sizes.programs(config.tokens, config.splits, config.blocks)
     if config.blocks not in sizes.blocks:

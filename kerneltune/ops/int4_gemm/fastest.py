@@ -136,7 +136,7 @@ def space(_case: Case) -> Space:
     return {"product": PRODUCTS}
 
 
-def valid(case: Case, config: ProductConfig) -> str | None:
+def invalid(case: Case, config: ProductConfig) -> str | None:
     """Say why a product cannot run."""
     if config.product not in PRODUCTS:
         return f"product {config.product}, which is none of {', '.join(PRODUCTS)}"
@@ -160,7 +160,7 @@ def default(case: Case) -> ProductConfig:
     is_tall = rows < 8000 and depth >= 7000 and rows * depth < 100_000_000
     reads_fp8 = tokens > 128 or (tokens > 64 and depth >= 2000) or (tokens > 48 and is_tall)
     fp8 = ProductConfig("fp8_scaled" if (rows < 10_000 and tokens <= 512) or 128 < tokens < 256 else "fp8")
-    return fp8 if reads_fp8 and valid(case, fp8) is None else ProductConfig("int4_fp8_gemm")
+    return fp8 if reads_fp8 and invalid(case, fp8) is None else ProductConfig("int4_fp8_gemm")
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -223,7 +223,7 @@ OP = Op(
     traffic=reference.traffic,
     variants=(
         Variant("baseline", partial(run_product, "int4_gemm"), unsupported=configs.unsupported),
-        Variant("optimized", run, ProductConfig, space, valid, default, configs.unsupported),
+        Variant("optimized", run, ProductConfig, space, invalid, default, configs.unsupported),
         Variant("int4_fp8", partial(run_product, "int4_fp8_gemm"), unsupported=configs.unsupported),
         Variant("dequantised", peers.dequantised, unsupported=reference.not_empty, requires=("torch",)),
         Variant("scaled_mm_rowwise", partial(run_product, "fp8"), unsupported=_not_in_fp8, requires=("torch",)),

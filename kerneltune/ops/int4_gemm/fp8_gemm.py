@@ -204,7 +204,7 @@ def _token_tiles(tokens: int) -> tuple[int, ...]:
     return tuple(t for t in (16, 32, 64, 128) if t < 2 * max(tokens, 9) and 4 * t >= min(tokens, 128))
 
 
-def valid(case: Case, config: Int4Fp8Config) -> str | None:
+def invalid(case: Case, config: Int4Fp8Config) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     depth, c = cdiv(case["K"], DEPTH), config
     if c.tokens not in _token_tiles(case["N"]):
@@ -317,7 +317,7 @@ OP = Op(
     traffic=reference.traffic,
     variants=(
         Variant("baseline", run_dequantised, unsupported=configs.unsupported),
-        Variant("optimized", run, Int4Fp8Config, space, valid, default, configs.unsupported),
+        Variant("optimized", run, Int4Fp8Config, space, invalid, default, configs.unsupported),
     ),
     module=__name__,
 )

@@ -22,13 +22,13 @@ from kerneltune.ops.int4_gemm.configs import (
     FREE_OPTIONS,
     Int4Config,
     default,
+    invalid,
     is_paired,
     most_registers,
     promising,
     space,
     steps_of,
     unsupported,
-    valid,
     warps_of,
     wrong_for_warpgroups,
 )
@@ -200,7 +200,7 @@ OP = Op(
     traffic=reference.traffic,
     variants=(
         *plain.VARIANTS,
-        Variant("optimized", run, Int4Config, space, valid, default, unsupported, promising=promising),
+        Variant("optimized", run, Int4Config, space, invalid, default, unsupported, promising=promising),
         *peers.VARIANTS,
     ),
     module=__name__,

@@ -133,7 +133,7 @@ def space(_case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: Int4GroupedConfig) -> str | None:
+def invalid(case: Case, config: Int4GroupedConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     c = config
     if case["M"] % (ROWS * c.blocks):
@@ -298,7 +298,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         Variant("baseline", run_bf16, unsupported=not_torch, requires=("torch",)),
-        Variant("optimized", run, Int4GroupedConfig, space, valid, default, unsupported),
+        Variant("optimized", run, Int4GroupedConfig, space, invalid, default, unsupported),
         Variant("scaled_grouped_mm", run_fp8, unsupported=not_torch, requires=("torch",)),
     ),
     module=__name__,

@@ -45,7 +45,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: RowsConfig) -> str | None:
+def invalid(case: Case, config: RowsConfig) -> str | None:
     """Say why a config cannot be worth running: 16 to 128 bytes of a row per thread."""
     size = config.rows * config.cols * ITEMSIZE[case.dtype] / (32 * config.warps)
     if config.cols > max(256, next_power_of_2(case["H"])):
@@ -127,7 +127,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         peers.PERMUTE.eager,
-        Variant("optimized", run_of(moe_permute, "y"), RowsConfig, space, valid, default),
+        Variant("optimized", run_of(moe_permute, "y"), RowsConfig, space, invalid, default),
         peers.PERMUTE.compiled,
     ),
     module=__name__,

@@ -40,7 +40,7 @@ class PermuteFp8Config:
     warps: int
 
 
-def valid(_case: Case, config: PermuteFp8Config) -> str | None:
+def invalid(_case: Case, config: PermuteFp8Config) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     size = config.rows * config.cols / (32 * config.warps)
     if config.rows not in (64, 128):
@@ -145,7 +145,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         peers.PERMUTE_FP8.eager,
-        Variant("optimized", run_of(moe_permute_fp8), PermuteFp8Config, _SPACE, valid, constant(PermuteFp8Config(128, 256, 8))),
+        Variant("optimized", run_of(moe_permute_fp8), PermuteFp8Config, _SPACE, invalid, constant(PermuteFp8Config(128, 256, 8))),
         peers.PERMUTE_FP8.compiled,
     ),
     module=__name__,

@@ -16,7 +16,7 @@ from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
 from kerneltune.ops.moe_routing.contract import CALL_OPTIONS, OPTIONS, ROWS, check_index, check_router_weights, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.rows import combine_rows
-from kerneltune.ops.moe_routing.permute import RowsConfig, default, space, valid
+from kerneltune.ops.moe_routing.permute import RowsConfig, default, invalid, space
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
@@ -115,7 +115,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         peers.UNPERMUTE.eager,
-        Variant("optimized", run_of(moe_unpermute, "out"), RowsConfig, space, valid, default),
+        Variant("optimized", run_of(moe_unpermute, "out"), RowsConfig, space, invalid, default),
         peers.UNPERMUTE.compiled,
     ),
     module=__name__,

@@ -24,18 +24,18 @@ _MOST_BYTES = 256
 """Bytes of a token's rows that a thread may load at once; the elements stay in registers until they are summed."""
 
 
-def valid(case: Case, config: RowsConfig) -> str | None:
+def invalid(case: Case, config: RowsConfig) -> str | None:
     """Say why a config cannot be worth running: a thread loads its columns of all K rows of a token at once."""
     per_row = config.rows * config.cols * ITEMSIZE[case.dtype] // (32 * config.warps)
     if per_row > 16 and case["K"] * per_row > _MOST_BYTES:
         return f"{case['K'] * per_row} bytes of a token's rows per thread"
-    return permute.valid(case, config)
+    return permute.invalid(case, config)
 
 
 def default(case: Case) -> RowsConfig:
     """Return a config for any shape, by rule: the forward's config, or half its columns or rows where a thread loads too much."""
     config = permute.default(case)
-    if valid(case, config) is None:
+    if invalid(case, config) is None:
         return config
     return replace(config, rows=config.rows // 2) if config.rows > 1 else replace(config, cols=config.cols // 2)
 
@@ -139,7 +139,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         peers.UNPERMUTE_BWD.eager,
-        Variant("optimized", run_of(moe_unpermute_bwd, "dy", "dweights"), RowsConfig, permute.space, valid, default),
+        Variant("optimized", run_of(moe_unpermute_bwd, "dy", "dweights"), RowsConfig, permute.space, invalid, default),
         peers.UNPERMUTE_BWD.compiled,
     ),
     module=__name__,

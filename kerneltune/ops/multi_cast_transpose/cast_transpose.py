@@ -66,7 +66,7 @@ def space(_case: Case) -> Space:
     return {**tile, "ctas": (0, 2, 3, 4, 6), "stages": (1, 2, 3)}
 
 
-def valid(case: Case, config: MultiCastConfig) -> str | None:
+def invalid(case: Case, config: MultiCastConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     per_thread = config.rows * config.cols / (32 * config.warps)
     if not 16 <= per_thread <= 128:
@@ -346,8 +346,8 @@ OP = Op(
     traffic=traffic,
     variants=(
         te.BASELINE,
-        Variant("loop", run_loop, MultiCastConfig, space, valid, default, te.unsupported),
-        Variant("optimized", run, MultiCastConfig, space, valid, default),
+        Variant("loop", run_loop, MultiCastConfig, space, invalid, default, te.unsupported),
+        Variant("optimized", run, MultiCastConfig, space, invalid, default),
         *peers.VARIANTS,
     ),
     module=__name__,

@@ -23,14 +23,14 @@ def space(case: Case) -> Space:
     return {**bwd.space(case), "stages": (1, 2, 3, 4)}
 
 
-def valid(case: Case, config: BwdConfig) -> str | None:
+def invalid(case: Case, config: BwdConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
-    return bwd.valid(case, config) or sum_too_large(case, config, tensors=3)
+    return bwd.invalid(case, config) or sum_too_large(case, config, tensors=3)
 
 
 def default(case: Case) -> BwdConfig:
     """Return a config for any shape, by the rule of `rmsnorm_bwd`."""
-    return first_valid(case, bwd.likely(case), valid)
+    return first_valid(case, bwd.likely(case), invalid)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -115,7 +115,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         Variant("baseline", _two_launches),
-        Variant("optimized", run_of(rmsnorm_add_bwd, "dx", "dgamma"), BwdConfig, space, valid, default),
+        Variant("optimized", run_of(rmsnorm_add_bwd, "dx", "dgamma"), BwdConfig, space, invalid, default),
         *peers.ADD_BACKWARD,
     ),
     module=__name__,

@@ -25,16 +25,16 @@ def space(case: Case) -> Space:
     return {**fwd.space(case), "reload": (False,)}
 
 
-def valid(case: Case, config: FwdConfig) -> str | None:
+def invalid(case: Case, config: FwdConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     if config.reload:
         return "the sum has only just been written: it is not read again"
-    return fwd.valid(case, config) or sum_too_large(case, config, tensors=2)
+    return fwd.invalid(case, config) or sum_too_large(case, config, tensors=2)
 
 
 def default(case: Case) -> FwdConfig:
     """Return a config for any shape, by the rule of `rmsnorm_fwd`."""
-    return first_valid(case, fwd.likely(case, reload=False), valid)
+    return first_valid(case, fwd.likely(case, reload=False), invalid)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -139,7 +139,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         Variant("baseline", _two_launches),
-        Variant("optimized", run_of(rmsnorm_add_fwd), FwdConfig, space, valid, default),
+        Variant("optimized", run_of(rmsnorm_add_fwd), FwdConfig, space, invalid, default),
         *peers.ADD_FORWARD,
     ),
     module=__name__,

@@ -59,7 +59,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: BwdConfig) -> str | None:
+def invalid(case: Case, config: BwdConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     if not config.ctas:
         return "dγ takes programs that loop over tiles: ctas must not be 0"
@@ -75,7 +75,7 @@ def valid(case: Case, config: BwdConfig) -> str | None:
 
 def default(case: Case) -> BwdConfig:
     """Return a config for any shape, by rule: the first valid config among the fastest at rows of about this length."""
-    return tiles.first_valid(case, likely(case), valid)
+    return tiles.first_valid(case, likely(case), invalid)
 
 
 def likely(case: Case) -> Iterator[BwdConfig]:
@@ -201,7 +201,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         *te.BACKWARD,
-        Variant("optimized", run_of(rmsnorm_bwd, "dx", "dgamma"), BwdConfig, space, valid, default),
+        Variant("optimized", run_of(rmsnorm_bwd, "dx", "dgamma"), BwdConfig, space, invalid, default),
         *peers.BACKWARD,
     ),
     module=__name__,

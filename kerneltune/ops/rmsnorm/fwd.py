@@ -70,7 +70,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: FwdConfig) -> str | None:
+def invalid(case: Case, config: FwdConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
     in_part = config.reload and not config.ctas and config.stages > 1
@@ -111,7 +111,7 @@ def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
 
 def default(case: Case) -> FwdConfig:
     """Return a config for any shape, by rule: the first valid config among the fastest at rows of about this length."""
-    return tiles.first_valid(case, likely(case, reload=True), valid)
+    return tiles.first_valid(case, likely(case, reload=True), invalid)
 
 
 def likely(case: Case, reload: bool) -> Iterator[FwdConfig]:
@@ -317,7 +317,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         *te.FORWARD,
-        Variant("optimized", run_of(rmsnorm_fwd), FwdConfig, space, valid, default),
+        Variant("optimized", run_of(rmsnorm_fwd), FwdConfig, space, invalid, default),
         *peers.FORWARD,
     ),
     module=__name__,

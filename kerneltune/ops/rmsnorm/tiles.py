@@ -136,10 +136,10 @@ def _too_much_loaded(case: Case, elements: int, c: Tiles, tensors: int) -> str |
     return too_much_shared(max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors)
 
 
-def first_valid(case: Case, likely: Iterator[_Config], valid: Callable[[Case, _Config], str | None]) -> _Config:
+def first_valid(case: Case, likely: Iterator[_Config], invalid: Callable[[Case, _Config], str | None]) -> _Config:
     """Return the first valid config, or the last config."""
     config = next(likely)
-    while valid(case, config) is not None and (following := next(likely, None)) is not None:
+    while invalid(case, config) is not None and (following := next(likely, None)) is not None:
         config = following
     return config
 

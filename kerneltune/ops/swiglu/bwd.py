@@ -47,7 +47,7 @@ def space(case: Case) -> Space:
     }
 
 
-def valid(case: Case, config: SwigluConfig) -> str | None:
+def invalid(case: Case, config: SwigluConfig) -> str | None:
     """Say why a config cannot be worth running: 16 to 64 bytes of each half of a row per thread."""
     size = config.rows * config.cols * ITEMSIZE[case.dtype] / (32 * config.warps)
     if config.cols > max(128, next_power_of_2(case["N"])):
@@ -152,7 +152,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         Variant("baseline", partial(_run, EAGER)),
-        Variant("optimized", run_of(swiglu_bwd, "dx"), SwigluConfig, space, valid, default),
+        Variant("optimized", run_of(swiglu_bwd, "dx"), SwigluConfig, space, invalid, default),
         Variant("compile", partial(_run, DEFAULT), requires=("torch",), compiles=True),
     ),
     module=__name__,

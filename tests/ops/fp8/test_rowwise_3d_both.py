@@ -25,8 +25,8 @@ def test_default_config_of_both_layouts_is_valid(dtype: str) -> None:
         for rows, experts in ((64, 1), (2048, 64)):
             weights = Case("", (("E", experts), ("K", K), ("N", rows)), dtype, "fp8")
             tokens = Case("", (("M", experts * rows), ("K", K), ("G", experts)), dtype, "fp8")
-            assert rowwise_3d_both.valid(weights, rowwise_3d_both.default(weights)) is None, weights.label
-            assert rowwise_3d_both.valid(tokens, group_both.default(tokens)) is None, tokens.label
+            assert rowwise_3d_both.invalid(weights, rowwise_3d_both.default(weights)) is None, weights.label
+            assert rowwise_3d_both.invalid(tokens, group_both.default(tokens)) is None, tokens.label
 
 
 @triton.jit

@@ -8,24 +8,24 @@ from int4_codes import case_of, configs_of, warpgroups
 from kerneltune.ops.int4_gemm import configs
 
 
-def test_valid_refuses_warpgroup_tiles_outside_of_the_space() -> None:
+def test_invalid_refuses_warpgroup_tiles_outside_of_the_space() -> None:
     config = warpgroups(32, 1, 3)
-    assert configs.valid(case_of(32, 4096, 4096), config) == "3 blocks of rows of warpgroups where there are 32 tokens"
-    assert configs.valid(case_of(8, 4096, 4096), dataclasses.replace(config, tokens=8, blocks=1)) is not None
+    assert configs.invalid(case_of(32, 4096, 4096), config) == "3 blocks of rows of warpgroups where there are 32 tokens"
+    assert configs.invalid(case_of(8, 4096, 4096), dataclasses.replace(config, tokens=8, blocks=1)) is not None
 
 
-def test_valid_refuses_a_config_of_the_previous_schema() -> None:
+def test_invalid_refuses_a_config_of_the_previous_schema() -> None:
     """Its 16 rows stood for warpgroups; the kernel of single warps has no such tile."""
-    assert configs.valid(case_of(32, 4096, 4096), configs.Int4Config(32, 16, 1, 1, prefetch=True)) == "16 rows of w per warp"
+    assert configs.invalid(case_of(32, 4096, 4096), configs.Int4Config(32, 16, 1, 1, prefetch=True)) == "16 rows of w per warp"
 
 
-def test_valid_allows_several_blocks_of_rows_for_many_tokens_and_large_weights_only() -> None:
+def test_invalid_allows_several_blocks_of_rows_for_many_tokens_and_large_weights_only() -> None:
     config = configs.Int4Config(32, 32, 1, 5, prefetch=True, blocks=4)
-    assert configs.valid(case_of(32, 5120, 25600), config) is None
-    assert configs.valid(case_of(32, 576, 7168), config) == "15 programs of 8 warps"
-    assert configs.valid(case_of(32, 57344, 8192), config) == "5 programs to 4 blocks of rows"
+    assert configs.invalid(case_of(32, 5120, 25600), config) is None
+    assert configs.invalid(case_of(32, 576, 7168), config) == "15 programs of 8 warps"
+    assert configs.invalid(case_of(32, 57344, 8192), config) == "5 programs to 4 blocks of rows"
     few = dataclasses.replace(config, tokens=8)
-    assert configs.valid(case_of(8, 5120, 25600), few) == "4 blocks of rows where there are 8 tokens"
+    assert configs.invalid(case_of(8, 5120, 25600), few) == "4 blocks of rows where there are 8 tokens"
     for tokens in (8, 16, 32, 64):
         space = configs_of(case_of(tokens, 5120, 25600))
         assert len(space) <= 260
@@ -45,12 +45,12 @@ def test_promising_has_every_shape_of_program_with_the_shortest_first(tokens: in
     assert len([c for c in configs_of(case) if c.blocks == 1]) <= 70
 
 
-def test_valid_refuses_a_config_of_few_tokens_for_many() -> None:
+def test_invalid_refuses_a_config_of_few_tokens_for_many() -> None:
     """Programs that share a row have memory for their parts."""
     config = configs.Int4Config(16, 32, 4, 4, prefetch=True)
-    assert configs.valid(case_of(16, 4096, 4096), config) is None
-    assert configs.valid(case_of(8192, 4096, 4096), config) == "131072 programs whose parts are added up"
-    assert configs.valid(case_of(8, 4096, 4096), config) == "programs of 16 tokens where there are 8"
+    assert configs.invalid(case_of(16, 4096, 4096), config) is None
+    assert configs.invalid(case_of(8192, 4096, 4096), config) == "131072 programs whose parts are added up"
+    assert configs.invalid(case_of(8, 4096, 4096), config) == "programs of 16 tokens where there are 8"
 
 
 @pytest.mark.parametrize(("sizes", "want"), [

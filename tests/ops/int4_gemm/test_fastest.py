@@ -54,7 +54,7 @@ def test_default_product_depends_on_tokens_sizes_and_the_kept_weight(
 ) -> None:
     case = case_of(tokens, rows, depth, kept)
     assert fastest.default(case).product == name
-    assert fastest.valid(case, fastest.default(case)) is None
+    assert fastest.invalid(case, fastest.default(case)) is None
 
 
 @pytest.mark.parametrize("kept", [True, False])

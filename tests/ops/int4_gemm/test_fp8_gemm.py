@@ -117,13 +117,13 @@ def test_default_config_has_splits_that_fill_the_sms(monkeypatch: pytest.MonkeyP
     assert fp8_gemm.default(case).splits == (4 if sms == 132 else 2)
 
 
-def test_valid_refuses_too_many_registers_and_empty_splits() -> None:
+def test_invalid_refuses_too_many_registers_and_empty_splits() -> None:
     case = case_of(128, 64, 512, 0)
     good = Int4Fp8Config(128, 1, 4, 1, 3, early=True)
-    assert fp8_gemm.valid(case, good) is None
+    assert fp8_gemm.invalid(case, good) is None
     for changed, reason in (
         ({"blocks": 2}, "128 sums"), ({"splits": 2}, "whose parts"), ({"tokens": 64, "splits": 3}, "along 4 blocks"),
         ({"tokens": 16}, "16 tokens where there are 128"), ({"warps": 8}, "8 warps to 1 blocks"),
         ({"stages": 12}, "bytes of shared"),
     ):  # fmt: skip
-        assert reason in (fp8_gemm.valid(case, dataclasses.replace(good, **changed)) or ""), changed
+        assert reason in (fp8_gemm.invalid(case, dataclasses.replace(good, **changed)) or ""), changed

@@ -167,12 +167,12 @@ def test_int4_gemm_with_several_blocks_is_exact_and_deterministic(zeros: bool, g
 
 def test_int4_gemm_with_warpgroups_refuses_groups_below_half_a_block() -> None:
     config = warpgroups(32, 1)
-    assert gemm.valid(case_of(32, 4096, 4096, 32), config) == "groups of 32, of which half a block of k has two"
+    assert gemm.invalid(case_of(32, 4096, 4096, 32), config) == "groups of 32, of which half a block of k has two"
     codes = some_codes(64, 128, 32, False)
     with pytest.raises(ValueError, match=r"warpgroup=True.*: groups of 32, of which half a block of k has two"):
         ops.int4_gemm(whole_numbers(32, 128, torch.float16), pack(*codes), config=config)
     one = case_of(200, 28672, 32, 0)
-    assert gemm.valid(one, gemm.default(one)) is None
+    assert gemm.invalid(one, gemm.default(one)) is None
     assert not gemm.default(one).warpgroup
 
 
@@ -183,7 +183,7 @@ def test_int4_gemm_with_warpgroups_refuses_groups_below_half_a_block() -> None:
 ])  # fmt: skip
 def test_int4_gemm_with_invalid_warpgroup_configs_raises(knobs: dict[str, int], message: str) -> None:
     config = dataclasses.replace(warpgroups(32, 1), **knobs)
-    assert gemm.valid(case_of(32, 64, 640), config) is not None
+    assert gemm.invalid(case_of(32, 64, 640), config) is not None
     with pytest.raises(ValueError, match=message):
         ops.int4_gemm(whole_numbers(32, 640, torch.float16), pack(*some_codes(64, 640, 64, False)), config=config)
 
@@ -238,7 +238,7 @@ def test_cached_int4_config_serves_other_tokens_but_no_other_rows(tmp_path: Path
     cache.store("a_gpu", entry, tmp_path)
     choose = cache.Chooser.of(gemm.OP, gemm.OP.variant("optimized"), root=tmp_path)
     sizes = [(12, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192), (17, 3584, 8192), (32, 3584, 8192)]
-    assert gemm.valid(case_of(*sizes[-1]), stored) is None
+    assert gemm.invalid(case_of(*sizes[-1]), stored) is None
     got = [choose(case_of(*s).axes, "float16", "int4", options, gpu="a_gpu") for s in sizes]
     assert got == [stored, *(gemm.default(case_of(*s)) for s in sizes[1:])]
     larger, smaller = (case_of(16, 3584, 8192, group=group) for group in (128, 32))

@@ -158,14 +158,14 @@ def test_cached_config_of_512_tokens_serves_as_many_within_a_factor_of_1_4(token
     assert bool(near) is serves
 
 
-def test_valid_refuses_too_many_registers_or_tokens() -> None:
+def test_invalid_refuses_too_many_registers_or_tokens() -> None:
     case, good = case_of(20, 128, 512, 2), Int4GroupedConfig(32, 2, 4, 3, early=True)
-    assert grouped.valid(case, good) is None
+    assert grouped.invalid(case, good) is None
     for changed, reason in (
         ({"tokens": 64}, "64 tokens where there are 20"), ({"blocks": 1, "warps": 8}, "8 warps to 1 blocks"),
         ({"tokens": 128}, "128 sums"), ({"stages": 20}, "bytes of shared"), ({"maxnreg": 80}, "80 registers for 32 tokens"),
     ):  # fmt: skip
-        assert reason in (grouped.valid(case, dataclasses.replace(good, **changed)) or ""), changed
+        assert reason in (grouped.invalid(case, dataclasses.replace(good, **changed)) or ""), changed
 
 
 def test_traffic_counts_at_most_one_weight_per_token() -> None:

@@ -285,7 +285,7 @@ def reduction_default(case: Case) -> TorchaoTileConfig:
     return TorchaoTileConfig(rows=64, cols=64 if case.dtype == "float32" else 128, warps=8, stages=6)
 
 
-def tile_valid(case: Case, config: TorchaoTileConfig) -> str | None:
+def tile_invalid(case: Case, config: TorchaoTileConfig) -> str | None:
     """Say why a config of tiles cannot run."""
     per_thread = config.rows * config.cols / (32 * config.warps)
     words = per_thread * ITEMSIZE[case.dtype] / 4
@@ -321,13 +321,13 @@ _REDUCTION_SPACE = constant({"rows": (64,), "cols": (64, 128), "warps": (4, 8), 
 
 ROWS = Variant("baseline", run_rows, LoopConfig, _ROW_SPACE, default=_ROW_DEFAULT, unsupported=nothing_to_do)
 COLUMNS_OF_WEIGHTS = Variant(
-    "baseline", run_weights, TorchaoTileConfig, _WEIGHT_SPACE, tile_valid, weights_default, nothing_to_do
+    "baseline", run_weights, TorchaoTileConfig, _WEIGHT_SPACE, tile_invalid, weights_default, nothing_to_do
 )
 TRANSPOSED_WEIGHTS = Variant(
-    "baseline", run_atomic, TorchaoTileConfig, _ATOMIC_SPACE, tile_valid, tile_default, atomics_pass_nan_over
+    "baseline", run_atomic, TorchaoTileConfig, _ATOMIC_SPACE, tile_invalid, tile_default, atomics_pass_nan_over
 )
 TRANSPOSED_WEIGHTS_BY_REDUCTION = Variant(
-    "reduction", run_reduction, TorchaoTileConfig, _REDUCTION_SPACE, tile_valid, reduction_default, nothing_to_do
+    "reduction", run_reduction, TorchaoTileConfig, _REDUCTION_SPACE, tile_invalid, reduction_default, nothing_to_do
 )
-GROUPS = Variant("baseline", run_group, TorchaoTileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)
-TWO_OF_GROUPS = Variant("baseline", run_dual, TorchaoTileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)
+GROUPS = Variant("baseline", run_group, TorchaoTileConfig, _GROUP_SPACE, tile_invalid, _GROUP_DEFAULT, nothing_to_do)
+TWO_OF_GROUPS = Variant("baseline", run_dual, TorchaoTileConfig, _GROUP_SPACE, tile_invalid, _GROUP_DEFAULT, nothing_to_do)

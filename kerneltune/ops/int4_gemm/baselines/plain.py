@@ -251,7 +251,7 @@ def stream_space(case: Case) -> Space:
     return {**baseline_space(case), "ctas": (1, 2, 4)}
 
 
-def valid(case: Case, config: PlainConfig) -> str | None:
+def invalid(case: Case, config: PlainConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     if group_size(case) % config.depth or case["K"] % config.depth:
         return f"tiles of {config.depth} k in groups of {group_size(case)}"
@@ -285,7 +285,7 @@ def stream_default(case: Case) -> StreamKConfig:
 
 
 VARIANTS = (
-    Variant("baseline", run_baseline, PlainConfig, baseline_space, valid, baseline_default, not_empty),
-    Variant("splitk", run_splitk, SplitConfig, split_space, valid, split_default, not_empty),
-    Variant("streamk", run_streamk, StreamKConfig, stream_space, valid, stream_default, not_empty),
+    Variant("baseline", run_baseline, PlainConfig, baseline_space, invalid, baseline_default, not_empty),
+    Variant("splitk", run_splitk, SplitConfig, split_space, invalid, split_default, not_empty),
+    Variant("streamk", run_streamk, StreamKConfig, stream_space, invalid, stream_default, not_empty),
 )

@@ -99,7 +99,7 @@ def run(inputs: Inputs, config: TeCastConfig) -> Outputs:
     return outputs
 
 
-def valid(_case: Case, config: TeCastConfig) -> str | None:
+def invalid(_case: Case, config: TeCastConfig) -> str | None:
     """Say whether a config was published."""
     published = config.group in _PUBLISHED[config.block] and config.warps == config.block // 16
     return None if published else "not among the published configs"
@@ -114,4 +114,4 @@ def unsupported(case: Case) -> str | None:
 
 _SPACE = constant({"block": (64, 128), "group": (1, 8), "warps": (4, 8)})
 """The sizes of the three published configs."""
-BASELINE = Variant("baseline", run, TeCastConfig, _SPACE, valid, constant(TeCastConfig(64, 1, 4)), unsupported)
+BASELINE = Variant("baseline", run, TeCastConfig, _SPACE, invalid, constant(TeCastConfig(64, 1, 4)), unsupported)

@@ -298,13 +298,13 @@ _REDUCE_TILES = {(64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 6
 reduction."""
 
 
-def _pr593_fwd_valid(_case: Case, config: TePr593FwdConfig) -> str | None:
+def _pr593_fwd_invalid(_case: Case, config: TePr593FwdConfig) -> str | None:
     """Refuse transpose tiles that were not published."""
     tile = (config.tile_rows, config.tile_cols, config.tile_warps)
     return None if tile in _TRANSPOSE_TILES else f"transpose tile {tile} is not in the published list"
 
 
-def _pr593_bwd_valid(_case: Case, config: TeBwdConfig) -> str | None:
+def _pr593_bwd_invalid(_case: Case, config: TeBwdConfig) -> str | None:
     """Refuse reduce tiles that were not published."""
     tile = (config.reduce_rows, config.reduce_cols, config.reduce_warps)
     return None if tile in _REDUCE_TILES else f"reduce tile {tile} is not in the published list"
@@ -326,9 +326,9 @@ _BWD_DEFAULT = constant(TeBwdConfig(8, 128, 64, 4))
 """Eight warps, and a tile of the published lists."""
 FORWARD = (
     Variant("baseline", run_baseline_fwd, TeFwdConfig, _FWD_SPACE, default=constant(TeFwdConfig(8)), unsupported=_nothing_to_do),
-    Variant("pr593", run_pr593_fwd, TePr593FwdConfig, _pr593_fwd_space, _pr593_fwd_valid, _PR593_FWD_DEFAULT, _nothing_to_do),
+    Variant("pr593", run_pr593_fwd, TePr593FwdConfig, _pr593_fwd_space, _pr593_fwd_invalid, _PR593_FWD_DEFAULT, _nothing_to_do),
 )
 BACKWARD = (
     Variant("baseline", run_baseline_bwd, TeBwdConfig, _BWD_SPACE, default=_BWD_DEFAULT, unsupported=_nothing_to_do),
-    Variant("pr593", run_pr593_bwd, TeBwdConfig, _PR593_BWD_SPACE, _pr593_bwd_valid, _BWD_DEFAULT, _nothing_to_do),
+    Variant("pr593", run_pr593_bwd, TeBwdConfig, _PR593_BWD_SPACE, _pr593_bwd_invalid, _BWD_DEFAULT, _nothing_to_do),
 )
