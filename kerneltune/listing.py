@@ -61,13 +61,13 @@ def facts_of(op: Op) -> OpFacts:
 
 
 def listed(
-    modules: Iterable[str], family: Callable[[str], Iterable[Op]], before_import: Callable[[], None]
+    modules: Iterable[str], operators_in: Callable[[str], Iterable[Op]], before_import: Callable[[], None]
 ) -> dict[str, OpFacts]:
     """Return the facts of the operators of some modules, by operator name.
 
     Args:
         modules: names of the modules.
-        family: function that imports a module that the index lacks, and returns its operators.
+        operators_in: function that imports a module that the index lacks, and returns its operators.
         before_import: function that is called before each import.
     """
     index = _read(INDEX)
@@ -75,22 +75,22 @@ def listed(
     for module in modules:
         if module not in index:
             before_import()
-        of_module = index[module] if module in index else map(facts_of, family(module))
-        ops |= {facts.name: facts for facts in of_module}
+        listed_ops = index[module] if module in index else map(facts_of, operators_in(module))
+        ops |= {facts.name: facts for facts in listed_ops}
     return ops
 
 
-def write_index(modules: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:
-    """Write the index: the operators by module, a line for each operator.
+def write_index(operators: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:
+    """Write the index of operators, which are given by module: a line for each operator.
 
     Raises:
         ValueError: the file cannot be written; an earlier file stays as it was.
     """
     lines = [
         f"  {msgspec.json.encode(module).decode()}: [\n    "
-        + ",\n    ".join(msgspec.json.encode(facts_of(op)).decode() for op in of_module)
+        + ",\n    ".join(msgspec.json.encode(facts_of(op)).decode() for op in ops)
         + "\n  ]"
-        for module, of_module in sorted(modules.items())
+        for module, ops in sorted(operators.items())
     ]
     replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 

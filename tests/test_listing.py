@@ -21,7 +21,9 @@ from kerneltune.spec import Case, Op, Traffic, Variant, dtype_name, missing_pack
 
 
 def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
-    facts = {name: ops.family(name) for name in ops.families()} | {name: workloads.family(name) for name in workloads.MODULES}
+    facts = {name: ops.operators_in(name) for name in ops.modules()} | {
+        name: workloads.operators_in(name) for name in workloads.MODULES
+    }
     listing.write_index(facts, tmp_path / "index.json")
     assert listing.INDEX.read_text() == (tmp_path / "index.json").read_text(), "run `kerneltune ops --index`"
     assert ops.facts() == {name: facts_of(op) for name, op in ops.load().items()}
@@ -54,7 +56,7 @@ def test_facts_of_a_module_missing_from_the_index_are_read_by_import(tmp_path: P
     prepared: list[None] = []
     monkeypatch.setattr(listing, "INDEX", tmp_path / "none.json")
     assert ops.facts(lambda: prepared.append(None)).keys() == ops.load().keys()
-    assert len(prepared) == len(ops.families())
+    assert len(prepared) == len(ops.modules())
 
 
 def test_facts_of_a_plug_in_are_those_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

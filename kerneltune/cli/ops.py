@@ -62,9 +62,10 @@ def _write_index() -> None:
     o.load_ops()
     from kerneltune import listing, ops, workloads
 
-    modules = {name: ops.family(name) for name in ops.families()} | {name: workloads.family(name) for name in workloads.MODULES}
-    listing.write_index(modules)
-    note(f"wrote {listing.INDEX}: {sum(map(len, modules.values()))} operators")
+    operators = {module: ops.operators_in(module) for module in ops.modules()}
+    operators |= {module: workloads.operators_in(module) for module in workloads.MODULES}
+    listing.write_index(operators)
+    note(f"wrote {listing.INDEX}: {sum(map(len, operators.values()))} operators")
 
 
 def _row(op: OpFacts) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Find operators: modules here that have `OP` or `OPS`, alone or in a family's folder, and operators of other packages.
+"""Find operators: modules here that have `OP` or `OPS`, alone or in a folder, and operators of other packages.
 
 Presence in the folder is registration. From outside: the entry-point group `kerneltune.ops` of an installed package, or a
 module or .py file in KERNELTUNE_PLUGINS (which `kerneltune --plugin` extends); each gives `OPS`, a tuple of Op.
@@ -38,7 +38,7 @@ def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts
     Raises:
         ValueError: as `load`, of plug-ins.
     """
-    facts = listed(families(), family, before_import)
+    facts = listed(modules(), operators_in, before_import)
     plugins = os.environ.get(PLUGINS, "")
     if plugins or importlib.metadata.entry_points(group=GROUP):
         before_import()
@@ -49,7 +49,7 @@ def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts
     return facts
 
 
-def families() -> list[str]:
+def modules() -> list[str]:
     """Return the names of the modules and packages in this folder."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__, f"{__name__}."))
 
@@ -58,14 +58,14 @@ def families() -> list[str]:
 def load_with(plugins: str) -> dict[str, Op]:
     """Load all operators, with plug-ins separated as paths are."""
     loaded: dict[str, Op] = {}
-    for op in (*itertools.chain.from_iterable(map(family, families())), *_plugged_in(plugins)):
+    for op in (*itertools.chain.from_iterable(map(operators_in, modules())), *_plugged_in(plugins)):
         known = loaded.setdefault(op.name, op)
         if known is not op:
             raise ValueError(f"two operators are called {op.name!r}: in {known.module} and in {op.module}")
     return loaded
 
 
-def family(name: str) -> tuple[Op, ...]:
+def operators_in(name: str) -> tuple[Op, ...]:
     """Import a module or a folder of modules and return the operators in it."""
     module = importlib.import_module(name)
     if hasattr(module, "OPS") or hasattr(module, "OP"):

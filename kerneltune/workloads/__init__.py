@@ -21,15 +21,15 @@ MODULES = ("kerneltune.workloads.moe_training", "kerneltune.workloads.model_trai
 
 def load() -> dict[str, Op]:
     """Return all workloads by name; imports torch and triton."""
-    return {op.name: op for name in MODULES for op in family(name)}
+    return {op.name: op for name in MODULES for op in operators_in(name)}
 
 
 def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
     """Return the listed facts of all workloads, by name; `before_import` is called before each import."""
-    return listed(MODULES, family, before_import)
+    return listed(MODULES, operators_in, before_import)
 
 
-def family(name: str) -> tuple[Op, ...]:
+def operators_in(name: str) -> tuple[Op, ...]:
     """Import a module and return its workloads."""
     return tuple(importlib.import_module(name).OPS)
 
