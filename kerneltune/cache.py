@@ -31,7 +31,7 @@ from kerneltune.files import (
     written_root,
 )
 from kerneltune.nearness import Group, Place, group_of, ranked
-from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_from, out_of_range
+from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_of_class, out_of_range
 
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*")|-?\b(?:NaN|Infinity)\b')
@@ -119,7 +119,8 @@ def read_roots(root: Path | None = None) -> list[Path]:
     """
     if root is not None:
         return [root]
-    return [default_root(), *([] if os.environ.get("KERNELTUNE_CONFIGS") else [data_root("configs")])]
+    has_override = bool(os.environ.get("KERNELTUNE_CONFIGS"))
+    return [default_root()] if has_override else [default_root(), data_root("configs")]
 
 
 def readable(file: Path, root: Path | None = None) -> Path:
@@ -189,7 +190,8 @@ def _rewrite(device_slug: str, op_name: str, root: Path | None, changed: Callabl
     path = (root or default_root()) / device_slug / f"{op_name}.json"
     with locked(path):
         present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
-        replace_text(path, _render(op_name, device_slug, changed(load_strict(present) if present.exists() else [])))
+        stored = load_strict(present) if present.exists() else []
+        replace_text(path, _render(op_name, device_slug, changed(stored)))
     clear()
     return path
 
@@ -214,7 +216,7 @@ def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     try:
         data = read_bytes(path, _MAX_BYTES)
         if b"NaN" in data or b"Infinity" in data:
-            data = _NO_NUMBER.sub(lambda found: found[1] or b"null", data)
+            data = _NO_NUMBER.sub(lambda match: match[1] or b"null", data)
     except ValueError as error:
         return [], [error]
     try:
@@ -246,14 +248,19 @@ def _fields(entry: CacheEntry) -> dict[str, Any]:
 
 def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
     """Return the file's text: each entry on its line, sorted, so that a diff shows the entries that changed."""
-    rows, by_case = [], sorted(entries, key=lambda e: (e.case.dtype, e.case.quant, json_text(e.case.options), e.case.axes))
-    for entry in sorted(by_case, key=lambda e: (e.variant, e.policy)):
+    rows = []
+    for entry in sorted(entries, key=_file_order):
         try:
             rows.append("    " + json_text(_fields(entry)))
         except (TypeError, ValueError) as error:
             raise bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
     head = f'{{\n  "schema": {SCHEMA},\n  "op": {json_text(op_name)},\n  "device": {json_text(device_slug)},\n  "entries": [\n'
     return head + ",\n".join(rows) + "\n  ]\n}\n"
+
+
+def _file_order(entry: CacheEntry) -> tuple[Any, ...]:
+    case = entry.case
+    return entry.variant, entry.policy, case.dtype, case.quant, json_text(case.options), case.axes
 
 
 class Choice(NamedTuple):
@@ -316,10 +323,14 @@ class Chooser:
             ValueError: not even the default is valid for the case.
         """
         gpu = gpu or device.current_slug()
-        if (own := self.own(case, gpu)) is not None:
+        own = self.own(case, gpu)
+        if own is not None:
             return Choice(own[1], "own", str)
-        for entry, config, distance in self.near(case, gpu, self.op.max_distance):
-            fallback_gpu = "" if (folder := _entries(self, gpu).folder) == gpu else folder
+        nearest = next(self.near(case, gpu, self.op.max_distance), None)
+        if nearest is not None:
+            entry, config, distance = nearest
+            folder = _entries(self, gpu).folder
+            fallback_gpu = folder if folder != gpu else ""
             if fallback_gpu:
                 misses.report_fallback(gpu, fallback_gpu)
             return Choice(config, "near", partial(_described, case, entry, distance, self.policy, fallback_gpu))
@@ -331,19 +342,21 @@ class Chooser:
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly a case and its config; None if there is no valid config."""
         entry = _entries(self, gpu).own.get(case)
-        config = None if entry is None else self.variant.valid_config(case, entry.config)
-        return None if entry is None or config is None else (entry, config)
+        if entry is None:
+            return None
+        config = self.variant.valid_config(case, entry.config)
+        return None if config is None else (entry, config)
 
     def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
         """Yield (entry, valid config, log2 distance) of the entries that can serve a case, its own included, the nearest first.
 
         Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
         """
-        group = _entries(self, gpu).groups.get(self.group_of(case), ())
-        free = self.op.free_axes, self.op.free_options, self.op.bands, max_distance
-        for (_, _, distance), entry in ranked(_place(case), group, *free) if group else ():
-            if (config := self.variant.valid_config(case, entry.config)) is not None:
-                yield entry, config, distance
+        op, entries = self.op, _entries(self, gpu).groups.get(self.group_of(case), ())
+        for nearness, entry in ranked(_place(case), entries, op.free_axes, op.free_options, op.bands, max_distance):
+            config = self.variant.valid_config(case, entry.config)
+            if config is not None:
+                yield entry, config, nearness.distance
 
     def group_of(self, case: Case) -> Group:
         """Return the group of the entries that can serve a case."""
@@ -356,12 +369,14 @@ class Chooser:
             return f"axes: a size of more than {_MOST_ELEMENTS}"
         try:
             assert self.variant.config is not None
-            config = config_from(self.variant.config, entry.config)
+            config = config_of_class(self.variant.config, entry.config)
             reason = out_of_range(entry.config, self.variant.space(case))
-            is_usual = reason is None or config == self.variant.default_config(case)
-            return self.variant.invalid(case, config) if is_usual else reason
+            if reason is not None and config != self.variant.default_config(case):
+                return reason
+            return self.variant.invalid(case, config)
         except Exception as error:  # an operator's own code may fail in any way at sizes and knobs that make no sense
-            return f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{str(error)[:160]}"
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return f"{kind}{str(error)[:160]}"
 
 
 def _place(case: Case) -> Place:
@@ -396,10 +411,12 @@ def _entries(chooser: Chooser, gpu: str) -> _Entries:
     own: dict[Case, CacheEntry] = {}
     groups: dict[Group, list[tuple[Place, CacheEntry]]] = {}
     reasons = []
+    policies = [chooser.policy, "cold"]
     op_entries = _loaded(chooser.op.name, folder, chooser.root)
-    variant_entries = in_order(entry for entry in op_entries if entry.variant == chooser.variant.name)
-    for entry in (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in variant_entries if e.policy == policy):
-        if (reason := chooser.why_rejected(entry)) is not None:
+    usable = in_order(e for e in op_entries if e.variant == chooser.variant.name and e.policy in policies)
+    for entry in sorted(usable, key=lambda entry: policies.index(entry.policy)):
+        reason = chooser.why_rejected(entry)
+        if reason is not None:
             reasons.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
             continue
         if entry.policy == chooser.policy and folder == gpu:
@@ -418,8 +435,8 @@ def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
         return gpu
     tuned = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)
-    of_maker = [(abs(_architecture(other)[1] - number), other) for other in tuned if _architecture(other)[0] == maker]
-    return min(of_maker)[1] if of_maker and maker else gpu
+    same_maker = [other for other in tuned if _architecture(other)[0] == maker] if maker else []
+    return min(same_maker, key=lambda other: abs(_architecture(other)[1] - number), default=gpu)
 
 
 def _architecture(gpu: str) -> tuple[str, int]:

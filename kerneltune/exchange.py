@@ -39,9 +39,9 @@ def configs(policy="cold", dtype=None, quant=None):
 
     distinct = {}
     for entry in ENTRIES:
-        wanted = entry["policy"] == policy and dtype in (None, entry["dtype"]) and quant in (None, entry["quant"])
+        is_selected = entry["policy"] == policy and dtype in (None, entry["dtype"]) and quant in (None, entry["quant"])
         knobs = entry["config"]
-        if wanted and repr(knobs) not in distinct:
+        if is_selected and repr(knobs) not in distinct:
             meta = {NAMES.get(name, name): value for name, value in knobs.items() if name not in WORDS}
             words = {WORDS[name]: value for name, value in knobs.items() if name in WORDS}
             words = {word: value for word, value in words.items() if (word, value) != ("maxnreg", 0)}  # 0: no limit
@@ -55,9 +55,9 @@ def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) 
 
     A comment lists the knobs and axes that no kernel has as arguments.
     """
-    of_knobs = {knob: name for knob, name in names.items() if knob not in op.axes}
+    knob_names = {knob: name for knob, name in names.items() if knob not in op.axes}
     lines = [*_head(op, device), *(f"# {line}" for line in unnamed(op, entries, names))]
-    lines += [f"KEY = {list(op.axes)!r}", f"NAMES = {of_knobs!r}", f"WORDS = {_TRITON!r}"]
+    lines += [f"KEY = {list(op.axes)!r}", f"NAMES = {knob_names!r}", f"WORDS = {_TRITON!r}"]
     lines += ["ENTRIES = [", *_rows(entries), "]"]
     return {f"{_module(op.name)}.py": "\n".join(lines) + "\n" + _AUTOTUNE}
 
@@ -65,9 +65,9 @@ def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) 
 def unnamed(op: Op, entries: Sequence[CacheEntry], names: Names) -> list[str]:
     """Return a line about the axes and a line about the knobs that no kernel has as arguments; texts are literals."""
     axes = [axis for axis in op.axes if names.get(axis) != axis]  # an `e` may count other things than E
-    knobs = [knob for knob in dict.fromkeys(knob for entry in entries for knob in entry.config) if knob not in {*names, *_TRITON}]
-    about = (("KEY", axes, "replace or delete them"), ("NAMES", knobs, "add KNOB: ARGUMENT for each"))
-    return [f"{field}: {values!r}: no arguments of a kernel: {task}" for field, values, task in about if values]
+    knobs = list(dict.fromkeys(knob for entry in entries for knob in entry.config if knob not in {*names, *_TRITON}))
+    tasks = (("KEY", axes, "replace or delete them"), ("NAMES", knobs, "add KNOB: ARGUMENT for each"))
+    return [f"{field}: {values!r}: no arguments of a kernel: {task}" for field, values, task in tasks if values]
 
 
 _DISPATCH = '''
@@ -89,9 +89,9 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
             raise ValueError(f"{field}: {names}: expected {sorted(ENTRIES[0][field])}")
     stored = [
         ((entry["axes"], entry["dtype"], entry["quant"], entry["options"]), entry["config"])
-        for wanted in dict.fromkeys((policy, "cold"))
+        for serving_policy in dict.fromkeys((policy, "cold"))
         for entry in ENTRIES
-        if (entry["variant"], entry["policy"]) == (variant, wanted)
+        if (entry["variant"], entry["policy"]) == (variant, serving_policy)
     ]
     near = ranked((dict(axes), dtype, quant, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS, MAX_DISTANCE)
     return next((dict(config) for _, config in near if valid(config)), None)
@@ -118,45 +118,37 @@ def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) ->
         fixed = {name: size for name, size in case["axes"].items() if name != axis}
         parts = {"variant": entry.variant, **fixed, "dtype": case["dtype"], "quant": case["quant"], **case["options"]}
         name = ",".join([op.name, *(f"{key}={value}" for key, value in parts.items()), entry.policy])
-        content = {
-            "op": op.name,
-            "device": device,
-            "axes": list(case["axes"]),
-            "by": axis,
-            "case": {**case, "axes": fixed},
-            "configs": {},
-        }
+        content: dict[str, Any] = {"op": op.name, "device": device, "axes": list(case["axes"]), "by": axis}
+        content |= {"case": {**case, "axes": fixed}, "configs": {}}
         table = files.setdefault(_unique(name, content, files), content)
         table["configs"][str(case["axes"][axis])] = entry.config
     return {name: json.dumps(table, indent=1, ensure_ascii=False) + "\n" for name, table in files.items()}
 
 
-WRITERS: Mapping[str, Callable[[Op, str, Sequence[CacheEntry], Names], dict[str, str]]] = {
-    "triton": to_triton,
-    "python": to_python,
-    "json": to_json,
-}
+_Writer = Callable[[Op, str, Sequence[CacheEntry], Names], dict[str, str]]
+WRITERS: Mapping[str, _Writer] = {"triton": to_triton, "python": to_python, "json": to_json}
 
 
 def require_replaceable(path: Path, text: str) -> None:
     """Raise ValueError if a module would replace a Python file that is no export of the same format."""
-    of_format = text.rpartition("\ndef ")[2].partition("(")[0]
+    function = text.rpartition("\ndef ")[2].partition("(")[0]
     if path.suffix == ".py" and path.exists():
         old = read_text(path, _MAX_BYTES)
-        if not (old.partition("\n")[0][:-1].endswith(_WRITTEN) and f"\ndef {of_format}(" in old):
-            raise ValueError(f"{path}: no earlier export with {of_format}(): expected another folder, or a free name")
+        if not (old.partition("\n")[0][:-1].endswith(_WRITTEN) and f"\ndef {function}(" in old):
+            raise ValueError(f"{path}: no earlier export with {function}(): expected another folder, or a free name")
 
 
 def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
-    """Return the entries of a file that `WRITERS` wrote; run nothing of the file.
+    """Return the entries of a file that a writer of `WRITERS` wrote; run nothing of the file.
 
     device: folder of a GPU, so that a file of another GPU is an error; None for any GPU.
 
     Raises:
         ValueError: a file of another format, operator or GPU, or a file that cannot be read.
     """
-    (op_of_file, gpu_of_file), entries = (_from_json if path.suffix == ".json" else _from_source)(path, op.name)
-    for field, value, expected in (("op", op_of_file, op.name), ("device", gpu_of_file, device or gpu_of_file)):
+    read_entries = _from_json if path.suffix == ".json" else _from_source
+    (file_op, file_gpu), entries = read_entries(path, op.name)
+    for field, value, expected in (("op", file_op, op.name), ("device", file_gpu, device or file_gpu)):
         if value != expected:
             raise ValueError(f"{path}: {field}: {value!r}: expected {expected!r}")
     if not entries:
@@ -164,10 +156,10 @@ def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     return entries
 
 
-_Found = tuple[tuple[object, object], list[CacheEntry]]
+_Read = tuple[tuple[object, object], list[CacheEntry]]
 
 
-def _from_source(path: Path, op: str) -> _Found:
+def _from_source(path: Path, op: str) -> _Read:
     """Return (operator, device) and the entries of a Python source."""
     try:
         tree = ast.parse(read_text(path, _MAX_BYTES))
@@ -194,7 +186,7 @@ class _JsonTable(msgspec.Struct):
     configs: dict[str, dict[str, Any]]
 
 
-def _from_json(path: Path, op: str) -> _Found:
+def _from_json(path: Path, op: str) -> _Read:
     """Return (operator, device) and the entries of a table by size."""
     text = read_text(path, _MAX_BYTES)
     try:
@@ -215,13 +207,7 @@ def _from_json(path: Path, op: str) -> _Found:
 
 def _head(op: Op, device: str) -> list[str]:
     """Return the first lines of a Python source; the description is a literal, whatever the name of the folder."""
-    return [
-        repr(f"Configs of {op.name} on {device}, {_WRITTEN}"),
-        "",
-        f"OP = {op.name!r}",
-        f"DEVICE = {device!r}",
-        "",
-    ]
+    return [repr(f"Configs of {op.name} on {device}, {_WRITTEN}"), "", f"OP = {op.name!r}", f"DEVICE = {device!r}", ""]
 
 
 def _rows(entries: Sequence[CacheEntry]) -> list[str]:

@@ -6,13 +6,11 @@ The module reads no file. `cache export --format python` copies its source into 
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Place = tuple[dict[str, int], str, str, dict[str, Any]]
 """Sizes by axis, element type, quantization mode and options."""
 Group = tuple[str, frozenset[tuple[str, int]]]
-Nearness = tuple[bool, bool, float]
-"""(the type differs, sizes differ, log2 distance); (False, False, 0) is the case itself."""
 Bands = Mapping[str, tuple[int, ...]]
 """Axis -> the last size of each band, without the band of the largest sizes."""
 NO_BANDS: Bands = {}
@@ -22,36 +20,50 @@ _NO_NUMBER = 1.0
 """Distance between two values of an option that have no log2 distance."""
 
 
+class Nearness(NamedTuple):
+    """Compare an entry with a case; the least is nearest, and (False, False, 0) is the case itself."""
+
+    differs_in_type: bool
+    differs_in_size: bool
+    distance: float
+
+
 def ranked(
-    wanted: Place,
+    case: Place,
     stored: Iterable[tuple[Place, Any]],
     free_axes: Collection[str],
     free_options: Collection[str],
     bands: Bands,
     max_distance: float = math.inf,
 ) -> list[tuple[Nearness, Any]]:
-    """Return the entries that can serve a case: entries of its type first, then of its sizes, then by distance; ties as given.
+    """Return the entries that can serve a case: entries of its type first, then of its sizes, then by distance.
+
+    Equally near entries keep the order in which they are given.
 
     An entry differs from the case in free options alone, or in free axes alone, within a band and `max_distance`, and perhaps in
     the 16-bit type as well. An entry that differs in options and axes does not serve: the default is better than two guesses.
     """
-    group = group_of(wanted, free_axes, bands)
-    of_group = [(place, entry) for place, entry in stored if group_of(place, free_axes, bands) == group]
-    compared = [(_nearness(wanted, place, frozenset(free_options), max_distance), entry) for place, entry in of_group]
-    return sorted(((near, entry) for near, entry in compared if near is not None), key=lambda pair: pair[0])
+    group = group_of(case, free_axes, bands)
+    serving = []
+    for place, entry in stored:
+        if group_of(place, free_axes, bands) == group:
+            nearness = _nearness(case, place, frozenset(free_options), max_distance)
+            if nearness is not None:
+                serving.append((nearness, entry))
+    return sorted(serving, key=lambda pair: pair[0])
 
 
-def _nearness(wanted: Place, place: Place, free_options: frozenset[str], max_distance: float) -> Nearness | None:
-    """Return the distance between places of a group; None if the entry of `place` cannot serve."""
-    (axes, dtype, _, options), (sizes, other, _, values) = wanted, place
-    is_moved, is_changed, is_other = sizes != axes, values != options, other != dtype
-    if (is_moved and is_changed) or (is_other and not {other, dtype} <= _SIXTEEN_BIT):
+def _nearness(case: Place, place: Place, free_options: frozenset[str], max_distance: float) -> Nearness | None:
+    """Compare the place of an entry with a case of its group; return None if the entry cannot serve the case."""
+    (axes, dtype, _, options), (stored_axes, stored_dtype, _, stored_options) = case, place
+    other_type, other_sizes = stored_dtype != dtype, stored_axes != axes
+    if other_type and not {dtype, stored_dtype} <= _SIXTEEN_BIT:
         return None
-    if is_changed:
-        distance = _along_options(options, values, free_options)
-        return None if distance is None else (is_other, False, distance)
-    distance = log2_distance([max(size, 1) for size in axes.values()], [max(sizes[axis], 1) for axis in axes])
-    return (is_other, is_moved, distance) if distance <= max_distance else None
+    if stored_options != options:
+        distance = None if other_sizes else _along_options(options, stored_options, free_options)
+        return None if distance is None else Nearness(other_type, False, distance)
+    distance = log2_distance([max(size, 1) for size in axes.values()], [max(stored_axes[axis], 1) for axis in axes])
+    return Nearness(other_type, other_sizes, distance) if distance <= max_distance else None
 
 
 def group_of(place: Place, free_axes: Collection[str], bands: Bands) -> Group:
@@ -70,12 +82,14 @@ def log2_distance(sizes: Iterable[float], others: Iterable[float]) -> float:
     return sum([abs(math.log2(size / other)) for size, other in zip(sizes, others, strict=True)])
 
 
-def _along_options(options: Mapping[str, Any], values: Mapping[str, Any], free: frozenset[str]) -> float | None:
+def _along_options(options: Mapping[str, Any], stored: Mapping[str, Any], free: frozenset[str]) -> float | None:
     """Return the distance between values of options; None if a fixed option differs."""
-    if values.keys() != options.keys():
+    if stored.keys() != options.keys():
         return None
-    changed = [option for option, value in options.items() if values[option] != value]
-    return sum([_value_distance(options[option], values[option]) for option in changed]) if free.issuperset(changed) else None
+    changed = [name for name, value in options.items() if stored[name] != value]
+    if not free.issuperset(changed):
+        return None
+    return sum([_value_distance(options[name], stored[name]) for name in changed])
 
 
 def band_of(ends: tuple[int, ...], size: int) -> int:

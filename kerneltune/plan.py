@@ -42,6 +42,10 @@ class Selection:
         is_named = not self.cases or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.cases)
         return is_named and all(not names or value in names for value, names in exact)
 
+    def cases_of(self, sweep_cases: Iterable[SweepCase]) -> list[SweepCase]:
+        """Return the cases that belong to the selection."""
+        return [sweep_case for sweep_case in sweep_cases if self.matches_case(sweep_case.op, sweep_case.case)]
+
     def matches(self, key: TaskKey) -> bool:
         """Return whether a task belongs to the selection."""
         return self.matches_case(key.op, key.case) and self.matches_variant(key.variant)
@@ -61,10 +65,10 @@ class Selection:
     def require_names(self, ops: Collection[Op], place: str = "") -> None:
         """Raise ValueError for a name, or a pattern of variants, that no operator has; see `require_match`."""
         self.require_match("op", (op.name for op in ops), place)
-        among = [op for op in ops if not self.ops or op.name in self.ops]
-        self.require_match("dtype", (dtype for op in among for dtype in op.dtypes), place)
-        self.require_match("quant", (quant for op in among for quant in op.quants), place)
-        self.require_match("variant", (variant.name for op in among for variant in op.variants), place)
+        selected = [op for op in ops if not self.ops or op.name in self.ops]
+        self.require_match("dtype", (dtype for op in selected for dtype in op.dtypes), place)
+        self.require_match("quant", (quant for op in selected for quant in op.quants), place)
+        self.require_match("variant", (variant.name for op in selected for variant in op.variants), place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,8 @@ class Options:
     @property
     def records_folder(self) -> Path:
         """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
-        here = device.current()
-        return self.results / (here.slug if here.is_gpu else f"runs/{here.slug}")
+        gpu = device.current()
+        return self.results / (gpu.slug if gpu.is_gpu else f"runs/{gpu.slug}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,7 @@ class Plan:
 
     def cases(self, section: Section = "bench") -> list[SweepCase]:
         """Return the selected cases of a section."""
-        sweep_cases = self.sweep.bench if section == "bench" else self.sweep.check
-        return [sweep_case for sweep_case in sweep_cases if self.selection.matches_case(sweep_case.op, sweep_case.case)]
+        return self.selection.cases_of(self.sweep.bench if section == "bench" else self.sweep.check)
 
     def headline(self, section: Section = "bench") -> list[SweepCase]:
         """Return at most ten selected headline cases; if the family has none, at most ten selected cases across the file."""
@@ -149,8 +152,11 @@ class Plan:
 
     def without(self, variants: Collection[tuple[str, str]]) -> "Plan":
         """Return the plan without some variants, named by operator and variant."""
-        kept = {name: tuple(it for it in op.variants if (name, it.name) not in variants) for name, op in self.ops.items()}
-        return replace(self, ops={name: replace(op, variants=kept[name]) for name, op in self.ops.items()})
+        ops = {}
+        for name, op in self.ops.items():
+            kept = tuple(variant for variant in op.variants if (name, variant.name) not in variants)
+            ops[name] = replace(op, variants=kept)
+        return replace(self, ops=ops)
 
     def policy(self, op: str) -> str:
         """Return the timing policy of an operator: the policy of the options, else the operator's own."""
@@ -186,11 +192,11 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
 
 def require_case(selection: Selection, file: object, sweep_cases: Sequence[SweepCase]) -> list[SweepCase]:
     """Return the selected cases, one or more; a message names the `file`."""
-    chosen = [sweep_case for sweep_case in sweep_cases if selection.matches_case(sweep_case.op, sweep_case.case)]
-    if not chosen:
+    selected = selection.cases_of(sweep_cases)
+    if not selected:
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
-        wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
+        named = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
         cases = {sweep_case.case.name for sweep_case in sweep_cases}
         hint = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
-        raise ValueError(f"{file}: {f'no case with {wanted}' if wanted else 'no bench case'}{hint}")
-    return chosen
+        raise ValueError(f"{file}: {f'no case with {named}' if named else 'no bench case'}{hint}")
+    return selected

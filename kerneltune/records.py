@@ -229,7 +229,11 @@ def merge(path: Path, new: Sequence[Record]) -> None:
     The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
     """
     with locked(path):
-        replace_bytes(path, _lines(newest([*(load(path) if path.exists() else []), *new])))
+        replace_bytes(path, _lines(newest([*_present(path), *new])))
+
+
+def _present(path: Path) -> list[Record]:
+    return load(path) if path.exists() else []
 
 
 def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], key_of: RecordKey = row_key) -> None:
@@ -241,18 +245,19 @@ def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], 
     key_of: `row_key` if a record replaces the rows of all configs; `check_key` if only the row of its own config.
     """
     with locked(path):
-        before = [record for record in (load(path) if path.exists() else []) if is_kept(record)]
+        before = [record for record in _present(path) if is_kept(record)]
         launched = {key_of(record) for record in before if not _is_failed_import(record)}
         replacing = [record for record in new if not (_is_failed_import(record) and key_of(record) in launched)]
         replaced = set(map(key_of, replacing))
         worst = {check_key(record): record for record in sorted(replacing, key=lambda record: record.status == "failed")}
-        replace_bytes(path, _lines([*(record for record in before if key_of(record) not in replaced), *worst.values()]))
+        kept = [record for record in before if key_of(record) not in replaced]
+        replace_bytes(path, _lines([*kept, *worst.values()]))
 
 
 def other_run(a: Record, b: Record) -> list[str]:
     """Return the fields of the run that differ between two records; a field that a record lacks does not count."""
-    sides = ((name, getattr(a, name), getattr(b, name)) for name in RUN_FIELDS)
-    return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
+    present = [name for name in RUN_FIELDS if getattr(a, name) and getattr(b, name)]
+    return [name for name in present if getattr(a, name) != getattr(b, name)]
 
 
 def shared_case_key(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> RecordKey:
@@ -262,20 +267,13 @@ def shared_case_key(a: Iterable[Record], b: Iterable[Record], defaults: Defaults
     this option from every row where its value is the default. If the default is unknown, and all records that have the option
     have the same value, this value counts as the default.
     """
-    left_out: dict[str, dict[str, Option]] = {}
-    for op, op_records in grouped((*a, *b), lambda record: record.op).items():
-        option_sets = {frozenset(record.options) for record in op_records}
-        if later := frozenset.union(*option_sets) - frozenset.intersection(*option_sets):
-            values = {name: {record.options[name] for record in op_records if name in record.options} for name in later}
-            only = {name: of_name.pop() for name, of_name in values.items() if len(of_name) == 1}
-            usual = defaults(op)
-            left_out[op] = only | {name: usual[name] for name in later if name in usual}
-
+    implied = {op: _implied_options(op, rows, defaults) for op, rows in grouped((*a, *b), lambda record: record.op).items()}
     shared: dict[object, object] = {}  # many rows differ in sizes alone: equal tuples are kept once
 
     def key(record: Record) -> object:
         options: Mapping[str, Option] = record.options
-        if dropped := left_out.get(record.op):
+        dropped = implied.get(record.op)
+        if dropped:
             options = {name: value for name, value in options.items() if name not in dropped or value != dropped[name]}
         names = (record.op, record.device, record.policy, record.dtype, record.quant, *sorted(options.items()))
         return shared.setdefault(names, names), *sorted(record.axes.items())
@@ -283,8 +281,21 @@ def shared_case_key(a: Iterable[Record], b: Iterable[Record], defaults: Defaults
     return key
 
 
+def _implied_options(op: str, op_records: Sequence[Record], defaults: Defaults) -> dict[str, Option]:
+    """Return the options that some records of an operator lack, each with its default, else with its only value."""
+    option_sets = {frozenset(record.options) for record in op_records}
+    implied: dict[str, Option] = {}
+    for name in frozenset.union(*option_sets) - frozenset.intersection(*option_sets):
+        values = {record.options[name] for record in op_records if name in record.options}
+        if name in defaults(op):
+            implied[name] = defaults(op)[name]
+        elif len(values) == 1:
+            implied[name] = values.pop()
+    return implied
+
+
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return key -> the items that have it, both in order of appearance."""
+    """Return key -> the items with this key, keys and items in order of appearance."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -297,7 +308,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 
 def newest_by(records: Iterable[Record], key: RecordKey) -> dict[object, Record]:
-    """Return key -> the newest record that has it, in order of the keys' first records.
+    """Return key -> the newest record with this key, in order of the keys' first records.
 
     A failure, and a case that is no longer supported, replace a time. Because a failed import says nothing about the peer, its
     record replaces none.

@@ -180,8 +180,8 @@ class Variant:
     Attributes:
         name: `baseline`, `optimized`, a further design, or the name of a peer.
         run: (inputs, config) -> outputs by name; allocates the outputs, launches kernels, and returns without synchronizing.
-        config: the dataclass of the configs; None if the variant has no knobs. A knob `ctas` is the number of programs that must
-            be resident per SM, 0 for no minimum; a search drops a config if fewer programs fit.
+        config: the class of the configs, a dataclass; None if the variant has no knobs. A knob `ctas` is the number of programs
+            that must be resident per SM, 0 for no minimum; a search drops a config if fewer programs fit.
         space: case -> values of every knob.
         invalid: (case, config) -> None if the config can run, else the reason why not. No other code states this constraint.
         default: case -> the config for a case that the cache has no config for.
@@ -217,7 +217,9 @@ class Variant:
     @property
     def role(self) -> Role:
         """Return the variant's role in records: `own`, `peer` for another package's variant, or `part` for a part of the work."""
-        return "peer" if self.is_peer else "part" if self.part else "own"
+        if self.is_peer:
+            return "peer"
+        return "part" if self.part else "own"
 
     def missing(self) -> tuple[str, ...]:
         """Return the required packages that are not installed."""
@@ -246,7 +248,7 @@ class Variant:
         if self.config is None:
             raise ValueError(f"variant {self.name} has no config, got {dict(values)}")
         try:
-            return config_from(self.config, values)
+            return config_of_class(self.config, values)
         except ValueError as error:
             raise ValueError(f"config of {self.name}: {error}") from None
 
@@ -275,32 +277,32 @@ def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(filter(is_missing, names))
 
 
-def config_from(config: Any, values: Mapping[str, Any]) -> Config:
+def config_of_class(config_class: Any, values: Mapping[str, Any]) -> Config:
     """Make the config of a class with these knob values; a knob that is newer than the stored values takes its default.
 
     Raises:
         ValueError: an unknown, missing or wrongly typed knob.
     """
-    types, needed = knobs_of_class(config)
+    types, needed = knobs_of_class(config_class)
     if not needed <= set(values) <= set(types):
         raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
     for name, value in values.items():
         if type(value) is not types[name]:
             raise ValueError(f"{name}: {value!r}: expected {getattr(types[name], '__name__', types[name])}")
-    return config(**values)
+    return config_class(**values)
 
 
 @functools.cache
-def knobs_of_class(config: Any) -> tuple[dict[str, Any], set[str]]:
+def knobs_of_class(config_class: Any) -> tuple[dict[str, Any], set[str]]:
     """Return the type of every knob of a class, also with postponed annotations, and the knobs without a default.
 
     Raises:
         ValueError: an annotation names a type that the module of the class does not have.
     """
     try:
-        knobs, types = dataclasses.fields(config), typing.get_type_hints(config)
+        knobs, types = dataclasses.fields(config_class), typing.get_type_hints(config_class)
     except NameError as error:
-        raise ValueError(f"{config.__name__}: {error}") from error
+        raise ValueError(f"{config_class.__name__}: {error}") from error
     needed = {knob.name for knob in knobs if knob.default is knob.default_factory is dataclasses.MISSING}
     return {knob.name: types[knob.name] for knob in knobs}, needed
 
@@ -396,12 +398,22 @@ def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
     """
     for name, value in knobs.items():
         offered = space.get(name, (value,))
-        whole = [other for other in offered if type(other) is int]
-        high = min(max(whole, default=0) * _BEYOND, _MOST_WARPS if name == "warps" else sys.maxsize)
-        has_powers = all(other >= 0 and not other & (other - 1) for other in whole)
-        is_near = type(value) is int and value > 0 and min(whole, default=0) // _BEYOND <= value <= high
-        if value not in offered and (not is_near or (has_powers and value & (value - 1))):
+        if value not in offered and not _is_near(value, offered, _MOST_WARPS if name == "warps" else sys.maxsize):
             text = repr(value) if type(value) is not int or abs(value) < 1 << 64 else "a number of very many digits"
             shown = ", ".join(map(str, sorted(dict.fromkeys(offered), key=choice_order)[:8]))
             return f"{name}: {text[:60]}: expected a value like {shown}"
     return None
+
+
+def _is_near(value: Any, offered: Iterable[Any], most: int) -> bool:
+    """Return whether a value is a positive integer up to `most` that is like the offered integers."""
+    if type(value) is not int or not 0 < value <= most:
+        return False
+    integers = [number for number in offered if type(number) is int]
+    if all(map(_is_power_of_two, integers)) and not _is_power_of_two(value):
+        return False
+    return min(integers, default=0) // _BEYOND <= value <= max(integers, default=0) * _BEYOND
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number >= 0 and number & (number - 1) == 0  # 0 counts as one: it often switches something off

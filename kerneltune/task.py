@@ -52,9 +52,11 @@ class Task:
 
     def config_of_call(self, root: Path | None, gpu: str | None = None) -> Config:
         """Return the config of a call without `config=`, on this GPU or a named GPU; None for a variant without knobs."""
-        return self.chooser(root).find(self.op.case_of_call(self.case), gpu).config if self.variant.config is not None else None
+        if self.variant.config is None:
+            return None
+        return self.chooser(root).find(self.op.case_of_call(self.case), gpu).config
 
-    def stored(self, root: Path | None) -> tuple[CacheEntry, Config] | None:
+    def own_entry(self, root: Path | None) -> tuple[CacheEntry, Config] | None:
         """Return the entry of exactly this task on this GPU model and its config; None if there is no valid config."""
         return self.chooser(root).own(self.case, device.current().slug)
 
@@ -64,17 +66,20 @@ def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, varia
 
     An operator with an origin is made anew by `operators` of its module.
     """
-    ops: Iterator[Any]
-    if origin is not None:
-        ops = iter(importlib.import_module(module).operators(*origin))
-    else:
-        parts = module.split(".")
-        packages = (importlib.import_module(".".join(parts[:length])) for length in range(len(parts), 0, -1))
-        ops = (op for package in packages for op in (*getattr(package, "OPS", ()), getattr(package, "OP", None)))
-    for op in ops:
-        if op is not None and op.name == op_name:
+    for op in _operators_of(module) if origin is None else importlib.import_module(module).operators(*origin):
+        if op.name == op_name:
             return Task(op, case, op.variant(variant), policy)
     raise ValueError(f"no operator {op_name} in OP or OPS of {module} or of a package that holds it")
+
+
+def _operators_of(module: str) -> Iterator[Op]:
+    """Yield the operators in `OP` or `OPS` of a module, then of the packages that hold the module, the innermost first."""
+    while module:
+        holder = importlib.import_module(module)
+        yield from getattr(holder, "OPS", ())
+        if hasattr(holder, "OP"):
+            yield holder.OP
+        module = module.rpartition(".")[0]
 
 
 class Run(NamedTuple):
@@ -118,8 +123,8 @@ class Evaluation:
     """Hold the result of a config that a search tried: of its check and, if it passed, its time.
 
     Attributes:
-        status: `passed` with a time; any other status but `checked` without.
-        time_us: median time of a call; None without a time.
+        status: `passed`, with a time, or why the config has no time; never `checked`.
+        time_us: median time of a call; None unless `passed`.
         reason: the error, in one line; its key in files is `detail`.
         program_registers: registers of all threads of the largest program.
         spill_bytes: spilled bytes per thread.

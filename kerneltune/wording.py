@@ -27,8 +27,11 @@ def differing(first: Mapping[str, object], second: Mapping[str, object]) -> tupl
     names = [name for name in {**first, **second} if (name in first, first.get(name)) != (name in second, second.get(name))]
     if not names:
         return None
-    of_first, of_second = (pairs({name: side[name] for name in names if name in side}) or "none" for side in (first, second))
-    return of_first, of_second
+    return _named(names, first), _named(names, second)
+
+
+def _named(names: Iterable[str], values: Mapping[str, object]) -> str:
+    return pairs({name: values[name] for name in names if name in values}) or "none"
 
 
 def first_of(names: Iterable[str], most: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from kerneltune import cache, files
 from kerneltune.cache import CacheEntry
-from kerneltune.spec import Case, Op, Traffic, Variant, config_from
+from kerneltune.spec import Case, Op, Traffic, Variant, config_of_class
 
 pytestmark = pytest.mark.usefixtures("forgotten_configs")
 
@@ -322,19 +322,19 @@ class MadeKnobs:
 
 
 def test_config_from_an_older_entry_calls_the_factory_of_a_newer_knob() -> None:
-    assert config_from(MadeKnobs, {"block": 8}) == MadeKnobs(8, "")
+    assert config_of_class(MadeKnobs, {"block": 8}) == MadeKnobs(8, "")
 
 
 def test_config_from_an_older_entry_gives_a_newer_knob_its_default() -> None:
-    assert config_from(MoreKnobs, {"block": 1024, "warps": 4}) == MoreKnobs(1024, 4, 1)
-    assert config_from(MoreKnobs, {"block": 1024, "warps": 4, "blocks": 2}) == MoreKnobs(1024, 4, 2)
+    assert config_of_class(MoreKnobs, {"block": 1024, "warps": 4}) == MoreKnobs(1024, 4, 1)
+    assert config_of_class(MoreKnobs, {"block": 1024, "warps": 4, "blocks": 2}) == MoreKnobs(1024, 4, 2)
     for knobs in (
         {"block": 1024, "blocks": 2},
         {"block": 1024, "warps": 4, "early": 1},
         {"block": 1024, "warps": 4, "blocks": None},
     ):
         with pytest.raises(ValueError, match=r"expected the knobs|blocks: None: expected int"):
-            config_from(MoreKnobs, knobs)
+            config_of_class(MoreKnobs, knobs)
 
 
 def test_default_root_is_that_of_the_environment_else_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

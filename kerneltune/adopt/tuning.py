@@ -136,7 +136,7 @@ def tune_capture(
     until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
-    missing = [task for task in tasks if task.stored(root / "configs") is None]
+    missing = [task for task in tasks if task.own_entry(root / "configs") is None]
     if missing and time.monotonic() >= until:
         needed = f"the command again takes about {max(_work(missing, options)[1], 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(missing), 'class', 'classes')} left: {needed}")
@@ -175,7 +175,7 @@ def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
     for task in tasks:
         if (name := task.op.name) not in stores:
             stores[name] = open_store(task.op, task.variant, root / "results")
-        yield stores[name].of_task(task), task.stored(root / "configs")
+        yield stores[name].of_task(task), task.own_entry(root / "configs")
 
 
 def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:

@@ -99,7 +99,7 @@ def _state(task: Task, options: Options) -> str:
     A stale config was chosen with other code. An outdated config was chosen with the present code and another driver, torch or
     triton.
     """
-    own = task.stored(options.configs)
+    own = task.own_entry(options.configs)
     if own is None:
         return "lacking"
     if is_stale(task.variant, own[0]):
