@@ -171,8 +171,10 @@ def _is_early(N: int, load: _Load, blocks: int) -> bool:
     SMs that the cast occupies get fewer programs than others, and the last programs end late: up to 1.9 times the time. That
     costs nothing where the cast is short, or where an SM gets many programs.
     """
+    if N <= 8 or N <= 64 and load.launched <= blocks:
+        return True
     if N <= 32:
-        return N <= 8 or not blocks < load.launched <= 4 * blocks
+        return load.launched > 4 * blocks
     return load.programs > (10 if blocks == 1 else 16)
 
 
@@ -185,7 +187,7 @@ def _shape(load: _Load, scales: _Scales, is_even: bool) -> tuple[int, int]:
     few = 22 if groups == 2 and is_even and programs > 8 else 12.7 if programs > 2.5 else 11.5
     if load.largest <= few:
         return _shape_of_few(load, scales, is_even)
-    if load.mean > (25 if groups == 1 else 22):
+    if load.mean > (17 if not is_even else 25 if groups == 1 else 22):  # one block for each step converts its codes once more
         return 64, 2 if programs > (4 if groups == 4 else 10 if scales.zeros else inf) else 1
     if load.launched <= 4:
         return 64, 2 if groups == 2 and programs > 3 else 1
