@@ -6,7 +6,7 @@ N tokens of all groups, M rows of each weight, K summed over, E groups. The weig
 """
 
 from dataclasses import dataclass, replace
-from math import ceil, inf, sqrt
+from math import ceil, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -160,7 +160,7 @@ def default(case: Case) -> Int4GroupedConfig:
     scales = _Scales(groups, bool(case.option("zeros")))
     tokens, blocks = _shape(load, scales, rows % 2 == 0)
     tokens, blocks = min(tokens, 64 if N > 32 else 32 if N > 16 else 16), blocks if rows % 2 == 0 else 1
-    is_held = load.programs <= {(32, 2): 6, (32, 1): 5 if groups == 1 else 4, (64, 1): 3}.get((tokens, blocks), 0)
+    is_held = load.programs <= {(32, 2): 6, (32, 1): 5 if groups == 1 else 4, (64, 1): 2.9}.get((tokens, blocks), 0)
     maxnreg = 0 if is_held else _MAXNREG.get((tokens, blocks), 0)
     return Int4GroupedConfig(tokens, blocks, 4, 3, _is_early(N, load, blocks), maxnreg)
 
@@ -171,7 +171,7 @@ def _is_early(N: int, load: _Load, blocks: int) -> bool:
     SMs that the cast occupies get fewer programs than others, and the last programs end late: up to 1.9 times the time. That
     costs nothing where the cast is short, or where an SM gets many programs.
     """
-    if N <= 8 or N <= 64 and load.launched <= blocks:
+    if N <= 8 or (N <= 64 and load.launched <= blocks):
         return True
     if N <= 32:
         return load.launched > 4 * blocks
@@ -181,16 +181,18 @@ def _is_early(N: int, load: _Load, blocks: int) -> bool:
 def _shape(load: _Load, scales: _Scales, is_even: bool) -> tuple[int, int]:
     """Return the tokens and the blocks of rows of a program; is_even: whether a weight has an even number of blocks.
 
-    All limits here and in the functions that follow: 900 cases on H200s, 2026-11-28 (docs/notes/int4.md).
+    All limits here and in the functions that follow: 1,200 cases on H200s, 2026-11-28 (docs/notes/int4.md).
     """
     groups, programs = scales.groups, load.programs
-    few = 22 if groups == 2 and is_even and programs > 8 else 12.7 if programs > 2.5 else 11.5
+    few = 22 if groups == 2 and is_even and programs > 8 else 12.7 if programs > 4 else 11.5
     if load.largest <= few:
         return _shape_of_few(load, scales, is_even)
-    if load.mean > (17 if not is_even else 25 if groups == 1 else 22):  # one block for each step converts its codes once more
-        return 64, 2 if programs > (4 if groups == 4 else 10 if scales.zeros else inf) else 1
     if load.launched <= 4:
-        return 64, 2 if groups == 2 and programs > 3 else 1
+        return 64, 2 if load.launched > 3 else 1  # an SM holds three programs of one block
+    is_costly = groups == 4 or scales.zeros
+    most = 17 if not is_even else 15 if scales.zeros else 25 if groups == 1 else 22
+    if load.mean > most:
+        return 64, 2 if is_costly else 1  # a block's codes are converted once for each step, whatever its tokens
     if programs <= (6 if groups == 2 else 5):
         return 32, 1
     return (64, 1) if 6 < programs <= 12 and load.mean > 16 else (32, 2)
@@ -204,7 +206,7 @@ def _shape_of_few(load: _Load, scales: _Scales, is_even: bool) -> tuple[int, int
         return 32, 1
     if scales.groups > 1 or scales.zeros:
         return 16, 2
-    if min(_HELD[1], int(load.launched / 2)) > ceil(1.05 * load.programs / 2):
+    if min(_HELD[1], int(load.launched / 2)) > ceil(load.programs / 2):
         return 32, 2  # the GPU deals programs by their number, those that end at once included: hold as few as an SM needs
     one, two = (1.02 * load.programs / blocks / held for blocks, held in enumerate(_HELD, 1))
     return (16, 2) if one <= 1 or two / ceil(two) > 0.8 * one / ceil(one) else (16, 1)  # where the last wave is fuller

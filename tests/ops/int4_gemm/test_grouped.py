@@ -117,7 +117,8 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
         (8, 5120, 4096, 16, 128, (16, 2, True, 0)),  # the cast of x occupies few SMs
         (9, 5120, 4096, 16, 128, (16, 2, False, 0)),
         (26, 2048, 4096, 8, 128, (16, 1, False, 0)),  # fewer than three programs of one block for an SM
-        (36, 2048, 7168, 6, 32, (16, 2, False, 0)),
+        (36, 2048, 7168, 6, 32, (16, 2, True, 0)),  # at most one program for an SM
+        (65, 2048, 7168, 6, 32, (64, 1, False, 0)),
         (60, 7168, 4864, 16, 128, (16, 1, True, 0)),  # 11.2 programs of one block: a wave of two blocks would be nearly empty
         (64, 10240, 4096, 16, 128, (16, 2, True, 0)),
         (72, 1024, 3584, 80, 128, (32, 2, False, 0)),  # half of all programs end at once, and an SM holds three
@@ -125,7 +126,10 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
         (12, 1024, 3584, 80, 128, (16, 1, False, 0)),  # no more programs than tokens times tiles
         (256, 4096, 6400, 16, 128, (32, 2, False, 128)),
         (352, 7168, 4864, 16, 128, (32, 2, False, 128)),
-        (22, 5120, 1920, 23, 128, (16, 2, True, 0)),
+        (22, 5120, 1920, 23, 128, (32, 2, True, 128)),
+        (149, 1280, 768, 20, 128, (64, 2, False, 0)),  # between three and four programs for an SM, which holds three
+        (1549, 1024, 12800, 24, 64, (64, 1, False, 128)),
+        (2403, 832, 11136, 123, 64, (64, 1, True, 128)),  # an odd number of blocks of rows, more than 17 tokens to a group
         (400, 2048, 4096, 20, 128, (32, 1, False, 0)),  # five programs of an SM, as many as it holds without limits on registers
         (200, 2048, 4096, 20, 64, (32, 1, False, 80)),  # with two groups of k it holds four
         (200, 2560, 4096, 12, 64, (64, 2, False, 0)),
@@ -146,6 +150,15 @@ def test_default_follows_the_tokens_of_the_largest_group_and_the_programs_of_an_
     case = case_of(tokens, rows, depth, groups)
     config = grouped.default(dataclasses.replace(case, options=(("group", group), *case.options[1:])))
     assert config == Int4GroupedConfig(*expected[:2], warps=4, stages=3, early=expected[2], maxnreg=expected[3])
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1900, (32, 2)), (2096, (64, 2))])
+def test_default_with_zero_points_has_steps_of_64_tokens_from_15_tokens_to_a_group_on(
+    tokens: int, expected: tuple[int, int]
+) -> None:
+    case = dataclasses.replace(case_of(tokens, 512, 4608, 132), options=(("group", 128), ("zeros", True), ("groups", "routed")))
+    config = grouped.default(case)
+    assert (config.tokens, config.blocks) == expected
 
 
 @pytest.mark.parametrize(("tokens", "serves"), [(363, True), (720, True), (1024, False), (256, False)])
