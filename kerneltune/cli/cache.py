@@ -45,12 +45,12 @@ def list_(configs: o.ReadConfigs = None) -> None:
 
 @app.command("show")
 @o.selection(without=("op",))
-def show_(op: o.OpName, wanted: Selection, gpu: o.Gpu = None, configs: o.ReadConfigs = None) -> None:
+def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, configs: o.ReadConfigs = None) -> None:
     """Show the cached configs of an operator."""
     files = _chosen(op, gpu, configs)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
     rows = []
-    for where, entry in selected(entries, wanted, lambda stored: stored[1].key):
+    for where, entry in selected(entries, selection, lambda stored: stored[1].key):
         case = entry.case
         shown = " ".join([case.name, pairs(dict((*case.axes, *case.options))), case.dtype, case.quant])
         speedup = entry.evidence.get("speedup")
@@ -91,7 +91,8 @@ def explain(
     else:
         named_case = bench_case(operator, text, dtype, quant)
     called = operator.case_of_call(named_case)
-    if (reason := chosen_variant.unsupported(called)) is not None:
+    reason = chosen_variant.unsupported(called)
+    if reason is not None:
         raise ValueError(f"case: {called.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(operator, chosen_variant, "cold", configs)
     choice, own = chooser.find(called, folder), chooser.own(called, folder)
@@ -104,13 +105,11 @@ def explain(
         "default": f"the default: {folder} has no entry for this case or near it{_limit(chooser, called, folder)}",
     }
     if not cache.path_of(op, folder, configs).exists():
-        of_other_gpus = "no other GPU's serves this case"
+        cause = "no other GPU's serves this case"
         if not device.arch_of(folder):
             known_gpus = ", ".join(device.ARCHITECTURES)
-            of_other_gpus = (
-                f"its architecture is unknown here, so that a call there may take another GPU's config (known: {known_gpus})"
-            )
-        sources["default"] = f"the default: {folder} has no config of {op}, and {of_other_gpus}"
+            cause = f"its architecture is unknown here, so that a call there may take another GPU's config (known: {known_gpus})"
+        sources["default"] = f"the default: {folder} has no config of {op}, and {cause}"
     lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": sources[choice.source]}
     for word, line in lines.items():
         show_wrapped(f"{word:<10}{line}", " " * 10)
@@ -134,9 +133,9 @@ def _gpu(gpu: str | None, configs: Path | None) -> str:
     """Return the folder of a GPU: the given GPU, which may have no configs, this machine's, or the only folder."""
     if gpu is not None:
         return gpu
-    here = device.current()
-    if here.is_gpu:
-        return here.slug
+    this_gpu = device.current()
+    if this_gpu.is_gpu:
+        return this_gpu.slug
     folders = sorted({path.parent.name for path in o.config_files(configs)})
     if len(folders) != 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(folders or device.ARCHITECTURES)}")
@@ -263,13 +262,16 @@ def check(configs: o.ReadConfigs = None) -> None:
     if not entries:
         raise ValueError(f"no cached configs in {counted(len(files), 'file')} of {folders}")
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
-    beside = [(entry, over) for entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
-    slower = [
-        f"{entry.key.label}: {over[0]:.3f} to {over[1]:.3f} of its default's speed" for entry, over in beside if over[1] < 1.0
-    ]
-    for line in [f"{len(beside)} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]:
-        if beside:
-            show_wrapped(line)
+    timed = [entry for entry in entries if isinstance(entry.evidence.get("over_default"), list)]
+    slower = []
+    for entry in timed:
+        low, high = entry.evidence["over_default"]
+        if high < 1.0:
+            slower.append(f"{entry.key.label}: {low:.3f} to {high:.3f} of its default's speed")
+    if timed:
+        show_wrapped(f"{len(timed)} were timed in the same rounds as their default: {len(slower)} slower than it")
+    for line in slower:
+        show_wrapped(line)
     if slower:
         raise typer.Exit(1)
 
@@ -279,7 +281,8 @@ def fitting_entries(path: Path) -> list[CacheEntry]:
     ops = o.load_ops()
     if path.stem not in ops:
         raise unknown(f"{path}: op", path.stem, ops)
-    for index, entry in enumerate(entries := load_strict(path)):
+    entries = load_strict(path)
+    for index, entry in enumerate(entries):
         try:
             _require_fit(ops[path.stem], entry)
         except ValueError as error:
@@ -310,7 +313,8 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     files = o.config_files(configs)
     if not files:
         raise ValueError(f"no cached configs in {o.configs_root(configs)}")
-    if op is not None and op not in (names := sorted({path.stem for path in files})):
+    names = sorted({path.stem for path in files})
+    if op is not None and op not in names:
         if op not in o.load_facts():
             raise unknown("op with cached configs", op, names)
         command = f"kerneltune tune {o.family_of(op) or 'FAMILY'} --op {op}"

@@ -49,9 +49,9 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
     return model_sweep_text(config, counts, batches, ep)
 
 
-def sizes_of(field: str, given: str) -> list[int]:
+def sizes_of(field: str, text: str) -> list[int]:
     """Parse numbers separated by commas, each once."""
-    parts = given.split(",")
+    parts = text.split(",")
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) and int(part) <= _MOST_TOKENS for part in parts):
-        raise ValueError(f"{field}: {given[:60]!r}: expected whole numbers from 1 to {_MOST_TOKENS}, such as {TOKENS}")
+        raise ValueError(f"{field}: {text[:60]!r}: expected whole numbers from 1 to {_MOST_TOKENS}, such as {TOKENS}")
     return [int(part) for part in dict.fromkeys(parts)]

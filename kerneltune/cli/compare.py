@@ -21,7 +21,7 @@ Sides = tuple[list[Record], list[Record]]
 
 @o.selection(without=("variant",))
 def command(
-    wanted: Selection,
+    selection: Selection,
     a: Annotated[str | None, o.argument("[A]", "A variant, a peer, best-peer or a file of records; else best-peer.")] = None,
     b: Annotated[str | None, o.argument("[B]", "A variant, a peer or a file of records; optimized by default.")] = None,
     source: Annotated[list[Path] | None, o.option("--from", "FILE", "Take records from this file; may be repeated.")] = None,
@@ -38,34 +38,30 @@ def command(
     Reads the newest records of this GPU; on a machine without a GPU, the recorded results of any GPU. `compare X X --run`
     measures X twice: the difference is noise.
     """
-    if a is not None and b is None:
-        a, b, source = (None, None, [*(source or []), Path(a)]) if _is_file(a) else (None, a, source)
-    if source and (run or (_is_file(a) and _is_file(b))):
+    if a is not None and b is None:  # a single name is B, a single file has A and B
+        if _is_file(a):
+            source = [*(source or []), Path(a)]
+        else:
+            b = a
+        a = None
+    are_files = _is_file(a) and _is_file(b)
+    if source and (run or are_files):
         raise ValueError(f"from: {str(source[0])!r}: expected only where A or B is a variant, and without --run")
-    if a is not None and a == b and not run:
-        raise ValueError(
-            f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
-        )
-    wanted = replace(wanted, family=family or "")
+    _require_two(a, b, run)
+    selection = replace(selection, family=family or "")
     if run:
-        if a is None or b is None:
-            raise ValueError("a: missing: expected A and B where --run is given")
-        sides = _measured(a, b, wanted, policy, results, output)
+        assert a is not None and b is not None
+        sides = _measured(a, b, selection, policy, results, output)
     else:
-        records = [] if _is_file(a) and _is_file(b) else _loaded(source or (), family, results)
-        if a is None and b is None and (own := tables_of_devices(_of_policy(selected(records, wanted), policy))):
-            deliver(join_tables(own, style, width()), output)
-            return
-        if a is None:
-            first, second = default_pair([record for record in selected(records, wanted) if record.role != "part"])
-            a, b = first, b or second
-            if a == b:
-                raise ValueError(f"nothing to compare: A and B are both {b}: name another variant")
-        assert b is not None  # without A there is a default of B
-        of_a, of_b = _side(a, records, wanted), _side(b, records, wanted)
-        policies = {record.policy for record in of_b}
-        of_a = _of_policy([record for record in of_a if record.policy in policies], policy)
-        sides = of_a, [record for record in of_b if record.policy == of_a[0].policy] if of_a else []
+        records = [] if are_files else _loaded(source or (), family, results)
+        if a is None and b is None:
+            own_tables = tables_of_devices(_of_policy(selected(records, selection), policy))
+            if own_tables:
+                deliver(join_tables(own_tables, style, width()), output)
+                return
+        if a is None or b is None:
+            a, b = _default_names(b, selected(records, selection))
+        sides = _recorded(a, b, records, selection, policy)
     tables = _tables(a, b, *sides)
     if not any(tables.values()):
         same = f"{'variant, ' if _is_file(a) or _is_file(b) else ''}case, device and policy"
@@ -73,30 +69,57 @@ def command(
     deliver(_render((a, b), tables, style), output)
 
 
+def _require_two(a: str | None, b: str | None, run: bool) -> None:
+    """Raise ValueError where A and B are the same records, or --run lacks one of them."""
+    if run and (a is None or b is None):
+        raise ValueError("a: missing: expected A and B where --run is given")
+    if a is not None and a == b and not run:
+        hint = "expected another variant or file, or --run to measure a variant twice"
+        raise ValueError(f"b: {b!r}: the same records as A: {hint}")
+
+
+def _default_names(b: str | None, records: Sequence[Record]) -> tuple[str, str]:
+    """Return the names of A and B where A is not given, and perhaps B."""
+    default_a, default_b = default_pair([record for record in records if record.role != "part"])
+    if default_a == (b or default_b):
+        raise ValueError(f"nothing to compare: A and B are both {default_a}: name another variant")
+    return default_a, b or default_b
+
+
+def _recorded(a: str, b: str, records: list[Record], selection: Selection, policy: str | None) -> Sides:
+    """Return the records that A and B stand for, of a policy that both sides have."""
+    a_records, b_records = _side(a, records, selection), _side(b, records, selection)
+    b_policies = {record.policy for record in b_records}
+    a_records = _of_policy([record for record in a_records if record.policy in b_policies], policy)
+    a_policies = {record.policy for record in a_records}
+    return a_records, [record for record in b_records if record.policy in a_policies]
+
+
 def _of_policy(records: list[Record], policy: str | None) -> list[Record]:
-    """Return the records of a policy; for None, of `cold`, or, as training steps have no `cold`, of the first record's policy."""
-    policies = dict.fromkeys(record.policy for record in records)
-    chosen = policy or ("cold" if "cold" in policies else next(iter(policies), ""))
-    return [record for record in records if record.policy == chosen]
+    """Return the records of a policy. For None, return those of `cold`; without any, as of training steps, of the first's."""
+    if policy is None:
+        policies = [record.policy for record in records]
+        policy = "cold" if "cold" in policies else policies[0] if policies else ""
+    return [record for record in records if record.policy == policy]
 
 
 def _is_file(name: str | None) -> bool:
     return name is not None and name.endswith(SUFFIX)
 
 
-def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Path | None, output: Path | None) -> Sides:
+def _measured(a: str, b: str, selection: Selection, policy: str | None, results: Path | None, output: Path | None) -> Sides:
     """Measure A and B now, if the output can be written; return their records."""
     if output not in (None, STDOUT):
         o.require_writable(output.parent)
-    if not wanted.family:
+    if not selection.family:
         raise ValueError("family: missing: expected --family where --run is given")
-    options, ops = o.make_options(wanted.family, results, policy=policy), o.load_ops()
+    options, ops = o.make_options(selection.family, results, policy=policy), o.load_ops()
     from kerneltune.sweep_run import measure_live
 
-    wanted.require_match("op", ops)
+    selection.require_match("op", ops)
     for name in (a, b):  # a pattern may match several variants
-        o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or ops for v in ops[op].variants))
-    selection = replace(wanted, variants=tuple(dict.fromkeys((a, b))))
+        o.choice("variant", name, dict.fromkeys(v.name for op in selection.ops or ops for v in ops[op].variants))
+    selection = replace(selection, variants=tuple(dict.fromkeys((a, b))))
     with Reporter() as progress:
         measured = measure_live(load_plan(ops, selection, options), progress, "compare --run", repeat=1 + (a == b))
     if a == b:
@@ -113,37 +136,45 @@ def _loaded(files: Sequence[Path], family: str | None, results: Path | None = No
     return records if family is None else families[o.choice("family", family_name(family), families)]
 
 
-def _side(name: str, records: list[Record], wanted: Selection) -> list[Record]:
-    """Return the wanted records that a name stands for, of all policies: of a file, of a variant, or of the best peers."""
-    chosen = selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
+def _side(name: str, records: list[Record], selection: Selection) -> list[Record]:
+    """Return the selected records that a name stands for, of all policies: of a file, of a variant, or of the best peers."""
     if _is_file(name):
-        return chosen
+        return selected(_loaded([Path(name)], selection.family or None), selection)
+    chosen = selected(records, selection)
     if name != BEST_PEER:
         o.choice("variant", name, [*dict.fromkeys(record.variant for record in chosen), BEST_PEER, f"a {SUFFIX} file"])
     return side(chosen, name)
 
 
-def _tables(a: str, b: str, of_a: list[Record], of_b: list[Record]) -> dict[str, list[Comparison]]:
+def _tables(a: str, b: str, a_records: list[Record], b_records: list[Record]) -> dict[str, list[Comparison]]:
     """Return heading -> rows: a single table, a table per family, or a table per variant of a file.
 
     A variant of a file is compared with the fastest peers, else with the same variant. If each side has a single variant, the
     two variants are compared.
     """
     if not _is_file(a) and not _is_file(b):
-        tables = {family: rows for family, members in by_family(of_a).items() if (rows := ab_rows(members, of_b))}
-        return tables if len(tables) > 1 else {"": [row for rows in tables.values() for row in rows]}
-    in_a, in_b = (grouped(side, lambda record: record.variant) for side in (of_a, of_b))
+        tables = _some_rows({family: ab_rows(members, b_records) for family, members in by_family(a_records).items()})
+        return tables if len(tables) > 1 else {"": _joined(tables)}
+    a_variants, b_variants = (grouped(side, lambda record: record.variant) for side in (a_records, b_records))
     if a == BEST_PEER:
-        in_a = dict.fromkeys(in_b, of_a)
+        a_variants = dict.fromkeys(b_variants, a_records)
     elif b == BEST_PEER:
-        in_b = dict.fromkeys(in_a, of_b)
-    elif len(in_a) == len(in_b) == 1 and in_a.keys() != in_b.keys():
-        return {"": ab_rows(of_a, of_b)}
-    return {variant: rows for variant in in_a if (rows := ab_rows(in_a[variant], in_b.get(variant, ())))}
+        b_variants = dict.fromkeys(a_variants, b_records)
+    elif len(a_variants) == len(b_variants) == 1 and a_variants.keys() != b_variants.keys():
+        return {"": ab_rows(a_records, b_records)}
+    return _some_rows({name: ab_rows(a_variants[name], b_variants.get(name, ())) for name in a_variants})
+
+
+def _some_rows(tables: dict[str, list[Comparison]]) -> dict[str, list[Comparison]]:
+    return {heading: rows for heading, rows in tables.items() if rows}
+
+
+def _joined(tables: dict[str, list[Comparison]]) -> list[Comparison]:
+    return [row for rows in tables.values() for row in rows]
 
 
 def _render(names: tuple[str, str], tables: dict[str, list[Comparison]], style: str) -> str:
     """Return the tables in a style; for CSV, as a single table."""
     if style == "csv":
-        tables = {"": [row for rows in tables.values() for row in rows]}
+        tables = {"": _joined(tables)}
     return join_tables([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())

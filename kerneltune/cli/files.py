@@ -24,22 +24,25 @@ SUFFIX = ".jsonl"
 T = TypeVar("T")
 
 
-def selected(rows: Sequence[T], wanted: Selection, key_of: Callable[[T], TaskKey] = attrgetter("key")) -> list[T]:
+def selected(rows: Sequence[T], selection: Selection, key_of: Callable[[T], TaskKey] = attrgetter("key")) -> list[T]:
     """Return the rows, such as records or configs, that the options select; a name that no row has is an error."""
     keys = [key_of(row) for row in rows]
     for field in ("op", "dtype", "quant", "variant", "case"):
-        wanted.require_match(field, (key.op if field == "op" else key.fields[field] for key in keys))
-    return [row for row, key in zip(rows, keys, strict=True) if wanted.matches(key)]
+        selection.require_match(field, (key.op if field == "op" else key.fields[field] for key in keys))
+    return [row for row, key in zip(rows, keys, strict=True) if selection.matches(key)]
 
 
 def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> list[Case]:
     """Return the cases of an operator in all sweep files of the checkout or package, and of the capture in use."""
     files = sorted(data_root("sweeps").glob("*.yaml"))
-    sweeps = [
-        sweep_file.load(path, o.load_ops()) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]
-    ]
-    of_sections = [getattr(of_file, section) for of_file in sweeps for section in sections]
-    return [entry.case for entries in of_sections for entry in entries if entry.op == op]
+    if o.captured():
+        files.append(Path(o.captured(), "sweep.yaml"))
+    cases = []
+    for path in files:
+        sweep = sweep_file.load(path, o.load_ops())
+        for section in sections:
+            cases += [entry.case for entry in getattr(sweep, section) if entry.op == op]
+    return cases
 
 
 def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
@@ -56,24 +59,25 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     """Return the record files of this GPU; without a GPU, return the files of all GPUs and print a remark."""
     root = sweep_file.recorded_root(results, family)
     family = None if family is None else sweep_file.family_name(family)
-    here = device.model()
-    is_gpu = here != device.INTERPRETER
+    model = device.model()
+    is_gpu = model != device.INTERPRETER
     own = sweep_file.results_root(results)
     if family is None and os.environ.get(PLUGINS) and root != own:  # nobody asked for the records that the package ships
         raise ValueError(
             f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "
             "`compare --family NAME` and `report FILE`"
         )
-    pattern = f"{device.slug(here) if is_gpu else '*'}/{family or '*'}.jsonl"
+    pattern = f"{device.slug(model) if is_gpu else '*'}/{family or '*'}.jsonl"
     files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
     if not files:
-        owner = f"of {here} in" if is_gpu else "of any GPU in"
+        owner = f"of {model} in" if is_gpu else "of any GPU in"
         others = sorted({path.stem for folder in (root, sweep_file.recorded_root(results)) for path in folder.glob("*/*.jsonl")})
         near = meant(family, others)
-        more = f"; there are records of {', '.join(others)}" if family and not near and family not in others and others else ""
+        names_others = others and family and family not in others and not near
+        more = f"; there are records of {', '.join(others)}" if names_others else ""
         raise ValueError(f"no records {owner} {own / pattern}: run a sweep first, or name a file{more}{near}")
     if not is_gpu:
-        folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
+        folders = ", ".join(dict.fromkeys(str(path.parent) for path in files))
         note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")
     return files
 
@@ -91,8 +95,12 @@ def tables_of_devices(records: Sequence[Record]) -> list[Table]:
 
 def load_some(path: Path) -> list[Record]:
     """Return the records of a file, one or more."""
-    if not (records := load(path)):
-        raise ValueError(f"{path}: no records")
+    return _some(load(path), str(path))
+
+
+def _some(records: list[Record], name: str) -> list[Record]:
+    if not records:
+        raise ValueError(f"{name}: no records")
     return records
 
 
@@ -118,6 +126,4 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     except ValueError as error:
         expected = f"expected a {SUFFIX} file, or a revision in which the records are committed"
         raise ValueError(f"baseline: {name!r}: no such file, and {error}: {expected}") from error
-    if not (records := parse(data.splitlines(keepends=True), f"{revision}:{inside}")):
-        raise ValueError(f"{name}: no records")
-    return records
+    return _some(parse(data.splitlines(keepends=True), f"{revision}:{inside}"), name)

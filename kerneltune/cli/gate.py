@@ -33,7 +33,7 @@ _PROCESSES, _BAD_INPUT = 3, 2
 
 @o.selection()
 def command(
-    wanted: Selection,
+    selection: Selection,
     baseline: Baseline,
     new: New = None,
     run: Annotated[str | None, o.option("--run", "FAMILY", "Measure this family now, on this GPU.")] = None,
@@ -70,9 +70,9 @@ def command(
             "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
             allow_stale=allow_stale, save=save, margin=margin,
         )  # fmt: skip
-        if len(wanted.ops) > 1:
-            raise ValueError(f"op: {wanted.ops[1]!r}: expected one operator, or all, with --static")
-        _report(inspect.judge(baseline, wanted, target, workers, configs), junit, markdown, annotations)
+        if len(selection.ops) > 1:
+            raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
+        _report(inspect.judge(baseline, selection, target, workers, configs), junit, markdown, annotations)
     o.refuse("expected only with --static", target=target, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
@@ -80,28 +80,29 @@ def command(
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
         o.refuse("expected only with --run", policy=policy, processes=processes, update=update, save=save)
-        _report(_judged_file(baseline, new, wanted, margin, peers, allow_stale, configs), junit, markdown, annotations)
+        _report(_judged_file(baseline, new, selection, margin, peers, allow_stale, configs), junit, markdown, annotations)
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
     for path in filter(None, (junit, markdown)):
         o.require_writable(path.parent)
-    plan = o.make_plan(run or "", wanted, results=results, policy=policy, peers=peers, configs=configs)
+    plan = o.make_plan(run or "", selection, results=results, policy=policy, peers=peers, configs=configs)
     if not update:
         _report(_measured(baseline, plan, processes, margin, save), junit, markdown, annotations)
     _update(baseline, plan, processes)
 
 
 def _judged_file(
-    baseline: str, new: Path, wanted: Selection, margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
+    baseline: str, new: Path, selection: Selection, margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
 ) -> "Verdict":
-    """Compare the wanted rows of the new file with the baseline, and their code and configs with the checkout's."""
+    """Compare the selected rows of the new file with the baseline, and their code and configs with the checkout's."""
     from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
 
     records = load_some(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
-    selected([*against, *records], wanted)  # a name that neither side has is an error
-    records, against = ([record for record in side if wanted.matches(record.key)] for side in (records, against))
+    selected([*against, *records], selection)  # a name that neither side has is an error
+    records = [record for record in records if selection.matches(record.key)]
+    against = [record for record in against if selection.matches(record.key)]
     families = {record.family or new.stem for record in records}
     if margin is None and len(families) == 1:
         margin = gate_margin(families.pop())
@@ -124,7 +125,8 @@ def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> 
 
     ops = o.load_ops()
     for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
-        if op in ops and (path := path_of(op, gpu, configs)).exists():
+        path = path_of(op, gpu, configs)
+        if op in ops and path.exists():
             fitting_entries(path)
 
 

@@ -47,7 +47,7 @@ def _compiled(runs: Sequence[Run], targets: list[str], workers: int | None) -> S
 
 @o.selection(without=("op",))
 def command(
-    wanted: Selection,
+    selection: Selection,
     op: Annotated[str | None, o.argument("[OP]", "Only this operator.")] = None,
     sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "This case, like M=8192 N=4096, not cached ones.")] = None,
     target: Annotated[list[str] | None, o.option("--target", "ARCH|all", "Compile for it, like sm_90; may be repeated.")] = None,
@@ -69,18 +69,18 @@ def command(
     With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config does not
     compile.
     """
-    wanted = replace(wanted, ops=(op,) if op else tuple(o.captured_ops()))
+    selection = replace(selection, ops=(op,) if op else tuple(o.captured_ops()))
     targets = _targets(target)
     if save is not None:
         o.require_writable(save.parent)
-    runs = _runs(wanted, sizes or [], gpu, configs)
-    if not (every or wanted.ops or wanted.cases):
+    runs = _runs(selection, sizes or [], gpu, configs)
+    if not (every or selection.ops or selection.cases):
         compiled = f"{counted(len(runs), 'config')} of all operators for {counted(len(targets), 'target')}"
         raise ValueError(f"op: missing: expected an operator, or --all to compile {compiled}")
-    if every and wanted.ops:
+    if every and selection.ops:
         o.refuse("not with --all", config=config, save=save)
         tasks = {(task.variant.name, task.case): task for task, _ in runs}.values()
-        space = [Run(task, of_space) for task in tasks for of_space in task.variant.configs(task.case)]
+        space = [Run(task, candidate) for task in tasks for candidate in task.variant.configs(task.case)]
         _show_space(_compiled(space, targets, workers).rows)
         return
     survey = _compiled(_with_config(runs, config), targets, workers)
@@ -95,22 +95,26 @@ def command(
 
 def _show_space(rows: Sequence[StaticRow]) -> None:
     """List the configs that do not compile, exceed a limit or spill, the worst first; end with 1 where none compiles."""
-    spills = {id(row): max((kernel.spill_bytes for kernel in row.kernels), default=0) for row in rows}
-    noted = sorted((row for row in rows if row.error or spills[id(row)]), key=lambda row: (not row.error, -spills[id(row)]))
+    noted = [row for row in rows if row.error or _spilled_bytes(row)]
+    noted.sort(key=lambda row: (not row.error, -_spilled_bytes(row)))
     for row in noted[:_SHOWN]:
-        reason = row.error or f"spills {spills[id(row)]} bytes a thread"
+        reason = row.error or f"spills {_spilled_bytes(row)} bytes a thread"
         show_wrapped(f"{row.label}: {pairs(row.config)}: {reason}")
     if len(noted) > _SHOWN:
         show_wrapped(f"and {len(noted) - _SHOWN} more")
-    for target in dict.fromkeys(row.target for row in rows):
-        of_target = [row for row in rows if row.target == target]
-        failed, spilled = sum(bool(row.error) for row in of_target), sum(spills[id(row)] > 0 for row in of_target)
-        show_wrapped(f"{target}: {counted(len(of_target), 'config')}, {failed} fail or exceed a limit, {spilled} spill")
+    for target, target_rows in grouped(rows, lambda row: row.target).items():
+        failed, spilled = sum(bool(row.error) for row in target_rows), sum(_spilled_bytes(row) > 0 for row in target_rows)
+        show_wrapped(f"{target}: {counted(len(target_rows), 'config')}, {failed} fail or exceed a limit, {spilled} spill")
     if all(row.error for row in rows):
         raise typer.Exit(1)
 
 
-def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: int | None, configs: Path | None) -> "Verdict":
+def _spilled_bytes(row: StaticRow) -> int:
+    """Return the spilled bytes per thread of the kernel that spills most."""
+    return max((kernel.spill_bytes for kernel in row.kernels), default=0)
+
+
+def judge(baseline: str, selection: Selection, target: list[str] | None, workers: int | None, configs: Path | None) -> "Verdict":
     """Return the gate's verdict on the cached configs against a file of `--save` or a git revision."""
     from kerneltune.gating.static_gate import static_gate
     from kerneltune.inspection.revision import changes_since
@@ -119,23 +123,23 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
     if baseline.endswith(".json") or Path(baseline).is_file():
         saved = static.load(Path(baseline))
         targets = _targets(target or [row.target for row in saved.rows])
-        rows = tuple(row for row in saved.rows if row.target in targets and (not wanted.ops or row.op in wanted.ops))
+        rows = tuple(row for row in saved.rows if row.target in targets and (not selection.ops or row.op in selection.ops))
         for name in {row.op for row in rows}:
             o.choice(f"{baseline}: op", name, o.load_facts())
         if not rows:
-            raise ValueError(f"{baseline}: no row of {' '.join(wanted.ops) or 'any operator'} for {' '.join(targets)}")
-        runs = _runs_of_rows(baseline, rows, wanted, saved.gpu or _GPU, configs)
+            raise ValueError(f"{baseline}: no row of {' '.join(selection.ops) or 'any operator'} for {' '.join(targets)}")
+        runs = _runs_of_rows(baseline, rows, selection, saved.gpu or _GPU, configs)
         new = _compiled(runs, targets, workers)
         compared = {row.key for row in new.rows}  # a case that was renamed since is compared, too
-        selected = tuple(row for row in rows if row.key in compared or _is_wanted(row, wanted))
+        selected = tuple(row for row in rows if row.key in compared or _is_selected(row, selection))
         return static_gate(replace(saved, rows=selected), new)
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
             "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static`"
         )
-    runs = _runs(wanted, None, _GPU, configs)
-    selecting = {"case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants, "target": targets, "gpu": (_GPU,)}
+    runs = _runs(selection, None, _GPU, configs)
+    selecting = {"case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants, "target": targets, "gpu": (_GPU,)}
     arguments = [f"--{name}={value}" for name, values in selecting.items() for value in values]
     arguments += [f"--workers={workers}"] if workers else []
     with Reporter() as progress:
@@ -152,12 +156,12 @@ def _targets(names: list[str] | None) -> list[str]:
     return [name for name in TARGETS if not names or _ALL in names or name in names]
 
 
-def _is_wanted(row: StaticRow, wanted: Selection) -> bool:
+def _is_selected(row: StaticRow, selection: Selection) -> bool:
     name, _, dtype, quant = row.case_parts()
-    return wanted.matches(TaskKey(row.op, row.variant, Case(name, (), dtype, quant), row.policy))
+    return selection.matches(TaskKey(row.op, row.variant, Case(name, (), dtype, quant), row.policy))
 
 
-def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: str, configs: Path | None) -> list[Run]:
+def _runs_of_rows(file: str, rows: Sequence[StaticRow], selection: Selection, gpu: str, configs: Path | None) -> list[Run]:
     """Return the selected cached configs of the rows' operators; for an operator without any, the default configs of its rows."""
     from kerneltune.inspection.survey import cached_runs, default_runs
 
@@ -165,73 +169,75 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], wanted: Selection, gpu: 
     names = {row.op for row in rows}
     uncached = {name for name in names if not cached_runs([ops[name]], configs, gpu)}
     cached = tuple(sorted(names - uncached))
-    runs = _runs(replace(wanted, ops=cached), None, gpu, configs) if cached else []
-    wanted.require_names(ops.values())
+    runs = _runs(replace(selection, ops=cached), None, gpu, configs) if cached else []
+    selection.require_names(ops.values())
     for row in {(row.op, row.variant, row.case): row for row in rows if row.op in uncached}.values():
         name, sizes, dtype, quant = row.case_parts()
         op = ops[row.op]
         try:
             case = o.case_of_sizes(op, sizes, dtype, quant, whole=True)
-            one_variant = replace(wanted, variants=(op.variant(row.variant).name,))
+            one_variant = replace(selection, variants=(op.variant(row.variant).name,))
         except ValueError as error:
             raise ValueError(f"{file}: case: {row.case!r}: {error}") from error
-        runs += _selected(default_runs(op, [replace(case, name=name)], one_variant), wanted)
+        runs += _selected(default_runs(op, [replace(case, name=name)], one_variant), selection)
     if not runs:
         raise ValueError(f"{file}: no row of this selection")
     return runs
 
 
-def _runs(wanted: Selection, sizes: list[str] | None, gpu: str, configs: Path | None) -> list[Run]:
+def _runs(selection: Selection, sizes: list[str] | None, gpu: str, configs: Path | None) -> list[Run]:
     """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs.
 
     sizes: None for the gate, which cannot take sizes.
     """
     from kerneltune.inspection.survey import cached_runs, default_runs
 
-    for case in (name for name in wanted.cases if "=" in name):
-        example = " ".join([*(wanted.ops or ("OP",)), *case.split(",")])
+    for case in (name for name in selection.cases if "=" in name):
+        example = " ".join([*(selection.ops or ("OP",)), *case.split(",")])
         raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {example}")
     ops = o.load_ops()
-    wanted.require_names(ops.values())
-    selected_ops: list[Op] = [ops[name] for name in wanted.ops or ops]
-    if not any(variant.config for op_ in selected_ops for variant in op_.variants if wanted.matches_variant(variant.name)):
-        named = f" of such a name: {', '.join(wanted.variants)}" if wanted.variants else ""
-        raise ValueError(f"nothing to compile: {' '.join(wanted.ops)} has no variant with knobs{named}")
+    selection.require_names(ops.values())
+    selected_ops: list[Op] = [ops[name] for name in selection.ops or ops]
+    variants = [v for selected_op in selected_ops for v in selected_op.variants if selection.matches_variant(v.name)]
+    if not any(variant.config for variant in variants):
+        named = f" of such a name: {', '.join(selection.variants)}" if selection.variants else ""
+        raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
     if sizes:
-        return _sized_runs(selected_ops[0], sizes, wanted)  # sizes follow an operator
+        return _sized_runs(selected_ops[0], sizes, selection)  # sizes follow an operator
     folder = str(readable(Path(gpu), configs))
     runs = cached_runs(selected_ops, configs, gpu)
-    selected_runs = _selected(runs, wanted)
-    if wanted.ops and not selected_runs:
+    selected_runs = _selected(runs, selection)
+    if selection.ops and not selected_runs:
         for op in selected_ops:
             cases = dict.fromkeys(swept_cases(op.name))
-            runs += default_runs(op, cases, wanted)
-        selected_runs = _selected(runs, wanted)
+            runs += default_runs(op, cases, selection)
+        selected_runs = _selected(runs, selection)
         if selected_runs:
-            note(f"{folder} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
+            note(f"{folder} has no config for {' '.join(selection.cases or selection.ops)}: default configs")
     if selected_runs:
         return selected_runs
     for field in ("variant", "dtype", "quant", "case") if runs else ():
-        wanted.require_match(field, (run.task.key.fields[field] for run in runs))
-    of_ops = f" of {', '.join(wanted.ops)}" if wanted.ops else ""
+        selection.require_match(field, (run.task.key.fields[field] for run in runs))
+    owner = f" of {', '.join(selection.ops)}" if selection.ops else ""
     advice = "" if sizes is None else ": name sizes, like M=4096"
-    raise ValueError(f"nothing to compile: {folder} has no config{of_ops}{' of this selection' if runs else ''}{advice}")
+    raise ValueError(f"nothing to compile: {folder} has no config{owner}{' of this selection' if runs else ''}{advice}")
 
 
-def _sized_runs(op: Op, sizes: list[str], wanted: Selection) -> list[Run]:
+def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:
     """Return the default configs for given sizes, of the first element type and mode that are selected."""
     from kerneltune.inspection.survey import default_runs
 
-    if wanted.cases:
-        raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
-    case = o.case_of_sizes(op, sizes, (wanted.dtypes or op.dtypes)[0], (wanted.quants or op.quants)[0], whole=True)
-    if runs := _selected(default_runs(op, [case], wanted), wanted):
-        return runs
-    raise ValueError(f"nothing to compile: {op.name} has no such variant with knobs for {case.label}")
+    if selection.cases:
+        raise ValueError(f"case: {selection.cases[0]!r}: expected sizes or --case, one of them")
+    case = o.case_of_sizes(op, sizes, (selection.dtypes or op.dtypes)[0], (selection.quants or op.quants)[0], whole=True)
+    runs = _selected(default_runs(op, [case], selection), selection)
+    if not runs:
+        raise ValueError(f"nothing to compile: {op.name} has no such variant with knobs for {case.label}")
+    return runs
 
 
-def _selected(runs: list[Run], wanted: Selection) -> list[Run]:
-    return [run for run in runs if wanted.matches(run.task.key)]
+def _selected(runs: list[Run], selection: Selection) -> list[Run]:
+    return [run for run in runs if selection.matches(run.task.key)]
 
 
 def _with_config(runs: list[Run], text: str | None) -> list[Run]:

@@ -32,7 +32,8 @@ def command(
         o.refuse("expected only with OP", dtype=dtype, quant=quant)
         head = ("op", "axes", "types", "modes", "variants", "peers")
         show_table(head, [_row(op) for op in listed.values()])
-        missing = dict.fromkeys(package for op in listed.values() for variant in op.variants for package in variant.missing())
+        variants = [variant for op in listed.values() for variant in op.variants]
+        missing = dict.fromkeys(package for variant in variants for package in variant.missing())
         if missing:
             show_wrapped(f"* not installed here: {', '.join(missing)}", "")
         return
@@ -77,15 +78,16 @@ def _row(op: OpFacts) -> tuple[str, ...]:
 
 def _details(variant: Variant, case: Case) -> list[tuple[str, int]]:
     """Return lines on a variant, its knobs with values, default and meaning, each with the indent of its continuation."""
-    lacking = f" (needs {', '.join(missing)})" if (missing := variant.missing()) else ""
+    missing = variant.missing()
+    lacking = f" (needs {', '.join(missing)})" if missing else ""
     lines = [(f"{variant.name}{' (peer)' if variant.is_peer else ''}{lacking}", 2)]
     unsupported = variant.unsupported(case)
     if unsupported:
         return [*lines, (f"  not for this case: {unsupported}", 2)]
     if variant.config is None:
         return [*lines, ("  no knobs", 2)]
-    about, _, knobs = (inspect.getdoc(variant.config) or "").partition("\n\nAttributes:\n")
-    lines += [(f"  {' '.join(part.split())}", 2) for part in about.split("\n\n")]
+    description, _, knobs = (inspect.getdoc(variant.config) or "").partition("\n\nAttributes:\n")
+    lines += [(f"  {' '.join(part.split())}", 2) for part in description.split("\n\n")]
     meanings = dict(_KNOB.findall(knobs))
     default = variant.default_config(case)
     space = variant.space(case)

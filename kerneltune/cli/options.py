@@ -47,8 +47,8 @@ def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackPa
     """Return a callback that refuses infinite and NaN values, values below `least`, and with `above` also `least` itself."""
 
     def check(parameter: typer.CallbackParam, value: Any) -> Any:
-        for number in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            if not least <= number < float("inf") or (above and number == least):
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if number is not None and (not least <= number < float("inf") or (above and number == least)):
                 expected = f"more than {least:g}" if above else f"{least:g} or more"
                 raise ValueError(f"{parameter.opts[0].removeprefix('--')}: {number!r}: expected {expected}")
         return value
@@ -138,7 +138,7 @@ _SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants
 
 
 def selection(without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's parameter `wanted`, a Selection without a family, by the options that select.
+    """Replace a command's parameter `selection`, a Selection without a family, by the options that select.
 
     without: the options among `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.
     """
@@ -148,13 +148,13 @@ def selection(without: Collection[str] = ()) -> Callable[[Callable[..., None]], 
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(arguments.pop(name) or ())) for name in names}
-            command(wanted=Selection("", **lists), **arguments)
+            command(selection=Selection("", **lists), **arguments)
 
         parameters: list[inspect.Parameter] = []
-        for of_command in inspect.signature(command).parameters.values():
-            parameter = of_command.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            options = [parameter.replace(name=name, default=None, annotation=_SELECTING[name]) for name in names]
-            parameters += options if parameter.name == "wanted" else [parameter]
+        for parameter in inspect.signature(command).parameters.values():
+            keyword = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            options = [keyword.replace(name=name, default=None, annotation=_SELECTING[name]) for name in names]
+            parameters += options if parameter.name == "selection" else [keyword]
         vars(run)["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -173,8 +173,8 @@ def refuse(expected: str, **options: Any) -> None:
     """Raise ValueError for an option that was given, so is not None, False or empty, and has no effect here."""
     for name, value in options.items():
         if value is not None and value is not False and value not in ("", [], ()):
-            first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
-            shown = "" if value is True else f"{first!r}: "
+            first = value[0] if isinstance(value, list | tuple) else value
+            shown = "" if value is True else f"{str(first) if isinstance(first, Path) else first!r}: "
             raise ValueError(f"{name.replace('_', '-')}: {shown}{expected}")
 
 
@@ -250,11 +250,12 @@ def require_writable(folder: Path) -> None:
 
 def require_folders(options: Options) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
-    here = device.current()
-    folders = [options.results / "runs" / here.slug]
-    if here.is_gpu and options.mode != "check":
-        tuned = [configs_root(options.configs) / here.slug, trials_folder(options.results, here.slug)]
-        folders += [options.results / here.slug, *(tuned if options.mode == "tune" else ())]
+    gpu = device.current()
+    folders = [options.results / "runs" / gpu.slug]
+    if gpu.is_gpu and options.mode != "check":
+        folders.append(options.results / gpu.slug)
+    if gpu.is_gpu and options.mode == "tune":
+        folders += [configs_root(options.configs) / gpu.slug, trials_folder(options.results, gpu.slug)]
     for folder in folders:
         require_writable(folder)
 
@@ -288,11 +289,12 @@ def captured() -> str:
 
 def captured_ops(folder: str = "") -> dict[str, Op]:
     """Return the operators of a capture by name; without a folder, of the capture in use; empty without a capture."""
-    if not (chosen := folder or captured()):
+    folder = folder or captured()
+    if not folder:
         return {}
     from kerneltune.adopt.operators import operators
 
-    return {op.name: op for op in operators(chosen)}
+    return {op.name: op for op in operators(folder)}
 
 
 def damaged_classes() -> list[str]:
@@ -307,18 +309,19 @@ def damaged_classes() -> list[str]:
 
 def capture_folder(family: str) -> str:
     """Return the folder of a capture whose folder or sweep file is given as the family; empty for another family."""
-    folder = family if Path(family).is_dir() else str(Path(family).parent) if Path(family).name == "sweep.yaml" else ""
-    return folder if folder and Path(folder, "classes").is_dir() else ""
+    path = Path(family)
+    folder = path.parent if path.name == "sweep.yaml" and not path.is_dir() else path
+    return str(folder) if family and (folder / "classes").is_dir() else ""
 
 
 def load_facts() -> Mapping[str, OpFacts]:
     """Return the listed facts of operators and workloads by name, without importing their code."""
     from kerneltune import ops
 
-    of_ops, of_workloads = ops.facts(device.select_backend), workloads.facts(device.select_backend)
-    if of_ops.keys() & of_workloads.keys():
+    op_facts, workload_facts = ops.facts(device.select_backend), workloads.facts(device.select_backend)
+    if op_facts.keys() & workload_facts.keys():
         load_ops()  # raises ValueError with both modules
-    return of_ops | of_workloads | {name: facts_of(op) for name, op in captured_ops().items()}
+    return op_facts | workload_facts | {name: facts_of(op) for name, op in captured_ops().items()}
 
 
 def load_ops(folder: str = "") -> Mapping[str, Op]:
@@ -329,11 +332,11 @@ def load_ops(folder: str = "") -> Mapping[str, Op]:
     device.select_backend()
     from kerneltune import ops
 
-    operators, of_workloads = ops.load(), workloads.load()
-    for name in operators.keys() & of_workloads.keys():
-        modules = f"in {operators[name].module} and in {of_workloads[name].module}"
+    operators, workload_ops = ops.load(), workloads.load()
+    for name in operators.keys() & workload_ops.keys():
+        modules = f"in {operators[name].module} and in {workload_ops[name].module}"
         raise ValueError(f"two operators are called {name!r}: {modules}")
-    return operators | of_workloads | captured_ops(folder)
+    return operators | workload_ops | captured_ops(folder)
 
 
 def load_op(name: str) -> Op:
@@ -360,17 +363,18 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
             raise ValueError(f"{name}: {value!r}: expected a size, like {name}={_USUAL_SIZE}")
         else:
             axes[name] = int(value)
-    if missing := [axis for axis in op.axes if whole and axis not in dict(values)]:
+    missing = [axis for axis in op.axes if axis not in dict(values)]
+    if whole and missing:
         raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
     choice("dtype", dtype, op.dtypes)
     choice("quant", quant, op.quants)
     return Case("x".join(map(str, axes.values())), tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 
-def make_plan(family: str, wanted: Selection, **options: Any) -> Plan:
+def make_plan(family: str, selection: Selection, **options: Any) -> Plan:
     """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
-    of_run = make_options(family, **options)
-    return load_plan(load_ops(), replace(wanted, family=family), of_run)
+    run_options = make_options(family, **options)
+    return load_plan(load_ops(), replace(selection, family=family), run_options)
 
 
 def make_options(family: str = "", results: Path | None = None, **fields: Any) -> Options:
@@ -385,11 +389,12 @@ def make_options(family: str = "", results: Path | None = None, **fields: Any) -
         if family:
             sweep_file.find(family)
     except ValueError:
-        if whole := family_of(family):
-            hint = f"an operator of family {whole}: expected {whole} --op {family}"
+        op_family = family_of(family)
+        if op_family:
+            hint = f"an operator of family {op_family}: expected {op_family} --op {family}"
             raise ValueError(f"family: {family!r}: {hint}") from None
         raise
-    chosen = {name: value for name, value in fields.items() if value is not None}
     defaults = Options(results=sweep_file.results_root(results))
-    of_search = {name: chosen.pop(name) for name in fields if name in chosen and hasattr(defaults.search, name)}
-    return replace(defaults, search=replace(defaults.search, **of_search), **chosen)
+    given = {name: value for name, value in fields.items() if value is not None}
+    limits = {name: given.pop(name) for name in list(given) if hasattr(defaults.search, name)}
+    return replace(defaults, search=replace(defaults.search, **limits), **given)

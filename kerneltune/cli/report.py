@@ -27,7 +27,7 @@ _LARGE = 3_000_000
 
 @o.selection(without=("case", "variant"))
 def command(
-    wanted: Selection,
+    selection: Selection,
     files: Annotated[list[Path] | None, o.argument("[FILE]...", "Records; the records of this GPU without a file.")] = None,
     output: Annotated[Path | None, o.option("--output -o", "FILE", "Write the page here; report.html if not given.")] = None,
     a: Annotated[str | None, o.option("--a", "NAME", "The variant or peer that is A at first.")] = None,
@@ -41,7 +41,7 @@ def command(
 
     A is the fastest peer of every case unless it is named. With --svg or --markdown the page is written only if -o is given.
     """
-    sources = _sources(files or record_files(results), wanted, (a, b), configs)
+    sources = _sources(files or record_files(results), selection, (a, b), configs)
     if svg is not None:
         deliver(_picture(sources), svg)
     if markdown is not None:
@@ -63,9 +63,9 @@ def _picture(sources: Sources) -> str:
     return speedups(rows_of, pairs_of, source(shown, ("device", "torch", "triton")) if shown else "")
 
 
-def _sources(paths: Sequence[Path], wanted: Selection, pair: tuple[str | None, str | None], configs: Path | None) -> Sources:
+def _sources(paths: Sequence[Path], selection: Selection, pair: tuple[str | None, str | None], configs: Path | None) -> Sources:
     """Return the selected records and the cached configs of their operators."""
-    everything = selected([record for path in paths for record in load(path)], wanted)
+    everything = selected([record for path in paths for record in load(path)], selection)
     if not everything:
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
     own = {family: tables_of_devices(members) for family, members in by_family(everything).items()}
@@ -98,7 +98,8 @@ def _markdown(sources: Sources, picture: Path | None, folder: Path) -> str:
     tables = []
     families = by_family(sources.records)
     for family, (a, b) in family_pairs(families, sources.pair).items():
-        if rows := paired(families[family], a, b):
+        rows = paired(families[family], a, b)
+        if rows:
             tables.append(ab_table(rows, a, b, title=f"{family}: {a} (A) against {b} (B)"))
         for table in sources.own.get(family, ()):
             tables.append(replace(table, title=f"{family}{': ' if table.title else ''}{table.title}"))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def command(
     family: o.Family = "",
     *,
-    wanted: Selection,
+    selection: Selection,
     policy: o.PolicyName = None,
     tune: Annotated[bool, o.flag("--tune/--no-tune", "Tune cases that the config cache lacks.")] = True,
     peers: Annotated[bool, o.flag("--peers/--no-peers", "Measure the operators of other packages, too.")] = True,
@@ -64,13 +64,13 @@ def command(
     """
     folder = o.capture_folder(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}
-    fields["mode"] = "check" if check_only else "tune" if tune and not quick else "measure"
+    fields["mode"] = "check" if check_only else ("tune" if tune and not quick else "measure")
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         ops = o.load_ops()
-        return _renew(ops, replace(wanted, family=family), o.make_options(configs=configs, results=results, **fields))
+        return _renew(ops, replace(selection, family=family), o.make_options(configs=configs, results=results, **fields))
     if not family:
         from kerneltune.cli import without_family
 
@@ -82,7 +82,7 @@ def command(
         file = str(Path(folder, "sweep.yaml"))
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    plan = o.make_plan(file, wanted, configs=configs, results=results, quick=quick, trials=trials, **fields)
+    plan = o.make_plan(file, selection, configs=configs, results=results, quick=quick, trials=trials, **fields)
     o.require_folders(plan.options)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
@@ -113,27 +113,43 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
     """List the stale configs and records, and on a GPU measure them again."""
     from kerneltune import stale
 
-    here = device.current()
-    works = here.is_gpu and options.mode != "check"
-    if works:
+    gpu = device.current()
+    measures = gpu.is_gpu and options.mode != "check"
+    if measures:
         o.require_folders(options)
     plans = stale.plans_of(ops, selection, options)
-    files = [*o.config_files(options.configs), *(path for p in plans for path in options.results.glob(f"*/{p.family}.jsonl"))]
-    gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in files})
-    by_gpu = [stale.find(plans, gpu) for gpu in gpus]
-    if (table := _stale_table(by_gpu)).rows:
+    slugs = [gpu.slug] if gpu.is_gpu else _slugs_of_files(plans, options)
+    stales = [stale.find(plans, slug) for slug in slugs]
+    table = _stale_table(stales)
+    if table.rows:
         show(table.text(width()))
-    elif not any(path for gpu in gpus for path in (options.results / gpu).glob("*.jsonl")):
-        raise ValueError(f"results: {options.results}: no records of {', '.join(gpus) or 'any GPU'} that could be stale")
-    elif not works:
-        show_wrapped(f"nothing is stale for {', '.join(gpus)} in {options.results}")
-    for gpu, family in ((of_gpu.gpu, family) for of_gpu in by_gpu for family in of_gpu.families if family.num_orphans):
-        note(f"{gpu}: {family.plan.family}: {counted(family.num_orphans, 'record')} of no case of {family.plan.sweep.path}")
-    if not works:
-        return
-    (of_this_gpu,) = by_gpu
+    elif not any(any((options.results / slug).glob("*.jsonl")) for slug in slugs):
+        raise ValueError(f"results: {options.results}: no records of {', '.join(slugs) or 'any GPU'} that could be stale")
+    elif not measures:
+        show_wrapped(f"nothing is stale for {', '.join(slugs)} in {options.results}")
+    for found in stales:
+        for family in found.families:
+            if family.num_orphans:
+                orphans = counted(family.num_orphans, "record")
+                note(f"{found.gpu}: {family.plan.family}: {orphans} of no case of {family.plan.sweep.path}")
+    if measures:
+        _measure_stale(ops, stales[0])
+
+
+def _slugs_of_files(plans: Sequence[Plan], options: Options) -> list[str]:
+    """Return the folder names of the GPUs that have cached configs, or records of a family."""
+    files = o.config_files(options.configs)
+    for plan in plans:
+        files += options.results.glob(f"*/{plan.family}.jsonl")
+    return sorted({path.parent.name for path in files})
+
+
+def _measure_stale(ops: Mapping[str, Op], found: "Stale") -> None:
+    """Measure the stale configs and records of this GPU again, and show what has become of them."""
+    from kerneltune import stale
+
     with Reporter() as progress:
-        renewals, measured, remaining = stale.renew(of_this_gpu, progress)
+        renewals, measured, remaining = stale.renew(found, progress)
     broken = [(entry, result) for entry, result in renewals if result.status in ("failed", "dropped")]
     num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
     show_wrapped(
@@ -144,28 +160,29 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
         show_wrapped(f"{result.status}: {entry.op} {entry.variant} {entry.case.label}: {result.reason}")
     if any(result.status == "dropped" for _, result in broken):
         show_wrapped("calls no longer run with the dropped configs; `kerneltune tune` searches their cases")
-    counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.num_stale_cases, 'case')} are stale"
-    show_wrapped(
-        f"{counts}; the same command goes on there"
-        if remaining.configs or remaining.num_stale_cases
-        else f"nothing is stale for {here.slug}"
-    )
+    if remaining.configs or remaining.num_stale_cases:
+        counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.num_stale_cases, 'case')}"
+        show_wrapped(f"{counts} are stale; the same command goes on there")
+    else:
+        show_wrapped(f"nothing is stale for {found.gpu}")
     end_if_failed(r for r in measured if not ops[r.op].variant(r.variant).is_peer)
     if broken:
         raise typer.Exit(1)
 
 
-def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
+def _stale_table(stales: "Sequence[Stale]") -> Table:
     """Return a row per operator with its stale configs and per family with its stale cases."""
     from kerneltune.stale import CONFIG_S
 
     rows = []
-    for of_gpu in by_gpu:
-        of_op = Counter(entry.op for entry in of_gpu.configs)
-        lines = [("configs", op, of_op[op], count, CONFIG_S * of_op[op]) for op, count in sorted(of_gpu.num_cached.items())]
-        lines += [("cases", f.plan.family, len(f.stale), f.num_cases, f.seconds_a_case * len(f.stale)) for f in of_gpu.families]
+    for found in stales:
+        num_stale = Counter(entry.op for entry in found.configs)
+        lines = [
+            ("configs", op, num_stale[op], count, CONFIG_S * num_stale[op]) for op, count in sorted(found.num_cached.items())
+        ]
+        lines += [("cases", f.plan.family, len(f.stale), f.num_cases, f.seconds_a_case * len(f.stale)) for f in found.families]
         lines.append(("all", "", sum(line[2] for line in lines), sum(line[3] for line in lines), sum(line[4] for line in lines)))
-        rows += [Row((of_gpu.gpu, *line[:4], line[4] / 60)) for line in lines if line[2]]
+        rows += [Row((found.gpu, kind, name, stale, known, seconds / 60)) for kind, name, stale, known, seconds in lines if stale]
     columns = (Column("gpu", shared=True), Column("of", shared=True), Column("op or family"))
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 
@@ -216,7 +233,8 @@ def _show_recorded(plan: Plan, asked: str) -> None:
         ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),
         ("the fastest peer of every case", side(recorded, BEST_PEER)),
     ):
-        if rows := ab_rows(others, side(recorded, "optimized")):
+        rows = ab_rows(others, side(recorded, "optimized"))
+        if rows:
             table = ab_table(rows, name, "optimized")
             show(f"\nRecorded: {name} (A) and optimized (B)")
             for line in (*table.head[1:], *table.foot[-1:]):

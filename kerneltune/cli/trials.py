@@ -27,24 +27,24 @@ _WEIGHED = 8
 @o.selection(without=("variant",))
 def command(
     family: o.Family,
-    wanted: Selection,
+    selection: Selection,
     variant: o.VariantName = "optimized",
     policy: o.PolicyName = None,
     gpu: o.Gpu = None,
     results: o.Results = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
-    plan = o.make_plan(family, replace(wanted, variants=(variant,)), policy=policy, results=results)
+    plan = o.make_plan(family, replace(selection, variants=(variant,)), policy=policy, results=results)
     gpu = gpu or device.current().slug
-    by_title = searches_of(plan, gpu)
-    if not by_title:
+    searches_by_title = searches_of(plan, gpu)
+    if not searches_by_title:
         folder = trials_folder(plan.options.results, gpu)
-        gpus = {other for sweep_case in plan.cases() for other in gpus_with_trials(plan.options.results, sweep_case.op)}
-        elsewhere = sorted(gpus - {gpu})
-        how = f"read those of {' or '.join(f'--gpu {other}' for other in elsewhere)}, or " if elsewhere else ""
+        ops = {sweep_case.op for sweep_case in plan.cases()}
+        gpus = set[str]().union(*(gpus_with_trials(plan.options.results, op) for op in ops)) - {gpu}
+        how = f"read those of {' or '.join(f'--gpu {name}' for name in sorted(gpus))}, or " if gpus else ""
         show_wrapped(f"no trials of {family} in {folder}: {how}`kerneltune tune {family}` makes them, on a GPU")
         return
-    for title, searches in by_title.items():
+    for title, searches in searches_by_title.items():
         show_searches(title, searches, whole=True)
         show("")
 
@@ -56,15 +56,18 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
     """
     from kerneltune.search.trials import newest_trials
 
-    by_title: dict[str, Searches] = {}
-    kept = {name: newest_trials(trials_file(plan.options.results, gpu, name)) for name in {e.op for e in plan.cases()}}
+    searches_by_title: dict[str, Searches] = {}
+    ops = {sweep_case.op for sweep_case in plan.cases()}
+    trials = {op: newest_trials(trials_file(plan.options.results, gpu, op)) for op in ops}
     for sweep_case in plan.cases():
         op, case = plan.ops[sweep_case.op], sweep_case.case
-        for variant in filter(lambda variant: plan.selection.matches_variant(variant.name), op.variants):
-            stored = kept[op.name].get(plan.key(sweep_case)._replace(variant=variant.name), {})
+        for variant in op.variants:
+            if not plan.selection.matches_variant(variant.name):
+                continue
+            stored = trials[op.name].get(plan.key(sweep_case)._replace(variant=variant.name), {})
             if any(evaluation.time_us is not None for evaluation in stored.values()):
-                by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
-    return by_title
+                searches_by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
+    return searches_by_title
 
 
 def show_searches(title: str, searches: Searches, whole: bool = False) -> None:

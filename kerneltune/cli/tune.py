@@ -32,7 +32,7 @@ _CALLED_VARIANT = "optimized"
 
 @o.selection()
 def command(
-    wanted: Selection,
+    selection: Selection,
     family: Annotated[str | None, typer.Argument(help="A file of sweeps/ by name, a .yaml file, or a capture's folder.")] = None,
     model: Annotated[
         Path | None, o.option("--model", "FILE", "Tune the operators that the model of a Hugging Face config.json uses.")
@@ -73,18 +73,17 @@ def command(
     if model is not None:
         family = str(cases.write_sweep(results_root(results), model, tokens, ep, batch))
         until_gain = until_gain or _MODEL_GAIN
-        wanted = replace(wanted, variants=wanted.variants or (_CALLED_VARIANT,))
+        selection = replace(selection, variants=selection.variants or (_CALLED_VARIANT,))
     else:
-        usual = {"tokens": cases.TOKENS, "ep": 1, "batch": cases.BATCHES}
-        of_model = {"tokens": tokens, "ep": ep, "batch": batch}
-        o.refuse("expected only with --model", **{name: value for name, value in of_model.items() if value != usual[name]})
+        values = {"tokens": (tokens, cases.TOKENS), "ep": (ep, 1), "batch": (batch, cases.BATCHES)}
+        o.refuse("expected only with --model", **{name: value for name, (value, usual) in values.items() if value != usual})
     assert family is not None
     if Path(family).is_dir():
         from kerneltune.cli.adopt import tune_folder
 
         o.refuse(
             "expected without the folder of a capture",
-            op=wanted.ops, case=wanted.cases, dtype=wanted.dtypes, quant=wanted.quants, variant=wanted.variants,
+            op=selection.ops, case=selection.cases, dtype=selection.dtypes, quant=selection.quants, variant=selection.variants,
             policy=policy, trials=trials, max_cases=max_cases, stale=stale,
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, gpus=gpus,
         )  # fmt: skip
@@ -93,8 +92,8 @@ def command(
     if not dry_run:
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
-        family, wanted, max_cases=max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
-        retune="all" if force else "stale" if stale else None,
+        family, selection, max_cases=max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
+        retune="all" if force else ("stale" if stale else None),
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, gpus=gpus,
         configs=configs, results=results, workers=workers,
@@ -118,27 +117,28 @@ def _show_forecast(plan: Plan) -> None:
     """Print the cases and configs that `tune` would search on this machine, by variant, and about how long it takes."""
     from kerneltune.tune.run import expected_work, tasks_to_search
 
-    here, budget_s, ops = device.current(), plan.options.search.budget_s, {sweep_case.op for sweep_case in plan.cases()}
-    tasks, kept = tasks_to_search(plan, Progress())
+    family_ops = {sweep_case.op for sweep_case in plan.cases()}
+    tasks, num_kept = tasks_to_search(plan, Progress())
     works = [(task, *expected_work(task, plan.options)) for task in tasks]
     for (op, variant), variant_works in grouped(works, lambda work: (work[0].op.name, work[0].variant.name)).items():
         counts = f"{counted(len(variant_works), 'case')}, {sum(configs for _, configs, _ in variant_works)} configs"
-        show_wrapped(f"{op} {variant}: {counts}{'' if op in ops else ' (the ceiling of bandwidth in records)'}")
+        show_wrapped(f"{op} {variant}: {counts}{'' if op in family_ops else ' (the ceiling of bandwidth in records)'}")
+    gpu, budget_s = device.current(), plan.options.search.budget_s
     limit = f", each at most {budget_s:g} s" if budget_s else ""
-    not_counted = f"{counted(kept, 'case')} with a config for {here.slug} not counted"
+    remark = "no GPU here: cases that have a config are counted as well"
+    if gpu.is_gpu:
+        remark = f"{counted(num_kept, 'case')} with a config for {gpu.slug} not counted"
     seconds = sum(seconds for *_, seconds in works)
-    show_wrapped(
-        f"about {seconds:.0f} s for {counted(len(tasks), 'case')}{limit} on a GPU like H200; "
-        f"{not_counted if here.is_gpu else 'no GPU here: cases that have a config are counted as well'}"
-    )
+    show_wrapped(f"about {seconds:.0f} s for {counted(len(tasks), 'case')}{limit} on a GPU like H200; {remark}")
 
 
 def _show_outcome(tuned: "Sequence[TuningResult]", configs: Path | None) -> None:
     """Print how many cases were not tuned, which exits with 1, and in which programs calls find the configs."""
     status = Counter(result.status for result in tuned)
     num_searched, num_failed = status.total() - status["kept"], status["failed"]
-    if status["tuned"] and (served := o.where_configs_serve(configs)):
-        note(served)
+    where = o.where_configs_serve(configs) if status["tuned"] else ""
+    if where:
+        note(where)
     if not num_searched:
         kept = f"{status['kept']} cases have configs (--force searches again)"
         show(f"nothing to tune: {kept if status['kept'] else 'no selected variant has knobs'}")

@@ -107,6 +107,12 @@ def test_compare_of_two_files_has_a_table_per_variant(write: Callable[..., Path]
     assert run("compare", old, new, "--format", "markdown").stdout.startswith("### baseline\n\n- A: ")
 
 
+def test_compare_of_two_files_takes_the_selected_cases(write: Callable[..., Path]) -> None:
+    old, new = write("old.jsonl", *both(100, 60)), write("new.jsonl", *both(100, 50))
+    assert run("compare", old, new, "--op", "rmsnorm_fwd").stdout == run("compare", old, new).stdout
+    assert refused("compare", old, new, "--op", "softmax").startswith("error: op: 'softmax': expected one of rmsnorm_fwd")
+
+
 def test_compare_of_two_files_of_steps_pairs_rows_of_their_policy(write: Callable[..., Path]) -> None:
     old, new = (write(name, record(us, policy="eager")) for name, us in (("old.jsonl", 120), ("new.jsonl", 100)))
     assert "1.20x +" in run("compare", old, new).stdout
