@@ -74,8 +74,6 @@ def measure_task(family: str, task: Task, config: Config, delays: Sequence[float
     if task.variant.unsupported(task.case) is not None or obstacle(task) is not None:
         return {}
     variant, policy, inputs = task.variant, POLICIES[task.policy], input_sets(task)
-    if not isinstance(inputs, list):
-        raise SystemExit(f"{task.op.name} {task.case.label}: {inputs}")
     plain = contender(variant, config, inputs, policy)
     contenders: dict[str, Contender] = {"0.0": plain, SELF: contender(variant, config, inputs, policy)}
     time_us, spin = median_us(plain), spinner()

@@ -12,7 +12,7 @@ from kerneltune import records
 from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
 from kerneltune.journals import Journal
-from kerneltune.measuring.check import CaseError, is_shipped, meta_inputs
+from kerneltune.measuring.check import is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.measuring.derived import derived_cases
@@ -31,7 +31,7 @@ from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Case, Op
 from kerneltune.sweep_file import SweepCase, cases_by_op
-from kerneltune.task import Outcome, Run, Task
+from kerneltune.task import CaseError, Outcome, Run, Task
 from kerneltune.wording import counted
 
 _MOST_OFFSET = 2**31 - 1

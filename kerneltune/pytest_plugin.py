@@ -161,7 +161,7 @@ def _check(
     from kerneltune.measuring.check import Checker
     from kerneltune.source_modules import unwrapped
     from kerneltune.spec import Case, Op, Traffic, Variant
-    from kerneltune.task import Outcome
+    from kerneltune.task import CaseError
 
     def compare(_case: "Case", _inputs: "Inputs", got: "Outputs", want: "Outputs") -> list[str]:
         if not want or got.keys() != want.keys():
@@ -192,8 +192,10 @@ def _check(
         reference=update_wrapper(lambda inputs: call(reference, inputs), reference),
         traffic=lambda _case: Traffic(0, 0),
     )  # fmt: skip
-    checker = Checker.make(op, case, keeps_all=True)
-    outcome = checker if isinstance(checker, Outcome) else checker.check(variant, None, runs=2)
+    try:
+        outcome = Checker.make(op, case, keeps_all=True).check(variant, None, runs=2)
+    except CaseError as error:
+        outcome = error.outcome
     if outcome.status != "checked":
         reason = outcome.reason.removesuffix(f", for {name} {case.label}")
         pytest.fail(f"kernel_check: {name}: {reason}", pytrace=False)

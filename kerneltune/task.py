@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser
@@ -116,6 +116,27 @@ class Outcome:
     reason: str = ""
     config: Config = None
     case: Case | None = None
+
+
+class CaseError(ValueError):
+    """Report that a variant of a case cannot be run, such as for want of inputs or of a reference.
+
+    Attributes:
+        status: status of the outcome.
+    """
+
+    status: ClassVar[Status] = "failed"
+
+    @property
+    def outcome(self) -> Outcome:
+        """Return the outcome of the variant."""
+        return Outcome(self.status, str(self))
+
+
+class SkippedError(CaseError):
+    """Report that nothing is wrong with a case, but the memory is too small, or no call would find the L2 cold."""
+
+    status = "skipped"
 
 
 @dataclass(frozen=True, slots=True)

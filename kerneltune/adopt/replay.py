@@ -30,7 +30,7 @@ from kerneltune.adopt.program import attribute, is_interpreted, python_version
 from kerneltune.errors import first_line, statement_in
 from kerneltune.forked import run_forked, shared_bytes
 from kerneltune.interpreter.modes import replaced
-from kerneltune.measuring.check import CaseError
+from kerneltune.task import CaseError
 
 
 class ReplayError(CaseError):

@@ -9,8 +9,9 @@ from kerneltune.errors import first_line, statement_in
 from kerneltune.interpreter.facts import Fact, note
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
-from kerneltune.measuring.check import CaseError, host_folder, meta_inputs, only_calls_torch
+from kerneltune.measuring.check import host_folder, meta_inputs, only_calls_torch
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
+from kerneltune.task import CaseError
 
 _SEVERAL = 4
 """Fewest whole numbers of an input whose largest number tells their limit."""

@@ -20,10 +20,10 @@ from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import refusing_launches, strict
-from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, skip_if_out_of_memory
+from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, within_memory
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
-from kerneltune.task import Outcome, Run, Task
+from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
 
 T = TypeVar("T")
 
@@ -65,10 +65,6 @@ class FirstSeen:
         """Return the first answer with its case, if the answer in this case is another; else None."""
         first = self._first.setdefault(question, (answer, case))
         return first if first[0] != answer else None
-
-
-class CaseError(ValueError):
-    """Report that an operator has no inputs or no reference for a case."""
 
 
 class Checker:
@@ -188,20 +184,20 @@ class Checker:
         return []
 
     @classmethod
-    def make(
-        cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool
-    ) -> Self | Outcome:
-        """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
-        try:
-            return skip_if_out_of_memory(partial(cls, op, case, device, first_seen=first_seen, **options))
-        except CaseError as error:
-            return Outcome("failed", str(error))
+    def make(cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool) -> Self:
+        """Return the checker of a case.
+
+        Raises:
+            CaseError: the case has no inputs or no reference; `SkippedError`: the memory is too small for them.
+        """
+        return within_memory(partial(cls, op, case, device, first_seen=first_seen, **options))
 
     def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
         """Return the outcome of a variant under a config; see `errors`. A peer with a failed import is skipped."""
-        errors = skip_if_out_of_memory(partial(self.errors, variant, config, runs))
-        if isinstance(errors, Outcome):
-            return errors
+        try:
+            errors = within_memory(partial(self.errors, variant, config, runs))
+        except SkippedError as error:
+            return error.outcome
         is_skipped = bool(errors) and errors[0].startswith(IMPORT_FAILED)
         return Outcome("skipped" if is_skipped else "failed" if errors else "checked", "; ".join(errors))
 
@@ -297,7 +293,7 @@ def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | N
     Args:
         check: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
     """
-    checker: Checker | Outcome | None = None
+    checker: Checker | None = None
     outcomes = []
     for task, config in runs:
         reason = task.variant.unsupported(task.case) or memory_obstacle(task.op, task.case)
@@ -306,8 +302,11 @@ def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | N
         elif check is not None:
             outcomes.append(check(task, config))
         else:
-            checker = checker or Checker.make(task.op, task.case)
-            outcomes.append(checker if isinstance(checker, Outcome) else checker.check(task.variant, config))
+            try:
+                checker = checker or Checker.make(task.op, task.case)
+                outcomes.append(checker.check(task.variant, config))
+            except CaseError as error:
+                outcomes.append(error.outcome)
     return outcomes
 
 

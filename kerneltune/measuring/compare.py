@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,13 +12,13 @@ import torch
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker, broken_context
-from kerneltune.measuring.memory import gpu_free_bytes, memory_obstacle, skip_if_out_of_memory
+from kerneltune.measuring.memory import gpu_free_bytes, memory_obstacle, within_memory
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, num_input_sets, throttled
 from kerneltune.processes import tell
 from kerneltune.records import Record, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval
-from kerneltune.task import Outcome, Run, Task, knobs_of, provenance
+from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task, knobs_of, provenance
 
 
 class Compared(NamedTuple):
@@ -67,25 +68,24 @@ def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Ou
         RuntimeError: a launch broke the GPU context of this process.
     """
     outcomes = dict(untimed)
-    left = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
-    outcomes |= _unchecked(runs[0].task, left)
+    runs_by_name = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
+    try:
+        outcomes |= _unchecked(runs[0].task, runs_by_name)
+        torch.cuda.empty_cache()
+        contenders, failed = _contenders({name: run for name, run in runs_by_name.items() if name not in outcomes})
+        outcomes |= failed
+        samples = _sample(contenders, ceiling) if contenders else {}
+    except CaseError as error:
+        samples, outcomes = {}, dict.fromkeys(runs_by_name, error.outcome) | outcomes
     torch.cuda.empty_cache()
-    made = _contenders({name: run for name, run in left.items() if name not in outcomes})
-    outcomes |= {name: outcome for name, outcome in made.items() if isinstance(outcome, Outcome)}
-    contenders = {name: it for name, it in made.items() if not isinstance(it, Outcome)}
-    samples = _sample(contenders, ceiling) if contenders else {}
-    torch.cuda.empty_cache()
-    if isinstance(samples, Outcome):
-        return Compared({}, dict.fromkeys(left, samples) | outcomes)
     return Compared(samples, outcomes)
 
 
 def _unchecked(task: Task, runs: Mapping[str, Run]) -> dict[str, Outcome]:
-    """Check variants of a task's case; return the outcomes of variants that fail, or cannot be timed."""
-    reason = obstacle(task)
-    checker = Checker.make(task.op, task.case, "cuda") if reason is None else Outcome("skipped", reason)
-    if isinstance(checker, Outcome):
-        return dict.fromkeys(runs, checker)
+    """Return the outcomes of variants that fail a check; raise CaseError if none of the case can be checked or timed."""
+    if (reason := obstacle(task)) is not None:
+        raise SkippedError(reason)
+    checker = Checker.make(task.op, task.case, "cuda")
     untimed = dict[str, Outcome]()
     for name, (variant_task, config) in runs.items():
         unsupported = variant_task.variant.unsupported(task.case)
@@ -107,45 +107,45 @@ def _require_context(reason: str) -> None:
         raise RuntimeError(reason)
 
 
-def _contenders(runs: Mapping[str, Run]) -> Mapping[str, Contender | Outcome]:
-    """Capture variants of one case, the first variant twice; a variant that cannot be timed has an outcome."""
+def _contenders(runs: Mapping[str, Run]) -> tuple[dict[str, Contender], dict[str, Outcome]]:
+    """Capture variants of one case, the first variant twice; return the outcomes of variants that cannot be captured, too."""
+    contenders, failed = dict[str, Contender](), dict[str, Outcome]()
     inputs = input_sets(next(iter(runs.values())).task) if runs else []
-    if isinstance(inputs, Outcome):
-        return dict.fromkeys(runs, inputs)
-    made: dict[str, Contender | Outcome] = {}
     for name, run in runs.items():
         tell(name)
-        is_first = all(isinstance(value, Outcome) for value in made.values())
-        captured = _capture((name, SELF) if is_first else (name,), run, inputs)
-        made |= {name: captured} if isinstance(captured, Outcome) else captured
-    return made
+        try:
+            contenders |= _capture((name,) if contenders else (name, SELF), run, inputs)
+        except CaseError as error:
+            failed[name] = error.outcome
+    return contenders, failed
 
 
-def _capture(names: Iterable[str], run: Run, inputs: Sequence[Inputs]) -> dict[str, Contender] | Outcome:
-    """Return a contender of a run per name, or the outcome that says why the variant cannot be timed."""
+def _capture(names: Iterable[str], run: Run, inputs: Sequence[Inputs]) -> dict[str, Contender]:
+    """Return a contender of a run per name; raise CaseError if the variant cannot be captured."""
     policy = POLICIES[run.task.policy]
     try:
-        return skip_if_out_of_memory(lambda: {name: contender(run.task.variant, run.config, inputs, policy) for name in names})
+        return within_memory(lambda: {name: contender(run.task.variant, run.config, inputs, policy) for name in names})
+    except SkippedError:
+        raise
     except Exception as error:  # an error of another package under capture is a result
         reason = f"cannot be timed: {first_line(error)}"
-        _require_context(reason)
-        return Outcome("failed", reason)
+    _require_context(reason)
+    raise CaseError(reason)
 
 
-def _sample(contenders: dict[str, Contender], ceiling: Run | None) -> dict[str, Samples] | Outcome:
+def _sample(contenders: dict[str, Contender], ceiling: Run | None) -> dict[str, Samples]:
     """Time the contenders, and in the same rounds the ceiling, if its inputs fit in memory."""
     if ceiling is not None:
         tell(CEILING)
-        beside = skip_if_out_of_memory(partial(_ceiling_contender, *ceiling))
-        if not isinstance(beside, Outcome):
-            contenders[CEILING] = beside
+        with suppress(SkippedError):
+            contenders[CEILING] = within_memory(partial(_contender_of, *ceiling))
     tell("")
-    return skip_if_out_of_memory(partial(time_contenders, contenders))
+    return within_memory(partial(time_contenders, contenders))
 
 
-def _ceiling_contender(task: Task, config: Config) -> Contender | Outcome:
-    inputs = input_sets(task)
-    return inputs if isinstance(inputs, Outcome) else contender(task.variant, config, inputs, POLICIES[task.policy])
+def _contender_of(task: Task, config: Config) -> Contender:
+    """Make a contender with inputs of its own."""
+    return contender(task.variant, config, input_sets(task), POLICIES[task.policy])
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
@@ -153,13 +153,17 @@ def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
     return interleave(contenders, throttled=throttled, seed=os.getpid())
 
 
-def input_sets(task: Task) -> list[Inputs] | Outcome:
-    """Make so many input sets that every call finds the L2 cold or hot, as the policy says; `skipped` if memory is short."""
+def input_sets(task: Task) -> list[Inputs]:
+    """Make so many input sets that every call finds the L2 cold or hot, as the policy says.
+
+    Raises:
+        SkippedError: the memory is too small for the sets, or no call would find the L2 cold.
+    """
     try:
         count = _num_input_sets(task)
     except ValueError as error:
-        return Outcome("skipped", str(error))
-    return skip_if_out_of_memory(lambda: [task.op.inputs(task.case, device="cuda", seed=i) for i in range(count)])
+        raise SkippedError(str(error)) from None
+    return within_memory(lambda: [task.op.inputs(task.case, device="cuda", seed=i) for i in range(count)])
 
 
 def _num_input_sets(task: Task) -> int:

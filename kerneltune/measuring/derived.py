@@ -18,7 +18,7 @@ from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, only_calls_torch
 from kerneltune.measuring.pairs import Setting, around_default, check_cost, facts_by_config, settings
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.task import Outcome
+from kerneltune.task import CaseError
 
 _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
@@ -375,13 +375,14 @@ def _text(value: Setting) -> str:
 
 def _obstacle(op: Op, case: Case) -> str:
     """Return why a case has no inputs or no expected values, or why host code refuses its sizes; empty if it can be checked."""
-    made = Checker.make(op, case)
-    if isinstance(made, Outcome):
-        return made.reason
+    try:
+        checker = Checker.make(op, case)
+    except CaseError as error:
+        return str(error)
     with suppress(Exception), unlaunched():  # the check reports other errors
         for variant in (variant for variant in op.variants if not (variant.is_peer or variant.unsupported(case))):
             try:
-                variant.run(made.inputs, variant.default_config(case))
+                variant.run(checker.inputs, variant.default_config(case))
             except (ValueError, AssertionError) as error:
                 return first_line(error)
     return ""

@@ -1,4 +1,4 @@
-"""Free memory, and work that may need more: work that runs out of a GPU's memory is skipped, and the process goes on."""
+"""Free memory, and work that may need more: work that runs out of a GPU's memory frees it, and the process goes on."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.interpreter.faults import causes
 from kerneltune.spec import Case, Op
-from kerneltune.task import Outcome
+from kerneltune.task import SkippedError
 
 T = TypeVar("T")
 
@@ -28,16 +28,22 @@ _SAID = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 """Texts in out-of-memory errors of torch, of drivers and of libraries, which raise no error type of their own."""
 
 
-def skip_if_out_of_memory(work: Callable[[], T]) -> T | Outcome:
-    """Return the result of `work`, or a `skipped` outcome if `work` ran out of memory, with the bytes if torch names them."""
+def within_memory(work: Callable[[], T]) -> T:
+    """Return the result of `work`.
+
+    Raises:
+        SkippedError: `work` ran out of memory; with the bytes if torch names them. What `work` allocated is free.
+    """
     try:
         return work()
+    except SkippedError:
+        raise
     except Exception as error:  # torch, Triton and the driver raise other types where memory is short
         reason = out_of_memory_reason(error)
         if not reason:
             raise
     release_memory()  # only here: until now the traceback kept the allocations of `work` alive
-    return Outcome("skipped", reason)
+    raise SkippedError(reason)
 
 
 def out_of_memory_reason(error: BaseException) -> str:

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import torch
 
-from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Op, Outputs, Variant
-from kerneltune.task import Outcome
+from kerneltune.task import CaseError, Outcome
 
 _MOST_CASES = 8
 _TAIL = 8

@@ -26,7 +26,7 @@ from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.processes import tell
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.task import Outcome, knob_pairs
+from kerneltune.task import CaseError, Outcome, knob_pairs
 from kerneltune.wording import counted
 
 Pair = tuple[Config, Case]
@@ -74,7 +74,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
     leading = _with_new_facts(facts, wants_whole_blocks=False)
     done: set[Pair] = {(default, case) for case, (default, *_) in configs.items()}
     failures: list[Outcome] = []
-    checkers: dict[Case, LayoutChecker | Outcome] = {}
+    checkers: dict[Case, LayoutChecker | None] = {}
     first_seen = FirstSeen()
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
@@ -87,18 +87,20 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
             break
         tell(Outcome("failed", "", config, case))
         if is_first:
-            checkers[case] = LayoutChecker.make(op, case, first_seen=first_seen)
-        if isinstance(checker := checkers[case], Outcome):
-            continue  # the record of the default config says why
+            checkers[case] = None
+            with suppress(CaseError):  # the record of the default config says why
+                checkers[case] = LayoutChecker.make(op, case, first_seen=first_seen)
+        if (checker := checkers[case]) is None:
+            continue
         outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1)
         if outcome.status == "failed":
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
     if not failures:
-        failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if isinstance(it, LayoutChecker)})
+        failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if it is not None})
     judged = () if failures else (_wrong_layouts, _wrong_declarations)
     notes = [outcome for judge in judged for outcome in judge(op, variant, checkers, configs)]
-    num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
+    num_without = sum(checker is None for checker in checkers.values())
     num_once = len(configs) - len(checkers)
     if variant.config is None and not num_once:
         return [*failures, *notes]
@@ -107,7 +109,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
 
 
 def _wrong_layouts(
-    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | Outcome], configs: Mapping[Case, Sequence[Config]]
+    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | None], configs: Mapping[Case, Sequence[Config]]
 ) -> list[Outcome]:
     """Return failures for inputs whose elements may not lie apart, though host code raises nothing; for shipped operators lines.
 
@@ -115,7 +117,7 @@ def _wrong_layouts(
     """
     known, outcomes = set[str](), list[Outcome]()
     for case, checker in checkers.items():
-        if isinstance(checker, Outcome) or min((size for _axis, size in case.axes), default=0) <= 1:
+        if checker is None or min((size for _axis, size in case.axes), default=0) <= 1:
             continue
         if wrong := ", ".join(checker.wrong_layouts(variant, config := configs[case][0], known)):
             text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
@@ -126,11 +128,11 @@ def _wrong_layouts(
 
 
 def _wrong_declarations(
-    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | Outcome], configs: Mapping[Case, Sequence[Config]]
+    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | None], configs: Mapping[Case, Sequence[Config]]
 ) -> list[Outcome]:
     """Return a line for a `traffic` far from the bytes of the largest case, where small tensors count little, and for seeds."""
     case = max(checkers, key=_elements, default=None)
-    if case is None or not _elements(case) or op.origin is not None or isinstance(checker := checkers[case], Outcome):
+    if case is None or not _elements(case) or op.origin is not None or (checker := checkers[case]) is None:
         return []
     judges = {"traffic": wrong_traffic, "inputs": seeds_without_effect}
     found = [(field, "; ".join(wrong)) for field, judge in judges.items() if (wrong := judge(checker, variant, configs[case][0]))]

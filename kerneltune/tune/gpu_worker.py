@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker, FirstSeen, broken_context
+from kerneltune.measuring.check import Checker, FirstSeen, broken_context
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
-from kerneltune.measuring.memory import out_of_memory_reason, skip_if_out_of_memory
+from kerneltune.measuring.memory import out_of_memory_reason, within_memory
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.records import Record
 from kerneltune.spec import LARGEST_MEASURE, Config
 from kerneltune.stats import Samples
-from kerneltune.task import Evaluation, Outcome, Run, Task
+from kerneltune.task import CaseError, Evaluation, Outcome, Run, SkippedError, Task
 from kerneltune.worker import State, Worker, WorkerCrashedError
 
 SCREEN_SAMPLES = 5
@@ -77,19 +77,19 @@ class GpuBench:
         """
         self._open(task)
         if not self._inputs:
-            inputs = input_sets(task)
-            if isinstance(inputs, Outcome):
-                raise MemoryError(inputs.reason)
-            self._inputs = inputs
+            try:
+                self._inputs = input_sets(task)
+            except SkippedError as error:
+                raise MemoryError(str(error)) from None
         if self._cores:
             os.sched_setaffinity(0, self._cores)
 
     def check(self, task: Task, config: Config) -> Outcome:
         """Return the outcome of a config."""
         try:
-            return skip_if_out_of_memory(lambda: self._open(task).check(task.variant, config))
+            return within_memory(lambda: self._open(task).check(task.variant, config))
         except CaseError as error:
-            return Outcome("failed", str(error))
+            return error.outcome
 
     def measure(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Check a config and return the median of its samples; a config far behind `best_us` gets a single sample."""
@@ -97,8 +97,10 @@ class GpuBench:
         checked = self.check(task, config)
         if checked.status != "checked":
             return Evaluation(checked.status, reason=checked.reason)
-        timed = skip_if_out_of_memory(lambda: self._time(task, config, best_us, samples))
-        return Evaluation("skipped", reason=timed.reason) if isinstance(timed, Outcome) else timed
+        try:
+            return within_memory(lambda: self._time(task, config, best_us, samples))
+        except SkippedError as error:
+            return Evaluation("skipped", reason=str(error))
 
     def _time(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
@@ -124,9 +126,8 @@ class GpuBench:
         # every other config is compared with the first config, so a failure of the first config fails the request
         contenders = {"0": self._contender(task, configs[0])}
         for i, config in enumerate(configs[1:], start=1):
-            challenger = skip_if_out_of_memory(partial(self._contender, task, config))
-            if not isinstance(challenger, Outcome):
-                contenders[str(i)] = challenger
+            with suppress(SkippedError):
+                contenders[str(i)] = within_memory(partial(self._contender, task, config))
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
         return [samples.get(str(i)) for i in range(len(configs))]
 

@@ -15,10 +15,9 @@ from row_sums import BENCH, summing, sums_of_rows
 
 from kerneltune.interpreter import bounds
 from kerneltune.measuring.addresses import address_errors
-from kerneltune.measuring.check import CaseError
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.spec import Case, Inputs, Outputs, Variant
-from kerneltune.task import Run, Task
+from kerneltune.task import CaseError, Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
 

@@ -16,7 +16,7 @@ from fake_tuner import CompiledAtOnce, NoBench
 from kerneltune import device, sweep_run
 from kerneltune.measuring import compare, memory
 from kerneltune.measuring.check import check_runs
-from kerneltune.measuring.memory import out_of_memory_reason, skip_if_out_of_memory
+from kerneltune.measuring.memory import out_of_memory_reason, within_memory
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -205,12 +205,12 @@ def test_sweep_keeps_a_crashed_variant_failed_if_the_case_does_not_fit(monkeypat
     assert (samples, untimed) == ({}, {"first": Outcome("skipped", REASON), "second": fault})
 
 
-def test_affordable_raises_errors_other_than_out_of_memory() -> None:
+def test_within_memory_raises_errors_other_than_out_of_memory() -> None:
     def fails() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        skip_if_out_of_memory(fails)
+        within_memory(fails)
 
 
 @pytest.mark.parametrize(

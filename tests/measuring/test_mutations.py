@@ -8,10 +8,10 @@ from planted_kernels import inputs, op_with, reference
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.listing import check_case, check_contract
-from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.measuring.check import Checker
 from kerneltune.measuring.mutations import mutate
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic
-from kerneltune.task import Outcome
+from kerneltune.task import CaseError, Outcome
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="mutations are judged without a GPU")
 
