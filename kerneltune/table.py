@@ -112,7 +112,8 @@ class Table:
             if sum(least[i] + 1 for i in shown) - 1 > width:
                 moved += [i for i in shown if columns[i].rank == rank and (rank or columns[i].shared)]
                 shown = [i for i in shown if i not in moved]
-        hidden, stated = ([i for i in sorted(moved) if columns[i].shared == is_shared] for is_shared in (False, True))
+        hidden = [i for i in sorted(moved) if not columns[i].shared]
+        stated = [i for i in sorted(moved) if columns[i].shared]
 
         def named(cells: Sequence[str], chosen: Sequence[int]) -> str:
             return ", ".join(f"{columns[i].name} {cells[i]}" for i in chosen)
@@ -130,8 +131,8 @@ class Table:
         for row, block, statement in zip(self.rows, blocks, statements, strict=True):
             note = printable(" ".join(row.note.split()))
             heading += [*statement, *(_noted(block, note, width) if note else block)]
-        first, last = ("\n".join(part for line in lines for part in wrapped(line, width)) for lines in (above, self.foot))
-        return "\n\n".join(filter(None, (self.title, first, "\n".join(heading), last))) + "\n"
+        parts = (self.title, _wrapped_lines(above, width), "\n".join(heading), _wrapped_lines(self.foot, width))
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def markdown(self) -> str:
         """Return a Markdown table below its lines."""
@@ -143,14 +144,14 @@ class Table:
                 at = len(cells) - 1 if not empty or (columns[-1].digits is None and not cells[-1]) else empty[0]
                 cells[at] = printable(" ".join(f"{cells[at]} {row.note}".split()))
             lines.append(cells)
-        above, below = ("\n".join("- " + markdown_text(line.strip()) for line in part) for part in (self.head, self.foot))
+        above, below = _markdown_list(self.head), _markdown_list(self.foot)
         grid = "\n".join(f"| {' | '.join(map(markdown_text, cells))} |" for cells in lines)
         title = f"### {markdown_text(self.title)}" if self.title else ""
         return "\n\n".join(filter(None, [title, above, grid, below])) + "\n"
 
     def csv(self) -> str:
         """Return a heading and a line per row, values unrounded; the note is the last column."""
-        shown, text = self._of("csv"), io.StringIO()
+        shown, text = self._shown_in("csv"), io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*(self.columns[i].csv_name for i in shown), "note"])
         writer.writerows([*(row.values[i] for i in shown), " ".join(row.note.split())] for row in self.rows)
@@ -163,13 +164,22 @@ class Table:
         lines = [{"cells": cells, "note": row.note} for row, cells in zip(self.rows, rows, strict=True)]
         return {"title": self.title, "head": list(self.head), "foot": list(self.foot), "columns": heads, "rows": lines}
 
-    def _of(self, form: str) -> list[int]:
+    def _shown_in(self, form: str) -> list[int]:
         return [i for i, column in enumerate(self.columns) if not column.only or form in column.only]
 
     def _printed(self, form: str) -> tuple[list[Column], list[list[str]]]:
         """Return the columns of a form, and the printed cells of every row."""
-        shown = self._of(form)
-        return [self.columns[i] for i in shown], [[self.columns[i].cell(row.values[i]) for i in shown] for row in self.rows]
+        shown = self._shown_in(form)
+        rows = [[self.columns[i].cell(row.values[i]) for i in shown] for row in self.rows]
+        return [self.columns[i] for i in shown], rows
+
+
+def _wrapped_lines(lines: Iterable[str], width: int) -> str:
+    return "\n".join(part for line in lines for part in wrapped(line, width))
+
+
+def _markdown_list(lines: Iterable[str]) -> str:
+    return "\n".join("- " + markdown_text(line.strip()) for line in lines)
 
 
 def markdown_text(text: str) -> str:
@@ -179,7 +189,9 @@ def markdown_text(text: str) -> str:
 
 def _lengths(column: Column, cells: Iterable[str]) -> list[int]:
     """Return the widths of a column's cells, or of their words where the column wraps; an East Asian letter is two wide."""
-    return [cell_len(part) for cell in cells for part in (cell.split() or [""] if column.wraps else [cell])]
+    if not column.wraps:
+        return list(map(cell_len, cells))
+    return [cell_len(word) for cell in cells for word in cell.split() or [""]]
 
 
 def _laid_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
@@ -189,8 +201,11 @@ def _laid_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
     widths = [max(map(cell_len, cells)) for cells in zip(*grid, strict=True)]
     wrapping = [at for at, column in enumerate(columns) if column.wraps]
     gap = 2 if wrapping and sum(map(max, lengths)) + 2 * (len(columns) - 1) <= width else 1
-    while sum(widths) + gap * (len(columns) - 1) > width and (wide := [at for at in wrapping if widths[at] > 1]):
-        widths[min(wide, key=lambda at: (lengths[at].count(widths[at]), -widths[at]))] -= 1  # breaks the fewest words
+    while sum(widths) + gap * (len(columns) - 1) > width:
+        narrowable = [at for at in wrapping if widths[at] > 1]
+        if not narrowable:
+            break
+        widths[min(narrowable, key=lambda at: (lengths[at].count(widths[at]), -widths[at]))] -= 1  # breaks the fewest words
     blocks = []
     for cells in grid:
         lines = zip_longest(*(list(map(_wrapped_cell, cells, widths)) or [[""]]), fillvalue="")

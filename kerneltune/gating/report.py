@@ -54,15 +54,16 @@ def gate_markdown(verdict: Verdict) -> str:
 
 def _table(verdict: Verdict) -> Table:
     """Return a row for each row of the verdict that did not simply pass and is no note."""
-    named, names = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=1))
-    names_of = {id(row): values(named, name) for row, name in zip(verdict.rows, names, strict=True)}
-    named = [replace(column, rank=5 if column.shared else 4 if column.digits == 0 else column.rank) for column in named]
+    case_part, names = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=1))
+    case_cells = {id(row): values(case_part, name) for row, name in zip(verdict.rows, names, strict=True)}
+    ranked = [replace(column, rank=5 if column.shared else (4 if column.digits == 0 else column.rank)) for column in case_part]
     columns = (
-        Column("verdict"), *named, Column("variant"), Column("µs", digits=0, rank=2), Column("slowdown", digits=0),
+        Column("verdict"), *ranked, Column("variant"), Column("µs", digits=0, rank=2), Column("slowdown", digits=0),
         Column("95 % interval", digits=0, rank=3), Column("reason", only=("markdown",)),
     )  # fmt: skip
     rows = [
-        Row((row.verdict, *names_of[id(row)], row.record.variant, *_measures(row), ""), row.reason) for row in _counting(verdict)
+        Row((row.verdict, *case_cells[id(row)], row.record.variant, *_measures(row), ""), row.reason)
+        for row in _counting(verdict)
     ]
     return Table(columns, tuple(rows))
 
@@ -127,11 +128,13 @@ def gate_annotations(verdict: Verdict) -> str:
         if row.verdict != "faster":
             title = f"{row.verdict}: {row.record.case} {row.record.variant}"
             lines[level].append(_command(level, title, f"{row.record.label}: {_message(row)}"))
-    for level, of_level in lines.items():
-        if len(of_level) > _ANNOTATIONS:
-            hidden = len(of_level) - _ANNOTATIONS + 1
-            of_level[_ANNOTATIONS - 1 :] = [_command(level, "kerneltune gate", f"and {hidden} more rows: see the log")]
-    return "".join(f"{line}\n" for of_level in lines.values() for line in of_level)
+    text = ""
+    for level, commands in lines.items():
+        if len(commands) > _ANNOTATIONS:
+            hidden = len(commands) - _ANNOTATIONS + 1
+            commands[_ANNOTATIONS - 1 :] = [_command(level, "kerneltune gate", f"and {hidden} more rows: see the log")]
+        text += "".join(f"{command}\n" for command in commands)
+    return text
 
 
 def _counting(verdict: Verdict) -> list[GateRow]:
@@ -168,7 +171,8 @@ def _message(row: GateRow) -> str:
 
 def _measures(row: GateRow) -> tuple[str, str, str]:
     """Return the two times, the slowdown and its interval; empty for a row that was not compared."""
-    if (change := row.change) is None:
+    change = row.change
+    if change is None:
         return "", "", ""
     interval = f"[{change.low:+.1%}, {change.high:+.1%}]"
     old, new = (f"{us:.4g}" if us < 1e4 else f"{us:.0f}" for us in (us_of(change.old), us_of(change.new)))

@@ -57,7 +57,7 @@ def _pooled(group: Sequence[Record]) -> Record:
     if not processes:
         raise ValueError(f"samples_us: None: expected the samples of {last.label} {last.variant}")
     traffic_bytes = (last.gbps or 0.0) * (last.time_us or 0.0) * 1e3
-    ceiling_gbps, floor = (_median(getattr(row, name) for row in group) for name in ("ceiling_gbps", "aa_floor"))
+    ceiling_gbps, floor = _median(row.ceiling_gbps for row in group), _median(row.aa_floor for row in group)
     return replace(last, **timing(processes, traffic_bytes, ceiling_gbps, floor))
 
 
@@ -127,13 +127,13 @@ def slower_groups(changes: Sequence[Change]) -> tuple[list[str], list[str]]:
         shift = _group_shift(rows)
         least = shift.least(_FALSE_ALARM / len(groups))
         if least > _GROUP_MARGIN:
-            of_two = any("unit" in other_run(change.old, change.new) for change in rows)
+            has_two_units = any("unit" in other_run(change.old, change.new) for change in rows)
             basis = "" if any(change.basis for change in rows) else "; one process a side"
             line = (
                 f"{name} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
                 f"(at least {least:+.1%}), tolerated {_GROUP_MARGIN:.0%}{basis}"
             )
-            (doubtful if of_two else slower).append(line)
+            (doubtful if has_two_units else slower).append(line)
     return slower, doubtful
 
 
@@ -159,7 +159,8 @@ def _group_shift(rows: Sequence[Change]) -> Shift:
         samples = [getattr(change, side).samples_us or () for change in rows]
         count = min(map(len, samples))
         if count > 1 and count == max(map(len, samples)):
-            means = [np.mean([np.log(np.median(processes[nth])) for processes in samples]) for nth in range(count)]
+            medians = np.log([[np.median(rounds) for rounds in processes] for processes in samples])  # (rows, processes)
+            means = medians.mean(axis=0)
             errors.append(float(np.std(means, ddof=1)) / math.sqrt(count))
             freedom = min(freedom, 2 * (count - 1))
     return Shift(float(logs.mean()), math.hypot(*errors), freedom)

@@ -36,11 +36,11 @@ def run_gate(
     """
     device.require_gpu(_COMMAND)
     kept = [record for record in baseline if _selected(record, plan)]
-    here, devices = device.current().name, sorted({record.device for record in kept if record.status == "passed"})
+    gpu, devices = device.current().name, sorted({record.device for record in kept if record.status == "passed"})
     if not devices:
         return Verdict((), UNUSABLE, "nothing compared: no timed record of the baseline is among what --run selects"), []
-    if here not in devices:
-        return Verdict((), UNUSABLE, f"not comparable: baseline has device {', '.join(devices)}, this is {here}"), []
+    if gpu not in devices:
+        return Verdict((), UNUSABLE, f"not comparable: baseline has device {', '.join(devices)}, this is {gpu}"), []
     tolerated = plan.sweep.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 
     def remeasure(suspects: frozenset[TaskKey]) -> list[Record]:
@@ -78,13 +78,10 @@ def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Co
 
 def _selected(record: Record, plan: Plan) -> bool:
     """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
-    is_of_family = record.family == plan.family or (not record.family and record.op in cases_by_op(plan.sweep.bench))
-    op, selection, options = plan.ops.get(record.op), plan.selection, plan.options
-    variants = {variant.name: variant for variant in op.variants} if op else {}
-    peer = record.variant in variants and variants[record.variant].is_peer
-    return (
-        is_of_family
-        and record.policy == (options.policy or (op.policy if op else "cold"))
-        and selection.matches_case(record.op, record.key.case)
-        and selection.matches_variant(record.variant, options.peers or not peer)
-    )
+    is_in_family = record.family == plan.family or (not record.family and record.op in cases_by_op(plan.sweep.bench))
+    op = plan.ops.get(record.op)
+    policy = plan.options.policy or (op.policy if op else "cold")
+    if not is_in_family or record.policy != policy or not plan.selection.matches_case(record.op, record.key.case):
+        return False
+    is_peer = any(variant.name == record.variant and variant.is_peer for variant in op.variants) if op else False
+    return plan.selection.matches_variant(record.variant, plan.options.peers or not is_peer)

@@ -137,25 +137,25 @@ def gate(
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
     case_of = shared_case_key(baseline, new, defaults)
-    of_old, of_new = (newest_by(side, lambda record: (case_of(record), record.variant)) for side in (baseline, new))
-    old_setups, new_setups = ({setup_of(record) for record in side.values()} for side in (of_old, of_new))
-    pairs = [(of_old.get(row), of_new.get(row)) for row in of_old | of_new]
+    old_rows, new_rows = (newest_by(side, lambda record: (case_of(record), record.variant)) for side in (baseline, new))
+    old_setups, new_setups = set(map(setup_of, old_rows.values())), set(map(setup_of, new_rows.values()))
+    pairs = [(old_rows.get(row), new_rows.get(row)) for row in old_rows | new_rows]
     timed = [(old, fresh) for old, fresh in pairs if old and fresh and old.status == fresh.status == "passed"]
-    by_process = shifts([(old.samples_us or (), fresh.samples_us or ()) for old, fresh in timed])
-    changes = _widened([_change(*sides, shift) for sides, shift in zip(timed, by_process, strict=True)])
+    process_shifts = shifts([(old.samples_us or (), fresh.samples_us or ()) for old, fresh in timed])
+    changes = _widened([_change(*sides, shift) for sides, shift in zip(timed, process_shifts, strict=True)])
     judged = [change for change in changes if peers or not is_peer(change.old, change.new)]
-    of_peers = [change for change in changes if is_peer(change.old, change.new) and not peers]
+    noted = [change for change in changes if is_peer(change.old, change.new) and not peers]
     rows = []
-    for group, note in ((judged, ""), (of_peers, A_PEER)):  # each group is corrected for multiple tests by itself
+    for group, note in ((judged, ""), (noted, A_PEER)):  # each group is corrected for multiple tests by itself
         p_values = holm([change.p for change in group])
         rows += [_judged(replace(change, p=p), margin, note) for change, p in zip(group, p_values, strict=True)]
     rows += filter(None, (_not_compared(old, fresh, new_setups, peers) for old, fresh in pairs))
     notes = [
         _other_unit(changes),
         _too_short(changes, margin),
-        _left_out("baseline", of_old.values(), new_setups),
-        _left_out("new", of_new.values(), old_setups),
-        _added([fresh for key, fresh in of_new.items() if key not in of_old and setup_of(fresh) in old_setups]),
+        _left_out("baseline", old_rows.values(), new_setups),
+        _left_out("new", new_rows.values(), old_setups),
+        _added([fresh for key, fresh in new_rows.items() if key not in old_rows and setup_of(fresh) in old_setups]),
     ]
     groups, doubtful = slower_groups(judged)
     unanswered = Verdict(tuple(rows), PASS, "", tuple(filter(None, [*notes, *doubtful])), tuple(stale), tuple(groups))
@@ -257,13 +257,13 @@ def _too_short(changes: Sequence[Change], margin: float) -> str:
     )
 
 
-def _change(old: Record, new: Record, by_process: Shift | None) -> Change:
-    """Return the change of a row that both sides have timed."""
+def _change(old: Record, new: Record, process_shift: Shift | None) -> Change:
+    """Return the change of a row that both sides have timed; process_shift: None where a side lacks several processes."""
     if _same_measurement(old, new):
         return Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
-    if by_process is not None:
+    if process_shift is not None:
         basis = f"{len(old.samples_us or ())} and {len(new.samples_us or ())} processes"
-        return Change(old, new, by_process.log, *by_process.bounds, by_process.p_slower, basis)
+        return Change(old, new, process_shift.log, *process_shift.bounds, process_shift.p_slower, basis)
     before, after = (Interval(us_of(side), side.ci_low_us or 0.0, side.ci_high_us or 0.0) for side in (old, new))
     shift = interval_shift(before, after)
     return Change(old, new, shift.log, after.low / before.high - 1, after.high / before.low - 1, shift.p_slower, "")

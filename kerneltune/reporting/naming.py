@@ -26,10 +26,10 @@ def failure_lines(failed: Iterable[Record]) -> list[str]:
     Reasons with the same FILE:LINE, or with the same words around other numbers, are one mistake.
     """
     lines = []
-    for of_mistake in grouped(failed, lambda record: (record.op, _mistake(record))).values():
-        first = of_mistake[0]
-        configs = dict.fromkeys(row.variant + (f" ({row.config_label})" if row.config else "") for row in of_mistake)
-        cases = dict.fromkeys(_case_of(row) for row in of_mistake)
+    for records in grouped(failed, lambda record: (record.op, _mistake(record))).values():
+        first = records[0]
+        configs = dict.fromkeys(row.variant + (f" ({row.config_label})" if row.config else "") for row in records)
+        cases = dict.fromkeys(_case_of(row) for row in records)
         more = f" and {counted(len(cases) - 1, 'more case')}" if len(cases) > 1 else ""
         lines.append(f"{first_of(configs, _SHOWN_CONFIGS)}: {_case_of(first)}{more}: {_reason_of(first)}")
     return lines
@@ -102,12 +102,14 @@ def distinct_names(cases: Iterable[CaseName]) -> list[CaseName]:
     for case in cases:
         for name, value in case.options.items():
             values.setdefault(name, set()).add(str(value))
-    parts = {case.op: case.op.split("_") for case in cases}
-    same = sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, zip(*parts.values(), strict=False)))
-    shared = min((same, *(len(words) - 1 for words in parts.values())))
-    kinds = {op: "_".join(words[shared:]) for op, words in parts.items()}
-    varied = [{name: value for name, value in case.options.items() if len(values[name]) > 1} for case in cases]
-    return [replace(case, options=options, kind=kinds[case.op]) for case, options in zip(cases, varied, strict=True)]
+    words_of = {case.op: case.op.split("_") for case in cases}
+    num_equal = sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, zip(*words_of.values(), strict=False)))
+    num_shared = min((num_equal, *(len(words) - 1 for words in words_of.values())))
+    named = []
+    for case in cases:
+        options = {name: value for name, value in case.options.items() if len(values[name]) > 1}
+        named.append(replace(case, options=options, kind="_".join(words_of[case.op][num_shared:])))
+    return named
 
 
 def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -117,7 +119,10 @@ def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 def source_facts(records: Sequence[Record], between: str = " and ", fields: Sequence[str] = _RUN) -> dict[str, str]:
     """Return the values of the records' fields, without doubles, and their days; commit hashes have 7 digits."""
-    facts = {name: between.join(dict.fromkeys(_WHOLE_HASH.sub(r"\1", getattr(r, name)) for r in records)) for name in fields}
+    facts = {}
+    for name in fields:
+        values = dict.fromkeys(_WHOLE_HASH.sub(r"\1", getattr(record, name)) for record in records)
+        facts[name] = between.join(values)
     days = sorted({record.date[:10] for record in records})
     return facts | {"measured": " to ".join(dict.fromkeys((days[0], days[-1])))}
 

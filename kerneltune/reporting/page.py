@@ -184,8 +184,8 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
         case = cases[case_key(record)]
         case["best"] = {**_result(record), "is": record.variant}
     rows = Counter(record.dtype for record in records)
-    orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "settings")}
-    return sorted(cases.values(), key=lambda case: (-rows[case["dtype"]], *(orders[name].index(case[name]) for name in orders)))
+    orders = [(name, list(dict.fromkeys(case[name] for case in cases.values()))) for name in ("op", "quant", "settings")]
+    return sorted(cases.values(), key=lambda case: (-rows[case["dtype"]], *(order.index(case[name]) for name, order in orders)))
 
 
 def _named(name: CaseName) -> dict[str, Any]:

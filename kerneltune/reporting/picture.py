@@ -26,9 +26,8 @@ def speedups(families: Mapping[str, Sequence[Comparison]], pairs_of: Mapping[str
 
     The title names A and B of most families; a line below the picture names A and B of each other family.
     """
-    speedups_of = {
-        family: values for family, rows in families.items() if (values := [r.speedup for r in rows if r.speedup is not None])
-    }
+    all_speedups = {family: [r.speedup for r in rows if r.speedup is not None] for family, rows in families.items()}
+    speedups_of = {family: values for family, values in all_speedups.items() if values}
     if not speedups_of:
         sides = ", ".join(dict.fromkeys(f"{a} and {b}" for a, b in pairs_of.values()))
         raise ValueError(f"no case has a time of both {sides}: nothing to draw")

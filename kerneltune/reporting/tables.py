@@ -68,7 +68,9 @@ class Comparison:
     def mark(self) -> str:
         """Return `+` above 1.05x, `-` below 0.95x, else an empty text."""
         speedup = self.speedup or 1.0
-        return "+" if speedup > WIN else "-" if speedup < LOSS else ""
+        if speedup > WIN:
+            return "+"
+        return "-" if speedup < LOSS else ""
 
 
 def _interval(row: Comparison) -> str | None:
@@ -110,11 +112,13 @@ _CSV_COLUMNS = (
 
 def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
     """Pair A and B by case and device, sorted by operator, mode, element type and options; the last record of a case counts."""
-    sides = list(a), list(b)
-    case_of = shared_case_key(*sides)
-    of_a, of_b = ({case_of(record): record for record in side} for side in sides)
-    rows = [Comparison(record, of_b[case]) for case, record in of_a.items() if case in of_b]
-    orders = [list(dict.fromkeys(values)) for values in zip(*(_kind(row.a) for row in rows), strict=True)]
+    a, b = list(a), list(b)
+    case_of = shared_case_key(a, b)
+    a_records = {case_of(record): record for record in a}
+    b_records = {case_of(record): record for record in b}
+    rows = [Comparison(record, b_records[case]) for case, record in a_records.items() if case in b_records]
+    kinds = [_kind(row.a) for row in rows]
+    orders = [list(dict.fromkeys(values)) for values in zip(*kinds, strict=True)]  # of appearance, for each part of a kind
     return sorted(rows, key=lambda row: [order.index(value) for order, value in zip(orders, _kind(row.a), strict=True)])
 
 
@@ -155,19 +159,22 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
     for letter, name in (("a", a), ("b", b)):
         if name is not None and name not in sides:
             raise unknown(letter, name, sides)
-    own = Counter(r.variant for r in records if r.role != "peer" and r.variant not in ("baseline", "optimized"))
+    own = Counter(r.variant for r in records if r.role != "peer" and r.variant not in (_BASELINE, "optimized"))
     most = max(own, key=lambda name: own[name], default=variants[-1])
     cases = set(map(case_key, records))
-    first = BEST_PEER if 2 * len(peers) >= len(cases) else "baseline" if "baseline" in variants else variants[0]
+    first = _BASELINE if _BASELINE in variants else variants[0]
+    if 2 * len(peers) >= len(cases):
+        first = BEST_PEER
     return a or first, b or ("optimized" if "optimized" in variants else most)
 
 
 def family_pairs(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, tuple[str, str]]:
     """Return family -> A and B: as asked where the family has the variant, else the default."""
-    return {
-        family: default_pair(members, *(name if name in side_names(members) else None for name in pair))
-        for family, members in families.items()
-    }
+    pairs_of = {}
+    for family, members in families.items():
+        a, b = (name if name in side_names(members) else None for name in pair)
+        pairs_of[family] = default_pair(members, a, b)
+    return pairs_of
 
 
 def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[str, tuple[str, str]]) -> Table:
@@ -198,22 +205,22 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
             lines.append(Row((family, *[None] * 5, name, b, compared, None)))
             continue
         marks = [row.mark for row in rows]
-        shares = [part for row in rows if (part := share(row.b)) is not None]
+        shares = [part for part in (share(row.b) for row in rows) if part is not None]
+        median_share = statistics.median(shares) if shares else None
         speedup = statistics.geometric_mean(row.speedup or 1.0 for row in rows)
         counts = [marks.count(mark) for mark in ("+", "", "-")]
-        lines.append(
-            Row((family, speedup, slowest(rows)[0], *counts, name, b, compared, statistics.median(shares) if shares else None))
-        )
+        lines.append(Row((family, speedup, slowest(rows)[0], *counts, name, b, compared, median_share)))
     return Table(columns, tuple(lines))
 
 
 def slowest(rows: Sequence[Comparison]) -> list[str]:
     """Return the timed rows by name, the smallest speed-up first: `0.61x fwd none bfloat16 128×4096`."""
-    timed = [(row.speedup, name) for row, name in zip(rows, case_names(row.a for row in rows), strict=True) if row.speedup]
-    words = [
-        (speedup, " ".join(filter(None, [n.kind, n.quant, short_dtype(n.dtype), n.shape, n.settings]))) for speedup, n in timed
-    ]
-    return [f"{speedup:.2f}x {name}" for speedup, name in sorted(words)]
+    timed = []
+    for row, name in zip(rows, case_names(row.a for row in rows), strict=True):
+        if row.speedup:
+            words = [name.kind, name.quant, short_dtype(name.dtype), name.shape, name.settings]
+            timed.append((row.speedup, " ".join(filter(None, words))))
+    return [f"{speedup:.2f}x {name}" for speedup, name in sorted(timed)]
 
 
 def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str = "") -> Table:
@@ -224,21 +231,21 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         a, b: the names of A and B; `best-peer` for the fastest peer of every case.
         title: heading above the table.
     """
-    left, names = case_columns([row.a for row in rows], Column("kind", shared=True))
+    case_part, names = case_columns([row.a for row in rows], Column("kind", shared=True))
     bounds = [bound_of(row.b) for row in rows if row.speedup is not None]
     is_mixed = len(set(bounds)) > 1
     sides = [Column(f"{side} is", key=f"{side}_is", value=attrgetter(f"{side.lower()}.variant")) for side in "AB"]
-    right = (
+    measures = (
         *(column for column in sides if len(set(map(column.value, rows))) > 1),
         *with_bound(AB_COLUMNS, bounds),
         _measure("bound", lambda row: bound_of(row.b), rank=4, only=() if is_mixed else ("csv",)),
         *_CSV_COLUMNS,
     )
-    lines = [Row((*values(left, name), *values(right, row)), row.note) for name, row in zip(names, rows, strict=True)]
+    lines = [Row((*values(case_part, name), *values(measures, row)), row.note) for name, row in zip(names, rows, strict=True)]
     records = [side for row in rows for side in (row.a, row.b)]
     head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
     foot = [source(records), *(_aa_lines(rows) if a == b else ())] if records else []
-    return Table((*left, *right), tuple(lines), tuple(head), tuple(foot), title=title)
+    return Table((*case_part, *measures), tuple(lines), tuple(head), tuple(foot), title=title)
 
 
 def _aa_lines(rows: Iterable[Comparison]) -> list[str]:
@@ -268,11 +275,10 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     groups = list(grouped(kept, case_key).values())
     rows = [list(_sweep_rows(group)) for group in groups]
     bounds = [row.bound for group in rows for row in group if row.bound]
-    left, names = case_columns(
-        [group[0] for group in groups], Column("op", shared=True), Column("case", rank=1), sizes_first=True
-    )
+    op_and_case = Column("op", shared=True), Column("case", rank=1)
+    case_part, names = case_columns([group[0] for group in groups], *op_and_case, sizes_first=True)
     reached = Column("% ceiling", digits=1, key="pct_bound", rank=2, value=lambda row: share(row.record) if row.bound else None)
-    right = (
+    measures = (
         Column("", key="best", value=lambda row: "*" if row.is_best else ""),
         Column("variant", value=attrgetter("record.variant")),
         Column("µs", digits=2, key="time_us", value=attrgetter("record.time_us")),
@@ -287,38 +293,44 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
         ),
     )
     lines = [
-        Row((*values(left, name), *values(right, row)), "" if row.record.status == "passed" else _status(row.record))
+        Row((*values(case_part, name), *values(measures, row)), "" if row.record.status == "passed" else _status(row.record))
         for name, group in zip(names, rows, strict=True)
         for row in group
     ]
     foot = [status_counts(r.status for r in records)]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
-    return Table((*left, *right), tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=len(left))
+    columns = (*case_part, *measures)
+    return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=len(case_part))
 
 
 def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
-    """Return variant -> reason where all records of several cases are skipped, unless it is an operator's last variant."""
-    of_variants = grouped(records, lambda record: (record.op, record.variant))
-    shown = {op for (op, _), group in of_variants.items() if any(r.status != "skipped" for r in group)}
-    return {
-        (op, variant): "; ".join(dict.fromkeys(" ".join(r.reason.split()) for r in group))
-        for (op, variant), group in of_variants.items()
-        if op in shown and len(group) > 1 and all(r.status == "skipped" for r in group)
-    }
+    """Return the variants that were skipped in all of several cases, with the reasons, if the operator has other variants."""
+    shown_ops = {record.op for record in records if record.status != "skipped"}
+    reasons_of = {}
+    for (op, variant), group in grouped(records, lambda record: (record.op, record.variant)).items():
+        if op in shown_ops and len(group) > 1 and all(record.status == "skipped" for record in group):
+            reasons_of[op, variant] = "; ".join(dict.fromkeys(" ".join(record.reason.split()) for record in group))
+    return reasons_of
 
 
 def check_table(records: Sequence[Record]) -> Table:
     """Return one line per operator and variant: how many cases passed, failed with a config, and were skipped; no times."""
+    statuses = ("checked", "failed", "skipped")
+    counted_columns = [Column(status, digits=0) for status in statuses]
     columns = (
-        Column("op", wraps=True), Column("variant"), *(Column(status, digits=0) for status in ("checked", "failed", "skipped")),
-        Column("types", wraps=True), Column("modes", wraps=True),
-    )  # fmt: skip
+        Column("op", wraps=True),
+        Column("variant"),
+        *counted_columns,
+        *(Column(n, wraps=True) for n in ("types", "modes")),
+    )
     lines, all_counts = [], Counter[str]()
     for (op, variant), group in grouped(records, lambda r: (r.op, r.variant)).items():
-        by_case = grouped(group, lambda r: (r.case, r.key.case))
-        counts = Counter("failed" if any(r.status == "failed" for r in rows) else rows[0].status for rows in by_case.values())
-        spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in group), (r.quant for r in group)))
-        lines.append(Row((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
+        counts = Counter[str]()
+        for rows in grouped(group, lambda r: (r.case, r.key.case)).values():  # a row per config that failed
+            counts["failed" if any(r.status == "failed" for r in rows) else rows[0].status] += 1
+        types = ", ".join(dict.fromkeys(short_dtype(r.dtype) for r in group))
+        modes = ", ".join(dict.fromkeys(r.quant for r in group))
+        lines.append(Row((op, variant, *(counts[status] for status in statuses), types, modes)))
         all_counts += counts
     return Table(columns, tuple(lines), tuple(_device_lines(records)), (status_counts(all_counts.elements()),), repeated=1)
 
@@ -333,7 +345,8 @@ def case_columns(records: Iterable[Record], *first: Column, sizes_first: bool = 
     first: columns of the fields of `CaseName`.
     """
     names = case_names(records)
-    options, axes = ({part: None for name in names for part in getattr(name, group)} for group in ("options", "axes"))
+    options = dict.fromkeys(option for name in names for option in name.options)
+    axes = dict.fromkeys(axis for name in names for axis in name.axes)
     leading = [replace(column, value=attrgetter(column.name)) for column in first]
     settings = [Column(name, shared=True, value=attrgetter(name)) for name in ("dtype", "quant")]
     settings += [Column(name, shared=True, value=partial(_part, "options", name)) for name in options]
@@ -384,23 +397,26 @@ def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
     floors = [row.aa_floor for row in rows if row.aa_floor is not None]
     if floors:
         lines.append(f"noise, a variant against itself: at most {max(floors):.1%}")
-    apart = [fields for row in rows if row.speedup is not None and (fields := other_run(row.a, row.b))]
-    if apart:
-        other = " or ".join(dict.fromkeys(_RUN_WORDS.get(name, name) for fields in apart for name in fields))
-        other_runs = f"A and B are of different runs (another {other}): may differ by a few per cent"
-        lines.append(f"{len(apart)} of {_count(speedups)}: {other_runs}")
+    differing_runs = [fields for fields in (other_run(row.a, row.b) for row in rows if row.speedup is not None) if fields]
+    if differing_runs:
+        words = dict.fromkeys(_RUN_WORDS.get(name, name) for fields in differing_runs for name in fields)
+        remark = f"A and B are of different runs (another {' or '.join(words)}): may differ by a few per cent"
+        lines.append(f"{len(differing_runs)} of {_count(speedups)}: {remark}")
     return lines
 
 
 def _reached(rows: Sequence[Comparison]) -> list[str]:
     """Return the median share that B reaches, of each bound."""
-    reached = ((bound_of(row.b), share(row.b)) for row in rows)
-    by_bound = grouped([(bound, part) for bound, part in reached if part is not None], lambda item: item[0])
-    shares = [
-        f"{statistics.median(part for _, part in of):.1f} % of the {bound}{f' ({_count(of)})' if len(by_bound) > 1 else ''}"
-        for bound, of in sorted(by_bound.items())
+    shares: dict[Bound, list[float]] = {}
+    for row in rows:
+        reached = share(row.b)
+        if reached is not None:
+            shares.setdefault(bound_of(row.b), []).append(reached)
+    medians = [
+        f"{statistics.median(parts):.1f} % of the {bound}{f' ({_count(parts)})' if len(shares) > 1 else ''}"
+        for bound, parts in sorted(shares.items())
     ]
-    return [f"B reaches {' and '.join(shares)} in the median"] if shares else []
+    return [f"B reaches {' and '.join(medians)} in the median"] if medians else []
 
 
 def with_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
