@@ -11,8 +11,9 @@ from functools import partial
 from kerneltune import records
 from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.modes import read_sources
 from kerneltune.journals import Journal
-from kerneltune.measuring.check import is_shipped, meta_inputs
+from kerneltune.measuring.check import host_folder, is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.measuring.derived import derived_cases
@@ -47,6 +48,8 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     for sweep_case in sweep_cases:  # here, as torch._dynamo, which torch imports for device `meta`, takes every fork 1.5 s
         with suppress(CaseError):  # its own check says why
             meta_inputs(plan.ops[sweep_case.op], sweep_case.case)
+    for folder in {host_folder(op) for name in {it.op for it in sweep_cases} if is_shipped(op := plan.ops[name])}:
+        read_sources(folder)
     if plan.options.quick:
         runner.run("check", runner.case_jobs(sweep_cases))
         return [*runner.case_records(), *runner.compile_refusals()], []

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from kerneltune.interpreter.facts import iterations_of, note_here
-from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
+from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes, with_quick_accesses
 
 _USED = (
     "_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder",
@@ -58,6 +58,7 @@ def correct_interpreter() -> None:
     changes: dict[str, Callable[[Any], Any]] = {
         "_convert_float": _rounded, "_patch_lang_core": _patched_core, "_patch_lang": _once,
         "_get_np_dtype": remembered_dtypes, "_implicit_cvt": _with_casts, "_patch_attr": _called_directly,
+        "_interpreter": with_quick_accesses,
     }  # fmt: skip
     if missing := [name for name in (*changes, *_USED) if not hasattr(interpreter, name)]:
         raise RuntimeError(

@@ -43,7 +43,7 @@ def noting_host(folder: str) -> AbstractContextManager[None]:
         code, condition = frame.f_code, ""
         if not is_own(folder, code.co_filename) or code.co_name == "<module>":
             return None
-        limits, function = _limits(code.co_filename), code.co_qualname.partition(".<locals>.<")[0].rpartition(".")[2]
+        limits, function = limits_of(code.co_filename), code.co_qualname.partition(".<locals>.<")[0].rpartition(".")[2]
 
         def step(frame: FrameType, event: str, _arg: object) -> Any:
             nonlocal condition
@@ -112,7 +112,7 @@ def _clamp_texts(text: str, local: Mapping[str, Any], numbers: Any, *limits: obj
 
 
 @functools.cache
-def _limits(file: str) -> Mapping[int, list[_Limit]]:
+def limits_of(file: str) -> Mapping[int, list[_Limit]]:
     """Return the limits in a file by each line of their statements, without the conditions of `if`."""
     of_line: dict[int, list[_Limit]] = defaultdict(list)
     with suppress(SyntaxError):

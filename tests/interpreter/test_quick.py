@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from subprocesses import environment
 
-from kerneltune.interpreter.modes import corrected
-from kerneltune.interpreter.quick import OPERATORS
+from kerneltune.interpreter.modes import corrected, read_sources
+from kerneltune.interpreter.quick import OPERATORS, with_quick_accesses
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
 
@@ -93,3 +94,33 @@ print(json.dumps([all_answers(False), all_answers(True)]))
     for is_checked, want in enumerate(json.loads(done.stdout)):
         assert all_answers(bool(is_checked)) == want
         assert any("overflow detected" in line for line in want["mul torch.int8"]) == is_checked
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.float32, np.int64])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("distance", [1, 3])
+def test_accesses_by_numpy_load_and_store_what_the_native_module_does(kind: Any, share: float, distance: int) -> None:
+    from triton._C.libtriton import interpreter as native
+
+    random = np.random.default_rng(0)
+    quick, memory, kept = with_quick_accesses(native), *(random.integers(0, 200, 9000).astype(kind) for _ in range(2))
+    bytes_at = distance * (kind().itemsize if distance == 1 else 1)  # 3 bytes apart elements overlap, unless they are bytes
+    addresses = np.uint64(memory.ctypes.data) + (random.integers(0, 2900, (2, 1000)) * bytes_at).astype(np.uint64)
+    mask, values = random.random((2, 1000)) < share, random.integers(0, 200, (2, 1000)).astype(kind)
+    got, want = (it.load(addresses, mask, values, np.dtype(kind)) for it in (quick, native))
+    assert got.dtype == want.dtype
+    assert (got == want).all()
+    stored = []
+    for module in (quick, native):
+        memory[:] = kept
+        module.store(addresses, values, mask)
+        stored.append(memory.copy())
+    assert (stored[0] == stored[1]).all()
+
+
+def test_sources_that_are_read_hold_the_rewritten_kernels_of_the_folder() -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    InterpretedFunction.rewritten_fn.pop(_operate.fn, None)
+    read_sources(f"{Path(__file__).parent}/")
+    assert _operate.fn in InterpretedFunction.rewritten_fn
