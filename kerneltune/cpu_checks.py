@@ -81,19 +81,21 @@ class _JobRunner:
 
     def case_jobs(self, sweep_cases: Sequence[SweepCase]) -> list[Job]:
         """Return a job for each case, with default configs of own variants; a peer is checked if the selection names variants."""
-        with_peers = bool(self.plan.selection.variants)
-        tasks_of = [self.plan.check_tasks(sweep_case.op, sweep_case.case, with_peers=with_peers) for sweep_case in sweep_cases]
-        runs_of = [[Run(task, task.default) for task in tasks] for tasks in tasks_of]
-        return [case_job(runs) for runs in runs_of if runs]
+        jobs = []
+        for sweep_case in sweep_cases:
+            tasks = self.plan.check_tasks(sweep_case.op, sweep_case.case, with_peers=bool(self.plan.selection.variants))
+            jobs += [case_job([Run(task, task.default) for task in tasks])] if tasks else []
+        return jobs
 
     def run(self, stage: str, jobs: Sequence[Job]) -> None:
         """Run jobs whose cases the journal lacks, and keep the records of each case in the journal."""
         journal, family = Journal(self.plan.run_file("check.journal")), self.plan.family
-        of_journal = {job: rows for job in jobs if job.runs and (rows := journal.finished(job.runs)) is not None}
-        lacking = [job for job in jobs if job not in of_journal]
-        self.kept.extend(of_journal)
-        self.records.update({job: of_journal.get(job, []) for job in jobs})
-        self.progress.stage(stage, len(jobs), len(of_journal), sum(job.cost for job in lacking))
+        lacking = list[Job]()
+        for job in jobs:
+            rows = journal.finished(job.runs) if job.runs else None
+            self.records[job] = rows or []
+            (lacking if rows is None else self.kept).append(job)
+        self.progress.stage(stage, len(jobs), len(jobs) - len(lacking), sum(job.cost for job in lacking))
         for job, outcomes in run_jobs(lacking):
             runs = job.runs or [Run(replace(job.task, case=o.case or job.task.case), o.config) for o in outcomes]
             self.records[job] = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
@@ -126,9 +128,11 @@ class _JobRunner:
         largest: dict[tuple[str, str, str], Run] = {}
         for run in sorted(runs, key=lambda run: run.task.op.traffic(run.task.case).total):
             task = run.task
-            if not (is_shipped(task.op) and not task.op.origin) and not task.variant.unsupported(task.case):
+            is_ours = is_shipped(task.op) and not task.op.origin
+            if not is_ours and not task.variant.unsupported(task.case):
                 largest[task.op.name, task.variant.name, task.case.quant] = run
-        if not (runs := list(largest.values())):
+        runs = list(largest.values())
+        if not runs:
             return []
         self.progress.stage("compile", 1)
         refused = refusals([compile_job(*run) for run in runs], self.plan.options.workers)
@@ -138,11 +142,11 @@ class _JobRunner:
 
 def mutate_outputs(plan: Plan) -> list[Outcome]:
     """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them."""
-    by_op = cases_by_op(plan.cases("check"))
-    if not by_op:
+    check_cases = cases_by_op(plan.cases("check"))
+    if not check_cases:
         raise ValueError(f"{plan.sweep.path}: no check case selected")
     jobs = []
-    for name, cases in by_op.items():
+    for name, cases in check_cases.items():
         op = plan.ops[name]
         own = next((variant for variant in op.variants if not variant.is_peer and not variant.part), None)
         if own is None:
@@ -184,8 +188,9 @@ def _further_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], facts: Mapping[s
 def _largest(op: Op, cases: Sequence[Case]) -> list[Case]:
     """Return the case with the most bytes, and the case with the longest of each axis if its offsets may exceed 32 bits."""
     by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
-    longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis, _size in by_bytes[-1].axes]
-    return list(dict.fromkeys([by_bytes[-1], *(case for case in longest if op.traffic(case).total > _MOST_OFFSET)]))
+    longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis in op.axes]
+    far = [case for case in longest if op.traffic(case).total > _MOST_OFFSET]
+    return list(dict.fromkeys([by_bytes[-1], *far]))
 
 
 def _failure_key(record: Record) -> object:

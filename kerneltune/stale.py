@@ -40,6 +40,8 @@ _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
 _DIGITS, _NAMED = 8, 2
 """Digits of a digest of code, and rows, that a line about stale records names."""
+_HEADLINE, _RECORDED, _UNMEASURED = range(3)
+"""Ranks of stale cases: headline cases are measured first, then cases with records, then cases that nobody measured."""
 _Ranks = Mapping[tuple[str, Case], int]
 
 
@@ -50,7 +52,7 @@ class StaleFamily:
     Attributes:
         num_cases: number of selected bench cases.
         stale: cases with a variant that has no record, or a record of other code or another config, or a failed own variant;
-            with their ranks: 0 for a headline case, 1 for a case with records, 2 for a case that nobody measured.
+            with their ranks.
         seconds_a_case: seconds that a case took when the records were made.
         num_orphans: number of records whose case is not in the sweep file.
     """
@@ -113,8 +115,8 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
         for entry in cache.load_strict(path) if path.exists() else ():
             if _matches(first.selection, entry, ranks):
                 cached[name] += 1
-                own = (variant for variant in op.variants if variant.name == entry.variant)
-                stale += [entry] if any(is_stale(variant, entry) for variant in own) else []
+                if any(variant.name == entry.variant and is_stale(variant, entry) for variant in op.variants):
+                    stale.append(entry)
     stale.sort(key=lambda entry: (entry.variant != "optimized", ranks.get((entry.op, entry.case), len(ranks))))
     return Stale(gpu, cached, tuple(stale), tuple(families), tuple(plans))
 
@@ -140,14 +142,14 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
     recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
     rows = {row.key: row for row in recorded}
     measured, keys = {row.key.of_case for row in recorded}, set(map(plan.key, plan.sweep.bench))
-    ranks = {
-        sweep_case: 0 if plan.sweep.is_headline(sweep_case) else 1 if plan.key(sweep_case) in measured else 2
-        for sweep_case in plan.cases()
-    }
-    in_order = sorted(ranks, key=lambda sweep_case: ranks[sweep_case] > 0)
-    stale = {sweep_case: ranks[sweep_case] for sweep_case in in_order if not _is_fresh(plan, sweep_case, rows, folder.name)}
+    cases = sorted(plan.cases(), key=lambda sweep_case: not plan.sweep.is_headline(sweep_case))
+    stale = {}
+    for sweep_case in cases:
+        if not _is_fresh(plan, sweep_case, rows, folder.name):
+            rank = _RECORDED if plan.key(sweep_case) in measured else _UNMEASURED
+            stale[sweep_case] = _HEADLINE if plan.sweep.is_headline(sweep_case) else rank
     orphans = sum(row.key.of_case not in keys for row in recorded)
-    return StaleFamily(plan, len(ranks), stale, _seconds_a_case(recorded, policies), orphans)
+    return StaleFamily(plan, len(cases), stale, _seconds_a_case(recorded, policies), orphans)
 
 
 def _is_fresh(plan: Plan, sweep_case: SweepCase, rows: Mapping[TaskKey, Record], gpu: str) -> bool:
@@ -179,9 +181,9 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     The config at hand is the config of a call without `config=` on the record's GPU, a folder name. Only timed rows have a config
     to compare. Nothing can be said about the config of a GPU that has no configs and whose architecture is unknown here.
     """
-    here = task.variant.source_hash
-    if row.source_hash != here:
-        return Difference("other code", f"{row.source_hash[:_DIGITS]}, here {here[:_DIGITS]}")
+    source_hash = task.variant.source_hash
+    if row.source_hash != source_hash:
+        return Difference("other code", f"{row.source_hash[:_DIGITS]}, here {source_hash[:_DIGITS]}")
     is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
@@ -249,8 +251,7 @@ def renew(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, Tuni
     Return the configs that were timed with their results, the new records, and the configs and cases that are still stale.
 
     Every config is stored and every case recorded at once. A run that is interrupted, or ends after `budget_s` seconds, loses at
-    most the present case, and the next run measures the rest. Headline cases of all families come first, then cases with
-    records, then cases that nobody measured.
+    most the present case, and the next run measures the rest. Cases of all families come in the order of their ranks.
     """
     budget_s = stale.plans[0].options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
@@ -265,8 +266,8 @@ def renew(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, Tuni
 
 def _batches(stale: Stale) -> Iterator[tuple[Plan, list[SweepCase]]]:
     """Yield stale cases by rank, then family by family, `_AT_ONCE` at a time."""
-    for rank in range(3):
+    for rank in (_HEADLINE, _RECORDED, _UNMEASURED):
         for family in stale.families:
-            cases = [sweep_case for sweep_case, its_rank in family.stale.items() if its_rank == rank]
+            cases = [sweep_case for sweep_case, case_rank in family.stale.items() if case_rank == rank]
             for first in range(0, len(cases), _AT_ONCE):
                 yield family.plan, cases[first : first + _AT_ONCE]

@@ -175,7 +175,7 @@ def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
     for task in tasks:
         if (name := task.op.name) not in stores:
             stores[name] = open_store(task.op, task.variant, root / "results")
-        yield stores[name].of_task(task), task.own_entry(root / "configs")
+        yield stores[name].evaluations(task), task.own_entry(root / "configs")
 
 
 def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:

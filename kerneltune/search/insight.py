@@ -22,8 +22,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def regret(evaluations: Iterable[Evaluation]) -> tuple[list[float], int]:
     """Return after every evaluation the gap of the best time so far to the best of all; and the evaluations to a gap of 2 %."""
-    so_far = list(itertools.accumulate((math.inf if it.time_us is None else it.time_us for it in evaluations), min))
-    gaps = [time / so_far[-1] - 1.0 for time in so_far]
+    times = [math.inf if evaluation.time_us is None else evaluation.time_us for evaluation in evaluations]
+    best_so_far = list(itertools.accumulate(times, min))
+    gaps = [time / best_so_far[-1] - 1.0 for time in best_so_far]
     return gaps, next(i for i, gap in enumerate(gaps, start=1) if gap <= NEAR)
 
 
@@ -81,11 +82,9 @@ def set_cover(cases: Sequence[Mapping[Knobs, float]]) -> tuple[list[Knobs], floa
 
     Return the largest remaining gap as well, and whether they are surely the fewest.
     """
-    best = [min(times.values()) for times in cases]
     configs = list(dict.fromkeys(knobs for times in cases for knobs in times))
-    gaps = np.array(
-        [[times.get(knobs, math.inf) / least - 1.0 for knobs in configs] for times, least in zip(cases, best, strict=True)]
-    )
+    times_us = np.array([[times.get(knobs, math.inf) for knobs in configs] for times in cases])
+    gaps = times_us / times_us.min(axis=1, keepdims=True) - 1.0  # (cases, configs)
     count = 1.0 + np.minimum(gaps, 1.0).mean(axis=0) / len(configs)  # between sets of equal size, prefer smaller gaps
     covered = LinearConstraint((gaps <= NEAR).astype(float), lb=1)
     solved = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})

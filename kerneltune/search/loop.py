@@ -79,8 +79,9 @@ class Candidates:
     def in_order(self, limits: SearchLimits) -> list[Config]:
         """Return all configs in the order in which a search tries them before the first times are known."""
         first = dict.fromkeys(self.first)
-        rest = [config for config in self.pool if config not in first]
-        return [*first, *_drawn(rest, () if limits.sampler == "random" else list(first), limits.seed)]
+        others = [config for config in self.pool if config not in first]
+        guesses = () if limits.sampler == "random" else list(first)
+        return [*first, *_drawn(others, guesses, limits.seed)]
 
 
 class Evaluator(Protocol):
@@ -150,7 +151,7 @@ def times_of(evaluations: Mapping[Config, Evaluation]) -> dict[Config, float]:
     return {config: evaluation.time_us for config, evaluation in evaluations.items() if evaluation.time_us is not None}
 
 
-def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
+def _drawn(configs: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
     """Return configs in random order; a config that differs little from a guess probably comes early."""
     rng, guessed = random.Random(seed), [knobs_of(guess).values() for guess in guesses]
 
@@ -159,7 +160,7 @@ def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list
         num_changed = min((sum(map(operator.ne, values, guess)) for guess in guessed), default=0)
         return rng.expovariate(1.0) * _LESS_LIKELY**num_changed
 
-    return sorted(rest, key=draw_time)
+    return sorted(configs, key=draw_time)
 
 
 class SearchState:

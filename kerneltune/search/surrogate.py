@@ -189,5 +189,5 @@ def _coordinates(pool: Sequence[Mapping[str, Any]]) -> Array:
             logs = np.sign(numbers) * np.log2(1.0 + 2.0 * np.abs(numbers))
             columns.append((logs - logs.min()) / (np.ptp(logs) or 1.0))
         else:
-            columns += [np.array([value == other for value in values], dtype=float) for other in distinct]
+            columns += [np.array([value == word for value in values], dtype=float) for word in distinct]
     return np.column_stack(columns)

@@ -31,6 +31,7 @@ from kerneltune.programs import commit
 from kerneltune.records import TrialStatus
 from kerneltune.spec import LARGEST_MEASURE, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
 from kerneltune.task import Evaluation, Knobs, Task, Trial, fingerprint, knob_pairs, knobs_of, trials_file
+from kerneltune.wording import pairs
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
@@ -49,7 +50,7 @@ class _Study(TaskRow, kw_only=True):
     fingerprint: dict[str, str]
 
 
-_ABOUT = tuple(name for name in _Study.__struct_fields__ if name != "case")
+_IDENTITY = tuple(name for name in _Study.__struct_fields__ if name != "case")
 
 
 class TrialStore:
@@ -101,17 +102,17 @@ class TrialStore:
 
     def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
         """Return the study of a task whose knobs offer these values; create a missing study."""
-        about = {"op": task.op.name, **task.key.fields, "fingerprint": self._fingerprint}
-        name = _study_name({field: about[field] for field in _ABOUT}, offered)
+        attributes = {"op": task.op.name, **task.key.fields, "fingerprint": self._fingerprint}
+        name = _study_name({name: attributes[name] for name in _IDENTITY}, offered)
         if name not in self._studies:
             if self._storage is None:
                 self._storage = _opened(self._path)
             names = {study.study_name for study in self._storage.get_all_studies()}
             find = optuna.load_study if name in names else partial(optuna.create_study, load_if_exists=True)
             study = find(storage=self._storage, study_name=name)
-            for attribute in (*_ABOUT, "case"):
+            for attribute in (*_IDENTITY, "case"):
                 if attribute not in study.user_attrs:
-                    study.set_user_attr(attribute, about[attribute])
+                    study.set_user_attr(attribute, attributes[attribute])
             self._studies[name] = study
         return self._studies[name]
 
@@ -119,13 +120,11 @@ class TrialStore:
         """Return the values of every knob in the space of a task and in configs beside the space."""
         choices = self._choices.get(task.key)
         if choices is None:
-            space = [(name, value) for name, values in task.variant.space(task.case).items() for value in values]
-            beside = [pair for knobs in self._evaluations.get(task.key, ()) for pair in knobs]
-            choices = self._choices[task.key] = {}
-            for name, value in (*space, *beside):
-                choices.setdefault(name, {})[value] = None
-        for name, value in knob_pairs(config):
-            choices.setdefault(name, {})[value] = None
+            space = task.variant.space(task.case)
+            choices = self._choices[task.key] = {name: dict.fromkeys(values) for name, values in space.items()}
+            for knobs in self._evaluations.get(task.key, ()):
+                _add_choices(choices, knobs)
+        _add_choices(choices, knob_pairs(config))
         return {name: sorted(values, key=choice_order) for name, values in choices.items()}
 
     def refresh(self) -> None:
@@ -134,24 +133,29 @@ class TrialStore:
         read = [trial for trial in _trials(self._storage, self._path, self._read) if trial.fingerprint == self._fingerprint]
         with self._lock:
             for trial in read:
-                of_task = self._evaluations.setdefault(trial.key, {})
+                evaluations = self._evaluations.setdefault(trial.key, {})
                 if trial.evaluation.status in self._hidden:
-                    of_task.pop(trial.knobs, None)
+                    evaluations.pop(trial.knobs, None)
                 else:
-                    of_task[trial.knobs] = trial.evaluation
+                    evaluations[trial.knobs] = trial.evaluation
 
-    def of_task(self, task: Task) -> dict[Knobs, Evaluation]:
+    def evaluations(self, task: Task) -> dict[Knobs, Evaluation]:
         """Return the evaluations of a task, in the order of the first evaluation."""
         with self._lock:
             return dict(self._evaluations.get(task.key, {}))
 
     def ranked(self, task: Task) -> list[dict[str, Any]]:
         """Return the knobs of a task's configs that have a time, fastest first."""
-        timed = [(evaluation.time_us, knobs) for knobs, evaluation in self.of_task(task).items() if evaluation.time_us]
+        timed = [(evaluation.time_us, knobs) for knobs, evaluation in self.evaluations(task).items() if evaluation.time_us]
         return [dict(knobs) for _, knobs in sorted(timed)]
 
     def __len__(self) -> int:
         return sum(map(len, self._evaluations.values()))
+
+
+def _add_choices(choices: dict[str, dict[Any, None]], knobs: Knobs) -> None:
+    for name, value in knobs:
+        choices.setdefault(name, {})[value] = None
 
 
 def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool = False) -> TrialStore:
@@ -167,11 +171,11 @@ def newest_trials(path: Path) -> dict[TaskKey, dict[Knobs, Evaluation]]:
     """Return the trials of a store by task, the oldest first; all trials of a variant have the fingerprint of its newest."""
     trials = history(path)
     newest = {trial.key.variant: trial.fingerprint for trial in trials}
-    by_task: dict[TaskKey, dict[Knobs, Evaluation]] = {}
+    evaluations: dict[TaskKey, dict[Knobs, Evaluation]] = {}
     for trial in trials:
         if trial.fingerprint == newest[trial.key.variant]:
-            by_task.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
-    return by_task
+            evaluations.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
+    return evaluations
 
 
 def history(path: Path) -> list[Trial]:
@@ -179,12 +183,14 @@ def history(path: Path) -> list[Trial]:
     return list(_trials(_existing(path), path, {}))
 
 
-def _study_name(about: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) -> str:
-    """Return a readable name that only studies of the same identity share."""
-    sizes = " ".join(f"{axis}={size}" for axis, size in about["axes"].items())
-    digest = sha256(json.dumps([about, {name: list(map(repr, c)) for name, c in offered.items()}], sort_keys=True).encode())
-    parts = (about["op"], about["variant"], sizes, about["dtype"], about["quant"], about["policy"], digest.hexdigest()[:8])
-    return " ".join(parts)
+def _study_name(identity: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) -> str:
+    """Return a readable name that only studies of the same identity and space share."""
+    space = {name: list(map(repr, values)) for name, values in offered.items()}
+    digest = sha256(json.dumps([identity, space], sort_keys=True).encode()).hexdigest()
+    sizes = pairs(identity["axes"])
+    return " ".join(
+        [identity["op"], identity["variant"], sizes, *(identity[n] for n in ("dtype", "quant", "policy")), digest[:8]]
+    )
 
 
 def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) -> Iterator[Trial]:
@@ -196,7 +202,7 @@ def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) ->
         return
     unread: list[tuple[int, Mapping[str, Any], FrozenTrial]] = []
     for study in storage.get_all_studies():
-        if not study.user_attrs.keys() >= set(_ABOUT):
+        if not study.user_attrs.keys() >= set(_IDENTITY):
             continue  # another program's study, or a study that was interrupted before its first trial
         number = storage.get_study_id_from_name(study.study_name)
         trials = storage.get_all_trials(number, deepcopy=False)
@@ -204,20 +210,21 @@ def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) ->
         for trial in trials[begin:]:
             order = storage.get_trial_id_from_study_id_trial_number(number, trial.number)
             unread.append((order, study.user_attrs, trial))
-    for _order, about, trial in sorted(unread, key=itemgetter(0)):
+    for _order, attributes, trial in sorted(unread, key=itemgetter(0)):
         if trial.state.is_finished() and "status" in trial.user_attrs:
-            yield _trial(about, trial, path)
+            yield _trial(attributes, trial, path)
 
 
-def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
-    """Return a stored trial of a study that is described by its user attributes."""
+def _trial(attributes: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
+    """Return a stored trial of a study with these user attributes."""
     evaluation = {field: stored.user_attrs[name] for name, field in _RESULT.items() if name in stored.user_attrs}
     evaluation["time_us"] = time_us = stored.value if stored.state is TrialState.COMPLETE else None
-    if (ended := stored.datetime_complete) and "date" not in evaluation:  # of an earlier version: local time of its machine
+    ended = stored.datetime_complete
+    if "date" not in evaluation and ended is not None:  # of an earlier version: local time of its machine
         evaluation["date"] = ended.astimezone(UTC).isoformat(timespec="seconds")
     try:
         evaluation["status"] = STATUS_NOW.get(evaluation["status"], evaluation["status"])
-        study = msgspec.convert(about, _Study)
+        study = msgspec.convert(attributes, _Study)
         knobs = tuple(msgspec.convert(stored.params, dict[str, Knob]).items())
         trial = Trial(TaskKey.of(study.op, study), knobs, msgspec.convert(evaluation, Evaluation), study.fingerprint)
     except (msgspec.ValidationError, TypeError) as error:  # a list or a mapping in the place of a status

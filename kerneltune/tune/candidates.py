@@ -28,15 +28,17 @@ def candidates(task: Task, store: "TrialStore", options: Options) -> Candidates:
     """
     space, default = checked_space(task), task.default
     offered = {default, *space}
-    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
-    if options.retune != "all" and other in task.op.dtypes:
-        ranked = store.ranked(replace(task, case=replace(task.case, dtype=other)))
+    other_dtype = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
+    if options.retune != "all" and other_dtype in task.op.dtypes:
+        ranked = store.ranked(replace(task, case=replace(task.case, dtype=other_dtype)))
         if len(ranked) > max(_TRANSFERRED, len(store.ranked(task))):
-            space = [config for values in ranked[:_TRANSFERRED] if (config := task.variant.config_from(values)) in offered]
+            fastest = [task.variant.config_from(values) for values in ranked[:_TRANSFERRED]]
+            space = [config for config in fastest if config in offered]
     pool = list(dict.fromkeys([default, *space]))
     near = task.chooser(options.configs).near(task.case, device.current().slug)
     nearest = [config for _, config, _ in itertools.islice(near, _NEIGHBOURS)]
-    return Candidates(pool, [it for it in dict.fromkeys([default, *task.variant.promising(task.case), *nearest]) if it in pool])
+    first = dict.fromkeys([default, *task.variant.promising(task.case), *nearest])
+    return Candidates(pool, [config for config in first if config in pool])
 
 
 def checked_space(task: Task) -> list[Config]:
@@ -47,7 +49,8 @@ def checked_space(task: Task) -> list[Config]:
         for field, config in (("default", default), *(("promising", config) for config in variant.promising(case))):
             if type(config) is not variant.config:
                 raise ValueError(f"{field}: {config!r}: expected a {getattr(variant.config, '__name__', None)}")
-        if configs and (reason := variant.invalid(case, default)) is not None:
+        reason = variant.invalid(case, default) if configs else None
+        if reason is not None:
             raise ValueError(f"default: {reason}")
     except Exception as error:  # an operator's own code may fail in any way
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -62,8 +65,11 @@ def _why(variant: Variant, case: Case) -> str:
     """Return the knob without a value, else the most frequent reason that `invalid` gives."""
     assert variant.config is not None
     space = variant.space(case)
-    if empty := next((knob for knob, offered in space.items() if not offered), ""):
-        return f": {empty}: no value"
+    for knob, offered in space.items():
+        if not offered:
+            return f": {knob}: no value"
     configs = (variant.config(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values()))
     reasons = Counter(variant.invalid(case, config) for config in configs)
-    return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
+    for reason, count in reasons.most_common(1):
+        return f": {reason} ({count} of {reasons.total()} configs)"
+    return ""

@@ -84,7 +84,8 @@ class Fleet:
         while self._deaths[gpu] < ATTEMPTS and not worker.is_stopped:
             task: Task | None = None
             try:
-                if (name := worker.ask("gpu_name")) != device.current().name:
+                name = worker.ask("gpu_name")
+                if name != device.current().name:
                     self._reason = f"GPU {gpu} is {name}, expected {device.current().name}"
                     self._deaths[gpu] = ATTEMPTS
                     self._progress.note(f"left out: {self._reason}")
@@ -136,7 +137,7 @@ def share_of_cores(index: int, count: int) -> frozenset[int] | None:
     return frozenset(chosen) if chosen else None
 
 
-def visible_gpus(wanted: str) -> list[str]:
+def visible_gpus(selected: str) -> list[str]:
     """Return the GPUs of this host that this process may use, `all` or the first N, in the form of CUDA_VISIBLE_DEVICES."""
     import torch
 
@@ -145,8 +146,8 @@ def visible_gpus(wanted: str) -> list[str]:
         visible = [str(index) for index in range(torch.cuda.device_count())]
     else:
         visible = [name for name in names.split(",") if name]  # torch may have counted before the variable was set
-    if wanted == "all" and visible:
+    if selected == "all" and visible:
         return visible
-    if not wanted.isdecimal() or not 0 < int(wanted) <= len(visible):
-        raise ValueError(f"gpus: {wanted!r}: expected all or a number of GPUs, {len(visible)} here")
-    return visible[: int(wanted)]
+    if not selected.isdecimal() or not 0 < int(selected) <= len(visible):
+        raise ValueError(f"gpus: {selected!r}: expected all or a number of GPUs, {len(visible)} here")
+    return visible[: int(selected)]

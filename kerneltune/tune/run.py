@@ -56,23 +56,30 @@ def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     A task is searched if the cache lacks its config, or with `retune` if the config is stale or outdated. All spaces and config
     files are checked before anything is measured or written.
     """
-    options, tasks, here = plan.options, _tasks(plan), device.current().slug
-    files = {cache.path_of(task.op.name, here, options.configs) for task in tasks}
-    for path in sorted(files if not options.exhaustive else ()):
-        if path.exists():
-            cache.load_strict(path)
+    options, tasks = plan.options, _tasks(plan)
+    if not options.exhaustive:
+        gpu = device.current().slug
+        for path in sorted({cache.path_of(task.op.name, gpu, options.configs) for task in tasks}):
+            if path.exists():
+                cache.load_strict(path)
     chosen = tasks
     if options.retune != "all" and not options.exhaustive:
         states = [_state(task, options) for task in tasks]
-        num_cached = len(tasks) - states.count("lacking")
-        for state, text in _KEPT.items() if not options.retune else ():
-            if count := states.count(state):
-                progress.note(f"{count} of {num_cached} cached configs {text}")
+        if not options.retune:
+            _note_kept(states, progress)
         searched = ("lacking", "stale", "outdated") if options.retune else ("lacking",)
         chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
     for task in chosen:
         checked_space(task)
     return chosen, len(tasks) - len(chosen)
+
+
+def _note_kept(states: Sequence[str], progress: Progress) -> None:
+    """Pass a note to the progress for each state of cached configs that are kept although something has changed."""
+    num_cached = len(states) - states.count("lacking")
+    for state, text in _KEPT.items():
+        if state in states:
+            progress.note(f"{states.count(state)} of {num_cached} cached configs {text}")
 
 
 def _tasks(plan: Plan) -> list[Task]:
@@ -81,7 +88,7 @@ def _tasks(plan: Plan) -> list[Task]:
     If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
     """
     whole, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
-    for sweep_case in sorted(plan.cases(), key=lambda it: it.case.dtype != "bfloat16"):
+    for sweep_case in sorted(plan.cases(), key=lambda sweep_case: sweep_case.case.dtype != "bfloat16"):
         op = plan.ops[sweep_case.op]
         case = sweep_case.case if whole else op.case_of_call(sweep_case.case)
         with_knobs = [task for task in plan.tasks(sweep_case.op, case) if task.variant.config is not None]
@@ -140,7 +147,7 @@ def renew_configs(
 
     until: time of the monotonic clock in s, after which no further config is timed.
     """
-    renewals, here = list[tuple[cache.CacheEntry, TuningResult]](), device.current().slug
+    renewals, gpu = list[tuple[cache.CacheEntry, TuningResult]](), device.current().slug
     work = [(entry, _runs_of(ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
@@ -150,9 +157,9 @@ def renew_configs(
             session.queue.look_ahead(run for _, later in work[number:] if isinstance(later, list) for run in later)
             result = _renewed(session, runs, entry) if isinstance(runs, list) else runs
             if result.entry is not None:
-                cache.store(here, result.entry, options.configs)
+                cache.store(gpu, result.entry, options.configs)
             if result.status == "dropped":
-                cache.drop(here, entry, options.configs)
+                cache.drop(gpu, entry, options.configs)
             renewals.append((entry, result))
             progress.advance(entry.key.label)
     return renewals
@@ -167,7 +174,8 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
         if names != expected:
             raise ValueError(f"axes and options {', '.join(sorted(names))}: expected {', '.join(sorted(expected))}")
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
-        if reason := variant.unsupported(case) or variant.invalid(case, config):
+        reason = variant.unsupported(case) or variant.invalid(case, config)
+        if reason:
             raise ValueError(reason)
         return [Run(task, distinct) for distinct in dict.fromkeys([config, task.default])]
     except Exception as error:  # an operator's own code may fail in any way on an old entry
@@ -202,5 +210,5 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
     evidence = final.evidence | provenance(task.variant)
     if final.best != configs[0]:
         return TuningResult("tuned", replace(entry, config=knobs_of(final.best), evidence=evidence))
-    of_search = {name: entry.evidence[name] for name in ("trials", "before") if name in entry.evidence}
-    return TuningResult("tuned", replace(entry, evidence=evidence | of_search))
+    search_evidence = {name: entry.evidence[name] for name in ("trials", "before") if name in entry.evidence}
+    return TuningResult("tuned", replace(entry, evidence=evidence | search_evidence))

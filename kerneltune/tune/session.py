@@ -122,7 +122,8 @@ class TuningSession:
         """
         tuner = self.tuner(task)
         try:
-            if (reason := obstacle(task)) is not None:
+            reason = obstacle(task)
+            if reason is not None:
                 return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
             with self.deciding():
                 return self._measured(tuner) if self.options.exhaustive else self._tuned(tuner, following)
@@ -152,12 +153,12 @@ class TuningSession:
     def _measured(self, tuner: Tuner) -> TuningResult:
         """Measure the space of a case; the result says how many configs have a time, and the best time."""
         evaluations = tuner.measure_space()
-        if not (times := times_of(evaluations)):
+        times = times_of(evaluations)
+        if not times:
             where = f"{tuner.task.op.name} {tuner.task.variant.name}"
             raise NothingPassedError(f"{where}: no config has a time for {tuner.task.case.label}")
-        return TuningResult(
-            "measured", best=f"{len(times)} of {len(evaluations)} configs have a time, best {min(times.values()):.2f} µs"
-        )
+        best = f"{len(times)} of {len(evaluations)} configs have a time, best {min(times.values()):.2f} µs"
+        return TuningResult("measured", best=best)
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -175,10 +176,10 @@ class TuningSession:
             entered.enter_context(self.worker)
             self.worker.begin()  # the worker and this process open the driver, which takes long, at the same time
             Thread(target=importlib.import_module, args=("kerneltune.search.trials",), daemon=True).start()  # Optuna takes 0.4 s
-            here = device.current()
-            target = TARGETS.get(here.arch)
+            arch = device.current().arch
+            target = TARGETS.get(arch)
             if target is None:
-                raise ValueError(f"cannot compile ahead of time for {here.arch}; known targets: {', '.join(TARGETS)}")
+                raise ValueError(f"cannot compile ahead of time for {arch}; known targets: {', '.join(TARGETS)}")
             self.queue = CompileQueue(entered.enter_context(CompilePool(target, self.options.workers, self._cores)))
             self._entered = entered.pop_all()
         return self

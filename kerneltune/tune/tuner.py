@@ -125,8 +125,8 @@ class Tuner:
             times = times_of(explored)
             before = self.task.chooser(self.options.configs).find(self.task.op.case_of_call(self.task.case))
             if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
-                evaluated = self.evaluate(before.config, self.compile(before.config)).result()
-                times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}
+                evaluation = self.evaluate(before.config, self.compile(before.config)).result()
+                times |= times_of({before.config: evaluation})
             return self._decide(before, times, len(explored))
 
     def measure_space(self) -> dict[Config, Evaluation]:
@@ -142,7 +142,8 @@ class Tuner:
             yield from (Run(self.task, config) for config in order[: min(_AHEAD, limits.trials or _AHEAD)])
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
-        return {config: stored for config in pool if (stored := self.stored_trial(config)) is not None}
+        trials = {config: self.stored_trial(config) for config in pool}
+        return {config: evaluation for config, evaluation in trials.items() if evaluation is not None}
 
     def _explored(self, offered: Candidates, limits: SearchLimits) -> dict[Config, Evaluation]:
         stored = self._evaluations(offered.pool)
@@ -164,7 +165,9 @@ class Tuner:
         final = Final(ranked[0], ranked[0], {"time_us": times[ranked[0]], "default_us": times.get(default)})
         if len(finalists) > 1:
             final = self._crash_safe_final(finalists, default)
-        evidence = final.evidence | ({"before": before.source} if final.incumbent == before.config else {})
+        evidence = dict(final.evidence)
+        if final.incumbent == before.config:
+            evidence["before"] = before.source
         evidence |= {"trials": num_trials, **provenance(task.variant)}
         entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(final.best), evidence=evidence)
         cache.store(device.current().slug, entry, self.options.configs)
@@ -255,9 +258,9 @@ class Tuner:
             return None
         if compiled.spill_bytes > SMALL_SPILL:
             return Evaluation("spills", reason=f"{compiled.spill_bytes} bytes per thread")
-        wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
-        if wanted > fitting:
-            return Evaluation("occupancy", reason=f"{fitting} programs fit an SM, not {wanted}")
+        needed, fitting = getattr(config, "ctas", 0), _resident(compiled)
+        if needed > fitting:
+            return Evaluation("occupancy", reason=f"{fitting} programs fit an SM, not {needed}")
         return None
 
     def measure(self, config: Config) -> Evaluation:
@@ -328,6 +331,9 @@ def _resident(compiled: CompileResult) -> int:
     GPU with unknown limits every number fits.
     """
     arch = device.current().arch
-    programs = [(kernel.cooperative, occupancy_of(kernel, arch).programs) for kernel in compiled.kernels if arch in TARGETS]
-    together = [fitting for cooperative, fitting in programs if cooperative]
-    return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)
+    if arch not in TARGETS:
+        return sys.maxsize
+    cooperative = [kernel for kernel in compiled.kernels if kernel.cooperative]
+    if cooperative:
+        return min(occupancy_of(kernel, arch).programs for kernel in cooperative)
+    return max((occupancy_of(kernel, arch).programs for kernel in compiled.kernels), default=sys.maxsize)

@@ -361,7 +361,7 @@ def test_store_in_a_read_only_folder_is_read(path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "open", read_only)
     assert get(open_store(path), config) == Evaluation("passed", 0.5)
-    assert [len(of_task) for of_task in newest_trials(path).values()] == [2]
+    assert [len(evaluations) for evaluations in newest_trials(path).values()] == [2]
     assert path.read_bytes() == before
 
 
