@@ -69,7 +69,8 @@ def failing_line(error: Exception) -> str:
     kernels = [owner for owner in owners if isinstance(owner, JITFunction)]
     if line is None or not kernels:
         return ""
-    lines, first = inspect.getsourcelines(function := kernels[-1].fn)
+    function = kernels[-1].fn
+    lines, first = inspect.getsourcelines(function)
     above = next(count for count, text in enumerate(lines) if text.lstrip().startswith("def "))  # Triton compiles no decorators
     return f"{Path(function.__code__.co_filename).name}:{first + above + line - 1}: "
 

@@ -114,16 +114,17 @@ def current() -> Device:
         return NO_GPU
     import torch
 
-    if hip := torch.version.hip is not None:
+    is_hip = torch.version.hip is not None
+    if is_hip:
         driver = torch.version.hip
     else:
         import pynvml
 
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
-    p: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    arch = p.gcnArchName.split(":")[0] if hip else f"sm_{p.major}{p.minor}"
-    return Device(p.name, arch, p.multi_processor_count, p.L2_cache_size, str(driver), unit_of(str(p.uuid)))
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    arch = gpu.gcnArchName.split(":")[0] if is_hip else f"sm_{gpu.major}{gpu.minor}"
+    return Device(gpu.name, arch, gpu.multi_processor_count, gpu.L2_cache_size, str(driver), unit_of(str(gpu.uuid)))
 
 
 @cache
@@ -164,8 +165,8 @@ def current_slug() -> str:
 
 def arch_of(device_slug: str) -> str:
     """Return the architecture of a GPU model by its folder; empty for an unknown model that is not the present device."""
-    here = current()
-    return here.arch if here.slug == device_slug else ARCHITECTURES.get(device_slug, "")
+    present = current()
+    return present.arch if present.slug == device_slug else ARCHITECTURES.get(device_slug, "")
 
 
 _SMS_COMPILED_FOR = 132

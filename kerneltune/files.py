@@ -30,7 +30,7 @@ WAIT_S = 2.0
 _POLL_S = 0.02
 _SHOWN = 120
 """Characters of a wrong value that a message shows."""
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?(?P<path>\$.*)`)?$", re.DOTALL)
+_AT = re.compile(r"^(?P<message>.*?)(?: - at `(?:key in )?(?P<path>\$.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
 
@@ -130,7 +130,8 @@ class Versioned(msgspec.Struct):
 
 def decode_versioned(data: bytes | str, kind: type[T], version: int, **expected: str) -> T:
     """Return the content of a file that has this version and these values of some fields."""
-    if (schema := decode(data, Versioned).schema) != version:
+    schema = decode(data, Versioned).schema
+    if schema != version:
         raise bad("schema", schema, repr(version))
     content = decode(data, kind)
     for name, value in expected.items():
@@ -296,22 +297,22 @@ def _explained(error: msgspec.ValidationError, data: object) -> str:
     """Return the error of msgspec as `field: value: expected …`."""
     parts = _AT.match(str(error))
     assert parts is not None
-    what, path = parts["what"], parts["path"] or "$"
+    message, path = parts["message"], parts["path"] or "$"
     steps = [step["name"] or int(step["index"]) for step in _STEP.finditer(path) if step["index"] != "..."]
     if isinstance(error.__cause__, ValueError):  # of the class itself, which names the field
         return f"{_joined(steps)}{': ' if steps else ''}{error.__cause__}"
-    named = _FIELD.match(what)
-    if named is not None and "missing" in what:
+    named = _FIELD.match(message)
+    if named is not None and "missing" in message:
         return f"{_joined([*steps, named['name']])}: missing"
     try:
         value: Any = msgspec.json.decode(data) if isinstance(data, bytes | str) else data
         for step in [*steps, *([named["name"]] if named is not None else [])]:
             value = value[step]
     except (msgspec.DecodeError, LookupError, TypeError, RecursionError, UnicodeDecodeError):  # broken behind the wrong value
-        return f"{_joined(steps) or 'JSON'}: {_lower(what)}"
+        return f"{_joined(steps) or 'JSON'}: {_lower(message)}"
     if named is not None:
         return f"{_joined([*steps, named['name']])}: {_short(value)}: expected no field of this name"
-    expected = what.partition(", got ")[0].replace("`", "")
+    expected = message.partition(", got ")[0].replace("`", "")
     return f"{_joined(steps) or 'JSON'}: {_short(value)}: {_lower(expected)}"
 
 

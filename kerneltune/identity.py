@@ -193,8 +193,8 @@ class _Writer:
         state = _changed_by_calls(kind for kind in type(value).__mro__ if self._is_followed(kind.__module__))
         if is_dataclass(value):
             return [getattr(value, item.name) for item in fields(value) if item.name not in state]
-        held = [(name, item) for name, item in getattr(value, "__dict__", {}).items() if name not in state]
-        return [(name, item) for name, item in held if callable(item) or isinstance(item, Enum | bool | int | float | str)]
+        attributes = [(name, item) for name, item in getattr(value, "__dict__", {}).items() if name not in state]
+        return [(name, item) for name, item in attributes if callable(item) or isinstance(item, Enum | bool | int | float | str)]
 
     def _write_function(self, function: Any) -> None:
         outer, nested, _ = function.__code__.co_qualname.partition(".<locals>")
@@ -275,7 +275,9 @@ class _Writer:
         match node:
             case ast.arg(arg=name, annotation=annotation):
                 text = ast.unparse(annotation) if annotation is not None else ""
-                kind = " constexpr" if text.endswith("constexpr") else f" {text}" if _ELEMENT_TYPE.fullmatch(text) else ""
+                kind = f" {text}" if _ELEMENT_TYPE.fullmatch(text) else ""
+                if text.endswith("constexpr"):
+                    kind = " constexpr"
                 self._parts.append(f"parameter {scope.local.get(name, name)}{kind}")
             case ast.AnnAssign(target=target, value=value) if value is not None or isinstance(target, ast.Name):
                 self.write_node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, bound_name)
@@ -344,7 +346,8 @@ class _Writer:
             return self._resolve_member(scope.module, name)
         for statement in scope.module.bound.get("*", ()):
             for _, source, _ in imports_of(statement, scope.module.package):
-                if self._is_followed(source) and (module := source_module(source)) is not None and name in module.bound:
+                module = source_module(source) if self._is_followed(source) else None
+                if module is not None and name in module.bound:
                     return self._resolve_member(module, name)
         return f"builtin {name}"
 
@@ -355,9 +358,8 @@ class _Writer:
             for bound, source, attribute in imports_of(statement, module.package):
                 if bound == name:
                     return self._resolve_import(source, attribute)
-        if not statements and (below := source_module(f"{module.name}.{name}")) is not None:
-            return _Definition(below)
-        return _Definition(module, name)
+        submodule = None if statements else source_module(f"{module.name}.{name}")
+        return _Definition(module, name) if submodule is None else _Definition(submodule)
 
     def _resolve_import(self, source: str, attribute: str) -> _Meaning:
         """Return the meaning of the name that `import source` or `from source import attribute` binds."""
@@ -366,9 +368,9 @@ class _Writer:
             return None
         if not self._is_followed(source):
             return full
-        below = source_module(full)
-        if below is not None:
-            return _Definition(below)
+        submodule = source_module(full)
+        if submodule is not None:
+            return _Definition(submodule)
         module = source_module(source)
         return full if module is None else self._resolve_member(module, attribute)
 

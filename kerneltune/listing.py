@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -136,12 +136,13 @@ def _mistaken_forms(op: Op) -> Iterator[str]:
 
 def _missing_functions(op: Op) -> Iterator[str]:
     """Yield `field: value: expected a function` for each field that must be a function and is not, such as `invalid=None`."""
-    owners: list[tuple[Op | Variant, str, tuple[str, ...]]] = [(op, "", ("inputs", "reference", "compare", "traffic"))]
-    owners += [(it, f"variants: {it.name}: ", ("run", "space", "invalid", "unsupported", "promising")) for it in op.variants]
-    for owner, prefix, names in owners:
-        yield from (
-            f"{prefix}{name}: {value!r}: expected a function" for name in names if not callable(value := getattr(owner, name))
-        )
+    fields = {name: getattr(op, name) for name in ("inputs", "reference", "compare", "traffic")}
+    for variant in op.variants:
+        for name in ("run", "space", "invalid", "unsupported", "promising"):
+            fields[f"variants: {variant.name}: {name}"] = getattr(variant, name)
+    for name, value in fields.items():
+        if not callable(value):
+            yield f"{name}: {value!r}: expected a function"
 
 
 def _mistaken_names(op: Op) -> Iterator[str]:
@@ -173,18 +174,19 @@ def _check_variant(op: Op, variant: Variant) -> None:
     """Check the space and the default of a variant that has knobs."""
     where = f"{op.name} {variant.name}"
     assert variant.config is not None
-    if (wrong := _mistake_in_config(variant.config)) is not None:
-        raise ValueError(f"{where}: config: {wrong}")
+    mistake = _mistake_in_config(variant.config)
+    if mistake is not None:
+        raise ValueError(f"{where}: config: {mistake}")
     if variant.default is None:
         raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
     reasons = []
     for case in _trial_cases(op):
-        about = f"{where} {case.label}"
+        subject = f"{where} {case.label}"
         try:
-            is_supported = _check_knobs(about, variant, variant.default, variant.config, case)
-            if not is_supported or _ask(about, "space", next, variant.configs(case), None) is not None:
+            is_supported = _check_knobs(subject, variant, variant.default, variant.config, case)
+            if not is_supported or _ask(subject, "space", next, variant.configs(case), None) is not None:
                 return
-            reasons.append(_error(about, "space", variant.space, f"{dict(variant.space(case))}: no valid config"))
+            reasons.append(_error(subject, "space", variant.space, f"{dict(variant.space(case))}: no valid config"))
         except ValueError as error:
             if not isinstance(error.__cause__, ValueError | LookupError | ArithmeticError):  # sizes that do not fit together
                 reasons.append(error)
@@ -199,8 +201,10 @@ def _mistake_in_config(config: type[Any]) -> str | None:
     kinds = knobs_of_class(config)[0]
     if not kinds:
         return f"{config.__name__}: no knobs: expected a field, or None"
-    odd = ((knob, kind) for knob, kind in kinds.items() if kind not in (bool, int, float, str))  # as no config of the cache has
-    return next((f"{knob}: {kind}: expected bool, int, float or str" for knob, kind in odd), None)
+    for knob, kind in kinds.items():
+        if kind not in (bool, int, float, str):  # no file of the cache holds other values
+            return f"{knob}: {kind}: expected bool, int, float or str"
+    return None
 
 
 def check_case(op: Op, case: Case) -> None:
@@ -211,18 +215,18 @@ def check_case(op: Op, case: Case) -> None:
     Raises:
         ValueError: a function fails or contradicts the contract; the message is one line, `FILE:LINE: field: …`.
     """
-    about = f"{op.name} {case.label}"
-    traffic = _ask(about, "traffic", op.traffic, case)
+    subject = f"{op.name} {case.label}"
+    traffic = _ask(subject, "traffic", op.traffic, case)
     if not isinstance(traffic, Traffic):
-        raise _error(about, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
+        raise _error(subject, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
     if traffic.total <= 0 and all(size > 0 for _axis, size in case.axes):
-        raise _error(about, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
-    for field, function, counts in (
-        ("traffic", op.traffic, (traffic.read, traffic.write)),
-        ("flops", op.flops, (op.flops and _ask(about, "flops", op.flops, case),)),
-    ):
-        if odd := [count for count in counts if count is not None and type(count) is not int]:
-            raise _error(about, field, cast(Any, function), f"{odd[0]!r}: expected a whole number of type int")
+        raise _error(subject, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
+    counts: list[tuple[str, Any, Any]] = [("traffic", op.traffic, count) for count in (traffic.read, traffic.write)]
+    if op.flops is not None:
+        counts.append(("flops", op.flops, _ask(subject, "flops", op.flops, case)))
+    for field, function, count in counts:
+        if count is not None and type(count) is not int:
+            raise _error(subject, field, function, f"{count!r}: expected a whole number of type int")
     for variant in op.variants:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)
@@ -231,38 +235,38 @@ def check_case(op: Op, case: Case) -> None:
                 _check_knobs(f"{op.name} {variant.name} {looked_up.label}", variant, variant.default, variant.config, looked_up)
 
 
-def _check_knobs(about: str, variant: Variant, default: Callable[[Case], Any], config: Any, case: Case) -> bool:
+def _check_knobs(subject: str, variant: Variant, default: Callable[[Case], Any], config: Any, case: Case) -> bool:
     """Check the space and the default of a variant for a case, and return whether the variant supports the case."""
-    if not _is_supported(about, variant, case):
+    if not _is_supported(subject, variant, case):
         return False
-    wrong = _mistake_in_space(_ask(about, "space", variant.space, case), knobs_of_class(config)[0])
+    wrong = _mistake_in_space(_ask(subject, "space", variant.space, case), knobs_of_class(config)[0])
     if wrong is not None:
-        raise _error(about, "space", variant.space, wrong)
-    chosen = _ask(about, "default", default, case)
+        raise _error(subject, "space", variant.space, wrong)
+    chosen = _ask(subject, "default", default, case)
     if not isinstance(chosen, config):
-        raise _error(about, "default", default, f"{chosen!r}: expected a {config.__name__}")
-    refused = _ask(about, "invalid", variant.invalid, case, chosen)
+        raise _error(subject, "default", default, f"{chosen!r}: expected a {config.__name__}")
+    refused = _ask(subject, "invalid", variant.invalid, case, chosen)
     if refused is not None:
-        raise _error(about, "default", default, f"{chosen}: not valid ({refused})")
+        raise _error(subject, "default", default, f"{chosen}: not valid ({refused})")
     return True
 
 
-def _is_supported(about: str, variant: Variant, case: Case) -> bool:
-    reason = _ask(about, "unsupported", variant.unsupported, case)
+def _is_supported(subject: str, variant: Variant, case: Case) -> bool:
+    reason = _ask(subject, "unsupported", variant.unsupported, case)
     if reason is not None and not (isinstance(reason, str) and reason):
-        raise _error(about, "unsupported", variant.unsupported, f"{reason!r}: expected None, or a reason in words")
+        raise _error(subject, "unsupported", variant.unsupported, f"{reason!r}: expected None, or a reason in words")
     return reason is None
 
 
-def _ask(about: str, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _ask(subject: str, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:  # an operator's own code may fail in any way
-        raise _error(about, field, function, first_line(error), error) from error
+        raise _error(subject, field, function, first_line(error), error) from error
 
 
-def _error(about: str, field: str, function: Callable[..., Any], text: str, error: Exception | None = None) -> ValueError:
-    return ValueError(f"{place_of(function, error)}{field}: {text}, for {about}")
+def _error(subject: str, field: str, function: Callable[..., Any], text: str, error: Exception | None = None) -> ValueError:
+    return ValueError(f"{place_of(function, error)}{field}: {text}, for {subject}")
 
 
 def _mistake_in_space(space: Space, knobs: Mapping[str, type]) -> str | None:

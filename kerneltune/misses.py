@@ -55,13 +55,15 @@ def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Se
     strict = _SWITCH.get(value.lower())
     if strict is None:
         raise ValueError(f"{_STRICT}: {value!r}: expected one of {', '.join(filter(None, _SWITCH))}")
-    if log := os.environ.get(_LOG):
+    log = os.environ.get(_LOG)
+    if log:
         row = _Row(**{"op": key.op, "device": device, **key.fields, "case": ""})
         try:
             append_lines(Path(log), msgspec.json.encode(row) + b"\n")
         except ValueError as error:  # a log that cannot be written
             warnings.warn(str(error), stacklevel=3)
-    alike = key._replace(case=replace(key.case, axes=tuple(axis for axis in key.case.axes if axis[0] not in free_axes))), device
+    fixed_axes = tuple((axis, size) for axis, size in key.case.axes if axis not in free_axes)
+    alike = key._replace(case=replace(key.case, axes=fixed_axes)), device
     if not strict and alike in _said:
         return
     text = f"no config for {key.op} {key.variant} {key.case.label} {key.policy} on {device}"

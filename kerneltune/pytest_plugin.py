@@ -94,10 +94,11 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     from kerneltune.measuring.memory import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, Contender, interleave, num_input_sets, throttled
 
-    values = [named_values(args).values() for _name, _run, args in sides]
-    tensors = [sum(value.nbytes for value in of_side if isinstance(value, torch.Tensor)) for of_side in values]
+    num_bytes = []
+    for _name, _run, args in sides:
+        num_bytes.append(sum(value.nbytes for value in named_values(args).values() if isinstance(value, torch.Tensor)))
     try:
-        counts = [num_input_sets(POLICIES["cold"], used, device.current().l2_bytes, gpu_free_bytes()) for used in tensors]
+        counts = [num_input_sets(POLICIES["cold"], used, device.current().l2_bytes, gpu_free_bytes()) for used in num_bytes]
         policy = POLICIES["cold"]
     except ValueError:  # inputs so small that no number of copies fills the L2
         counts, policy = [1] * len(sides), POLICIES["hot"]

@@ -78,8 +78,11 @@ def _imported_from(node: ast.ImportFrom, package: str) -> str:
 
 def unwrapped(target: Any) -> Any:
     """Return the function that a callable wraps, else the innermost object."""
-    while not inspect.isfunction(target) and (below := wrapped_by(target)) is not None:
-        target = below
+    while not inspect.isfunction(target):
+        wrapped = wrapped_by(target)
+        if wrapped is None:
+            return target
+        target = wrapped
     return target
 
 
@@ -97,9 +100,9 @@ def is_installed(package: str) -> bool:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a script that is run
         spec = None
-    files = (
-        [spec.origin, *(spec.submodule_search_locations or ())] if spec else [getattr(sys.modules.get(package), "__file__", None)]
-    )
+    files = [getattr(sys.modules.get(package), "__file__", None)]
+    if spec is not None:
+        files = [spec.origin, *(spec.submodule_search_locations or ())]
     paths = [Path(file).resolve() for file in files if file and file != "frozen"]
     standard = (_STANDARD_LIBRARY in path.parents for path in paths)
     return not paths or any(standard) or any({"site-packages", "dist-packages"} & set(path.parts) for path in paths)
@@ -133,8 +136,8 @@ def source_module(name: str) -> SourceModule | None:
     for statement in tree.body:
         if isinstance(statement, ast.If) and not statement.orelse and ast.unparse(statement.test).endswith("TYPE_CHECKING"):
             continue  # it never runs; vLLM declares 300 settings in it
-        for name_ in dict.fromkeys(_binds(statement, package)):
-            bound[name_] = (*bound.get(name_, ()), statement)
+        for bound_name in dict.fromkeys(_binds(statement, package)):
+            bound[bound_name] = (*bound.get(bound_name, ()), statement)
     return SourceModule(name, package, tree, bound)
 
 

@@ -131,7 +131,8 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
             continue
         centres, within = [], []
         for side in (0, 1):
-            levels = [_level(np.log([sides[row][side][process] for row in members])) for process in range(len(lengths[side]))]
+            logs_of = [np.log([sides[row][side][process] for row in members]) for process in range(len(lengths[side]))]
+            levels = list(map(_level, logs_of))
             centres.append(np.array([centre for centre, _variance in levels]))  # (processes, rows)
             within.append(np.array([variance for _centre, variance in levels]))
         between = np.sum([((part - part.mean(axis=0)) ** 2).sum(axis=0) for part in centres], axis=0) / freedom

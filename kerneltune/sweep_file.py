@@ -78,21 +78,24 @@ class Sweep:
         """Return whether the file's `headline` selects a bench case."""
         case = sweep_case.case
         values = {"op": sweep_case.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
-        named = self.headline.items()
-        return bool(self.headline) and all(any(fnmatch.fnmatch(values[key], p) for p in patterns) for key, patterns in named)
+        for key, patterns in self.headline.items():
+            if not any(fnmatch.fnmatch(values[key], pattern) for pattern in patterns):
+                return False
+        return bool(self.headline)
 
 
-def results_root(given: Path | None) -> Path:
-    """Return the folder for records: as given, else KERNELTUNE_RESULTS, else `results` of the current folder or checkout."""
-    return Path(named) if (named := given or os.environ.get(RESULTS)) else written_root("results")
+def results_root(folder: Path | None) -> Path:
+    """Return the folder for records: `folder`, else KERNELTUNE_RESULTS, else `results` of the current folder or checkout."""
+    named = folder or os.environ.get(RESULTS)
+    return Path(named) if named else written_root("results")
 
 
-def recorded_root(given: Path | None, family: str | None = None) -> Path:
+def recorded_root(folder: Path | None, family: str | None = None) -> Path:
     """Return the folder to read records from: `results_root`, or the packaged records if `results_root` has no records."""
-    root = results_root(given)
-    named = given or os.environ.get(RESULTS)
+    root = results_root(folder)
+    is_named = bool(folder or os.environ.get(RESULTS))
     name = "*" if family is None else family_name(family)
-    return root if named or any(root.glob(f"*/{name}.jsonl")) else data_root("results")
+    return root if is_named or any(root.glob(f"*/{name}.jsonl")) else data_root("results")
 
 
 def family_name(family: str) -> str:
@@ -247,7 +250,8 @@ class _Field:
 
     def values(self) -> "list[tuple[_Field, Any]]":
         """Return the items with their plain values, one or more and each once; an element type has torch's name."""
-        if not (items := self.items()):
+        items = self.items()
+        if not items:
             self.fail("at least one value", "[]")
         distinct: list[tuple[_Field, Any]] = []
         seen: set[tuple[type, object]] = set()
@@ -313,13 +317,14 @@ class _Field:
 
     def choices(self, op: Op, among: Sequence[Op]) -> list[Option]:
         """Return the values that `op` offers; drop values that only other operators of `among` offer."""
-        own, offered = _offered(op).get(self.name, ()), [v for other in among for v in _offered(other).get(self.name, ())]
-        values = self.values()
-        for item, value in values:
+        offered = [option for other in among for option in _offered(other).get(self.name, ())]
+        chosen = []
+        for item, value in self.values():
             if _match(value, offered) is None:
-                known = dict.fromkeys(str(v).lower() for v in offered)
+                known = dict.fromkeys(str(option).lower() for option in offered)
                 item.fail(f"one of {', '.join(known)}{meant(value, known)}", repr(value))
-        return [match for _, value in values if (match := _match(value, own)) is not None]
+            chosen.append(_match(value, _offered(op).get(self.name, ())))
+        return [option for option in chosen if option is not None]
 
 
 def _read_family(root: _Field) -> str:
@@ -412,7 +417,8 @@ class _Reader:
             usual = {key: offered if key == "quant" else offered[:1] for key, offered in _offered(op).items()}
             among = [op] if named else ops
             values = [fields[key].choices(op, among) if key in fields else list(default) for key, default in usual.items()]
-            count += (rows := math.prod([*map(len, sizes), *map(len, values)]))
+            rows = math.prod([*map(len, sizes), *map(len, values)])
+            count += rows
             self.rows_left -= rows
             if self.rows_left < 0:  # before the rows are built
                 entry.fail(f"at most {self.max_cases}; see --max-cases", f"{self.max_cases - self.rows_left} or more", "cases")

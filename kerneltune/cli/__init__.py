@@ -122,9 +122,10 @@ def _unwritten(error: OSError) -> typer.Exit:
 def _refused(error: Exception) -> typer.Exit:
     """Print the message of typer about a wrong use, unless typer has just shown the help; return the exit."""
     text: str = getattr(error, "format_message", error.__str__)()
-    if parsing := getattr(error.__cause__ or error.__context__, "errors", None):  # of pydantic, whose text lacks the value
+    parsing_errors = getattr(error.__cause__ or error.__context__, "errors", None)
+    if parsing_errors:  # of pydantic, whose text lacks the value
         place, _, expected = text.partition(": ")
-        text = f"{place}: {parsing()[0]['input']!r}: {expected}"
+        text = f"{place}: {parsing_errors()[0]['input']!r}: {expected}"
     option, missing = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "name", None)
     if option is not None and hasattr(error, "possibilities"):
         text = f"{text.rstrip('.')}{_holders(option)}"
@@ -146,10 +147,13 @@ def _holders(option: str) -> str:
     commands = dict(whole.commands)
     for name in ("cache", "adopt"):
         commands |= {f"{name} {inner}": command for inner, command in commands.pop(name).commands.items()}
-    having = [name for name, command in commands.items() if any(option in parameter.opts for parameter in command.params)]
-    if not having or len(having) > _MANY_COMMANDS:
+    holders = []
+    for name, command in commands.items():
+        if any(option in parameter.opts for parameter in command.params):
+            holders.append(name)
+    if not holders or len(holders) > _MANY_COMMANDS:
         return ""
-    return f"; {' and '.join(filter(None, [', '.join(having[:-1]), having[-1]]))} {'has' if len(having) == 1 else 'have'} it"
+    return f"; {' and '.join(filter(None, [', '.join(holders[:-1]), holders[-1]]))} {'has' if len(holders) == 1 else 'have'} it"
 
 
 _value_type: Any = getattr(TyperOption, "display_type_rich", None)
@@ -194,14 +198,14 @@ for _name, _function, _panel in (
 app.add_typer(cache.app, name="cache", rich_help_panel=_SHIP)
 app.add_typer(adopt.app, name="adopt", rich_help_panel=_LOOK)
 _groups = (app, cache.app, adopt.app)
-for _command in (command for group in _groups for command in group.registered_commands):
+for _command in itertools.chain.from_iterable(group.registered_commands for group in _groups):
     # each paragraph becomes one line, because typer would keep the line breaks of the source
     _paragraphs = ((_command.callback and _command.callback.__doc__) or "").split("\n\n")
     _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_asked: bool) -> None:
+    if is_asked:
         from importlib import metadata  # slow to import, and --help is to be quick
 
         try:
@@ -257,17 +261,18 @@ def main() -> None:
 def _root_options_first(arguments: list[str]) -> list[str]:
     """Return the arguments with `--plugin X` and `--captured X` moved to the front from any place before a `--`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    first: list[str] = []
-    rest: list[str] = []
+    root_options: list[str] = []
+    others: list[str] = []
     waiting = iter(arguments[:end])
     for argument in waiting:
         name, equals, _ = argument.partition("=")
         if name not in ("--plugin", "--captured"):
-            rest.append(argument)
+            others.append(argument)
         elif equals:
-            first.append(argument)
-        elif value := list(itertools.islice(waiting, 1)):
-            first += [argument, *value]
+            root_options.append(argument)
         else:
-            return [argument]  # whose value is missing, as typer then says
-    return [*first, *rest, *arguments[end:]]
+            value = next(waiting, None)
+            if value is None:
+                return [argument]  # typer says that its value is missing
+            root_options += [argument, value]
+    return [*root_options, *others, *arguments[end:]]

@@ -167,10 +167,10 @@ def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCas
     """
     if device.current().is_gpu:
         return cases
-    wanted = [case for case in cases if case.is_wanted]
-    called = wanted[:_FEW_CALLS] if is_whole_table else wanted
-    if len(wanted) > _FEW_CALLS:
-        count = f"{len(called)} of {len(wanted)} calls"
+    tuned = [case for case in cases if case.is_wanted]
+    called = tuned[:_FEW_CALLS] if is_whole_table else tuned
+    if len(tuned) > _FEW_CALLS:
+        count = f"{len(called)} of {len(tuned)} calls"
         note(f"no GPU: {count} in the interpreter, where thousands of tokens take minutes: --tokens chooses others")
     return called
 
@@ -188,8 +188,8 @@ def _show_calls(names: "Sequence[str]", calls: "Sequence[TunedCall]", seconds: f
         elif call.skipped:
             note(f"skipped: {name}: {call.skipped}")
     show_table(("call", "own µs", "ours µs", "speedup", "95 %", "changed"), rows)
-    if reasons := Counter(reason for call in calls for reason in call.failed):
-        ((reason, count),) = reasons.most_common(1)
+    reasons = Counter(reason for call in calls for reason in call.failed)
+    for reason, count in reasons.most_common(1):
         note(f"{reasons.total()} overrides failed; {count} of them: {reason}")
     gained = sum(call.is_faster for call in calls)
     show(f"{counted(len(rows), 'call')} tuned in {seconds:.0f} s, {gained} of them faster than with the own config")
@@ -212,9 +212,8 @@ def _show_skipped(skipped: "Sequence[tuple[str, str]]") -> None:
     """Print name and reason of the launches that are not tuned, with a line for each reason."""
     from kerneltune.records import grouped
 
-    for reason, alike in grouped(skipped, lambda name_and_reason: name_and_reason[1]).items():
-        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        note(f"skipped: {alike[0][0]}{more}: {reason}")
+    for reason, launches in grouped(skipped, lambda name_and_reason: name_and_reason[1]).items():
+        note(f"skipped: {first_of((name for name, _ in launches), 1)}: {reason}")
 
 
 def tune_folder(folder: Path, budget: float | None, share: float | None, force: bool, workers: int | None, dry_run: bool) -> None:
@@ -244,8 +243,10 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
 
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
     """
-    chosen = sum(tuned_class.launch_class.choice is not None for tuned_class in tuned)
-    author = "author's choice µs" if tuned and chosen == len(tuned) else "author µs" if chosen else "author's first µs"
+    has_choice = [tuned_class.launch_class.choice is not None for tuned_class in tuned]
+    author = "author µs" if any(has_choice) else "author's first µs"
+    if tuned and all(has_choice):
+        author = "author's choice µs"
     head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
     rows: list[tuple[str, ...]] = []
     for tuned_class in sorted(tuned, key=lambda tuned_class: -tuned_class.cost_us):
@@ -274,10 +275,12 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
         error_line(f"skipped: {text}")
     for kernel, reason in capture.notes.refused.items():
         note(f"{kernel}: {reason}")
-    if plain := capture.plain():
+    plain = capture.plain()
+    if plain:
         note(f"plain @triton.jit, captured under --plain: {first_of(plain, _SHOWN)}")
     for classes in capture.kernels().values():
-        if hint := seed_hint(classes):
+        hint = seed_hint(classes)
+        if hint:
             note(f"{classes[0].kernel.text}: {hint}")
     for subclass, kernels in capture.own_runs().items():
         note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {first_of(kernels, _SHOWN)}")

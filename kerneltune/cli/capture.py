@@ -100,7 +100,8 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
     from kerneltune.cli.adopt import show_capture
 
     try:
-        if stale := remove_stale(out, launched):
+        stale = remove_stale(out, launched)
+        if stale:
             note(f"removed {counted(len(stale), 'class', 'classes')} of kernels whose source has changed since")
         captured = read_capture(out)
         if not any(launch.digest in launched for launch in captured.classes):

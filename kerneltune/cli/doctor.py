@@ -45,8 +45,8 @@ def _gpu() -> Iterator[Finding]:
 
     build = torch.version.cuda or torch.version.hip
     yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
-    here = device.current()
-    if not here.is_gpu:
+    gpu = device.current()
+    if not gpu.is_gpu:
         interpreter_use = "set" if device.wants_interpreter() else "used, as no GPU is seen"
         yield "GPU", "none", "no times: nothing can be tuned, measured or gated; compare shows recorded results"
         if _DRIVER.is_file():
@@ -56,16 +56,13 @@ def _gpu() -> Iterator[Finding]:
             yield "NVIDIA driver", "not loaded", "a GPU needs one; AMD's is not looked for"
         yield "interpreter", interpreter_use, "check cases run on the CPU: correctness is checked, no timing"
         return
-    yield "GPU", f"{here.name}, {here.arch}, {here.sms} SMs", ""
-    yield (
-        "GPU serial",
-        here.unit or "not known",
-        "" if here.unit else "records cannot say on which GPU of this model they were made",
-    )
-    yield "driver", here.driver, ""
+    yield "GPU", f"{gpu.name}, {gpu.arch}, {gpu.sms} SMs", ""
+    loss = "" if gpu.unit else "records cannot say on which GPU of this model they were made"
+    yield "GPU serial", gpu.unit or "not known", loss
+    yield "driver", gpu.driver, ""
     free, total = torch.cuda.mem_get_info()
     yield "free memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB", "larger cases are skipped"
-    yield "L2 cache", f"{here.l2_bytes / 1e6:.0f} MB", ""
+    yield "L2 cache", f"{gpu.l2_bytes / 1e6:.0f} MB", ""
     if torch.version.hip is None:
         yield from nvml_lines()
 

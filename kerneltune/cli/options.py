@@ -309,8 +309,11 @@ def damaged_classes() -> list[str]:
 
 def capture_folder(family: str) -> str:
     """Return the folder of a capture whose folder or sweep file is given as the family; empty for another family."""
-    path = Path(family)
-    folder = path.parent if path.name == "sweep.yaml" and not path.is_dir() else path
+    folder = Path(family)
+    if not folder.is_dir():
+        if folder.name != "sweep.yaml":
+            return ""
+        folder = folder.parent
     return str(folder) if family and (folder / "classes").is_dir() else ""
 
 

@@ -43,7 +43,8 @@ def command(
     for variant in (operator.variant(a), operator.variant(b)):
         if variant.missing():
             raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
-        if unsupported := variant.unsupported(profiled_case):
+        unsupported = variant.unsupported(profiled_case)
+        if unsupported:
             raise ValueError(f"{variant.name} does not support {profiled_case.name}: {unsupported}")
     import torch
 

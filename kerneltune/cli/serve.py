@@ -53,11 +53,9 @@ def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
     from kerneltune.adopt.folder import CLASSES, MISSES
     from kerneltune.adopt.serving import MISSED, SERVED
 
-    by_kernel = [
-        (kernel, counts.get(f"{SERVED} {kernel}", 0), counts.get(f"{MISSED} {kernel}", 0))
-        for kernel in {name.partition(" ")[2] for name in counts}
-    ]
-    rows = sorted((row for row in by_kernel if row[1] or row[2]), key=lambda row: (-row[2], -row[1], row[0]))
+    kernels = {name.partition(" ")[2] for name in counts}
+    rows = [(kernel, counts.get(f"{SERVED} {kernel}", 0), counts.get(f"{MISSED} {kernel}", 0)) for kernel in kernels]
+    rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[2], -row[1], row[0]))
     served, missed = sum(row[1] for row in rows), sum(row[2] for row in rows)
     if not rows:
         note("no launch of an autotuned kernel was seen")
