@@ -98,7 +98,7 @@ class Checker:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
             self.inputs_before = {name: tensor.clone() for name, tensor in self._kept()}
             asked, field = op.reference, "reference"
-            self._expected: Outputs = op.reference(self.inputs)
+            self.expected: Outputs = op.reference(self.inputs)
         except CaseError:
             raise
         except Exception as error:  # of a plug-in's code, or of the CPU's allocator
@@ -106,8 +106,8 @@ class Checker:
                 raise
             raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, {where}") from error
         self._compared = self.inputs
-        if not isinstance(self._expected, Mapping):
-            given = type(self._expected).__name__
+        if not isinstance(self.expected, Mapping):
+            given = type(self.expected).__name__
             raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, {where}")
         for name, before in self.inputs_before.items():
             if not same_bits(self.inputs[name], before):
@@ -135,7 +135,7 @@ class Checker:
 
     def _nearly_agree(self, outputs: object) -> bool:
         """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
-        pairs = [(wanted, outputs.get(name) if isinstance(outputs, Mapping) else None) for name, wanted in self._expected.items()]
+        pairs = [(wanted, outputs.get(name) if isinstance(outputs, Mapping) else None) for name, wanted in self.expected.items()]
         return all(
             torch.allclose(given.double(), wanted.double(), rtol=_NEAR, atol=0.0, equal_nan=True)
             for wanted, given in pairs
@@ -167,7 +167,7 @@ class Checker:
         """
         of_case = self.case.dtype, self.case.quant, self.case.options
         for name, tensor in outputs.items():
-            wanted = self._expected.get(name)
+            wanted = self.expected.get(name)
             if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
                 continue
             given, in_reference = tensor.dtype, wanted.dtype
@@ -258,15 +258,15 @@ class Checker:
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
-            lines: object = self.op.compare(self.case, self._compared, outputs, self._expected)
+            lines: object = self.op.compare(self.case, self._compared, outputs, self.expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if out_of_memory_reason(error):
                 raise
-            if lacking := sorted(set(self._expected) - set(outputs if isinstance(outputs, Mapping) else ())):
+            if lacking := sorted(set(self.expected) - set(outputs if isinstance(outputs, Mapping) else ())):
                 return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
             return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
         if isinstance(lines, list | tuple) and all(isinstance(line, str) and line for line in lines):
-            if outputs and not self._expected:
+            if outputs and not self.expected:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
             return list(lines)
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]

@@ -1,17 +1,26 @@
-"""Judge what an operator declares of a case: the bytes of `traffic`, and inputs that are seeds."""
+"""Judge what an operator declares of a case: the bytes of `traffic`, the operations of `flops`, and inputs that are seeds."""
 
 import itertools
 from copy import copy
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerneltune.interpreter.races import touching
 from kerneltune.measuring.check import Checker, is_whole, same_bits
-from kerneltune.spec import Config, Variant
+from kerneltune.spec import Case, Config, Op, Variant
 
 _NEAR_TRAFFIC = 1.25
 """Largest factor between the declared bytes of `traffic` and the bytes of accesses: small tensors may be left out."""
+_NEAR_FLOPS = 1.4
+"""Largest factor between the declared `flops` and the products of the reference: operations of elements may count."""
+_FIRST_OPERAND = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "convolution": 1}
+"""Products of torch -> place of the operand whose last axis, or whose filter, a product sums over."""
+_CHOOSING = {"where", "masked_fill", "tril", "triu", "_softmax", "exp", "gather", "index", "index_select", "scatter"}
+"""Functions of references that may compute more products than they need, such as those of causal attention."""
+_UNCOUNTED = ("attention", "_int_mm", "_scaled", "convolution_backward", "lstm", "gru")
 
 
 def wrong_traffic(checker: Checker, variant: Variant, config: Config) -> list[str]:
@@ -31,6 +40,45 @@ def wrong_traffic(checker: Checker, variant: Variant, config: Config) -> list[st
             side = f"kernels {what} {accessed:,}" if given < accessed else f"all tensors have {whole:,}"
             texts.append(f"{'read' if what == 'load' else 'write'}={given:,} in case {checker.case.name}, and {side}")
     return texts
+
+
+def wrong_flops(op: Op, case: Case) -> list[str]:
+    """Return a text for a `flops` far from the products of the reference; none where the reference computes by other means.
+
+    Products of operands without a negative element may be of magnitudes, for tolerances, and need not be declared.
+    """
+    declared, products = op.flops(case) if op.flops else 0, _Products()
+    try:
+        with torch.no_grad(), products:
+            op.reference(op.inputs(case, device="cpu"))
+    except Exception:  # gradients by autograd, which need further products, or an error that the check of the case names
+        return []
+    least = products.num_signed if products.names.isdisjoint(_CHOOSING) else 0
+    if not declared or not products.num_all or any(part in name for name in products.names for part in _UNCOUNTED):
+        return []
+    if least / _NEAR_FLOPS <= declared <= products.num_all * _NEAR_FLOPS:
+        return []
+    return [f"flops={declared:,} in case {case.name}, and products of the reference take {products.num_all:,}"]
+
+
+class _Products(TorchDispatchMode):
+    """Count the operations of products, and of products whose operands have negative elements; note the names of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_all = self.num_signed = 0
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and count its operations."""
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        self.names.add(name)
+        if (place := _FIRST_OPERAND.get(name)) is not None and result.numel():
+            summed = args[1][0].numel() if name == "convolution" else args[place].shape[-1]
+            operands = (args[0], args[1]) if name == "convolution" else args[place : place + 2]
+            self.num_all += (operations := 2 * result.numel() * summed)
+            self.num_signed += operations * any(bool((operand < 0).any()) for operand in operands)
+        return result
 
 
 def seeds_without_effect(checker: Checker, variant: Variant, config: Config) -> list[str]:

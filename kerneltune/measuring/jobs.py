@@ -15,6 +15,7 @@ from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreache
 from kerneltune.measuring.addresses import address_errors
 from kerneltune.measuring.blind_spots import blind_spots
 from kerneltune.measuring.check import check_runs
+from kerneltune.measuring.declarations import wrong_flops
 from kerneltune.measuring.memory import host_free_bytes, memory_obstacle, needed_bytes
 from kerneltune.measuring.mutations import accepted_mutations, mutate
 from kerneltune.measuring.pairs import around_default, check_cost, check_pairs
@@ -139,7 +140,8 @@ def compare_job(task: Task, cases: Sequence[Case]) -> Job:
         ignored, wrong = accepted_mutations(task.op, task.variant, cases)
         reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
         lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
-        lines += [f"{text}: a kernel that ignores it passes" for text in blind_spots(task.op, cases)]
+        lines += blind_spots(task.op, task.variant, cases)
+        lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
         named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
         return [Outcome("failed", reason, task.default), *named] if ignored else named
 

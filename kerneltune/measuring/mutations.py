@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from kerneltune.task import CaseError, Outcome
 _MOST_CASES = 8
 _TAIL = 8
 """The last `1 / _TAIL` of the elements of each row is zeroed."""
-_SCALED = 1.01
+_SCALED, _WRONG_SCALE = 1.01, 1.1
 _WHOLE_STEP = 64
 """Difference of a changed whole number: more than a step of int8, which a comparison may accept."""
 MEANING = (
@@ -54,24 +55,26 @@ def _zeroed_tail(values: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def _scaled(values: torch.Tensor) -> torch.Tensor:
-    """Multiply values by `_SCALED`. In fp8 a factor before the cast moves a share of the values a step away from zero."""
+def _scaled(factor: float, values: torch.Tensor) -> torch.Tensor:
+    """Multiply values by a factor. In fp8 a factor before the cast moves a share of the values a step away from zero."""
     wide = values.float()
     if values.dtype.itemsize > 1:
-        return (wide * _SCALED).to(values.dtype)
+        return (wide * factor).to(values.dtype)
     bits = values.contiguous().view(torch.uint8)
     step = ((bits + 1).view(values.dtype).float() - wide).abs()
-    share = (_SCALED - 1) * wide.abs() / step
+    share = (factor - 1) * wide.abs() / step
     is_moved = step.isfinite() & (torch.rand(wide.shape, generator=torch.Generator().manual_seed(0)) < share)
     return (bits + is_moved.to(torch.uint8)).view(values.dtype)
 
 
+_WRONG = f"scale x {_WRONG_SCALE}"
 _MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one element": _one_element,
     "one row": _one_row,
     "zeroed tail": _zeroed_tail,
     "truncation": _truncated,
-    "scale x 1.01": _scaled,
+    f"scale x {_SCALED}": partial(_scaled, _SCALED),
+    _WRONG: partial(_scaled, _WRONG_SCALE),
 }
 _GROSS = {"one element", "one row", "zeroed tail"}
 
@@ -90,14 +93,14 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def accepted_mutations(op: Op, variant: Variant, cases: Sequence[Case]) -> tuple[list[str], list[str]]:
-    """Return the outputs of which `compare` refused no mutation, and a text for each other output with a gross one accepted.
+    """Return the outputs of which `compare` refused nothing, and a text for others of which it accepted gross errors.
 
     If a CaseError is raised, whose cause the checks tell, there are none.
     """
     seen: dict[str, dict[str, bool]] = {}
     with suppress(CaseError):
         seen = _refusals(op, variant, cases)
-    gross = {name: [it for it in _MUTATIONS if it in _GROSS and not its.get(it, True)] for name, its in seen.items()}
+    gross = {name: [it for it in _MUTATIONS if it in {*_GROSS, _WRONG} and not its.get(it, True)] for name, its in seen.items()}
     ignored = [name for name, its in seen.items() if not any(its.values())]
     return ignored, [f"{name} ({', '.join(its)})" for name, its in gross.items() if its and name not in ignored]
 

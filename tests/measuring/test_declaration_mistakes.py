@@ -9,10 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from mistaken_ops import CASES, case_of
+from mistaken_ops import CASES, case_of, values
 from row_sums import summing
 from test_pairs import op_with
 
+from kerneltune.measuring.declarations import wrong_flops
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.measuring.pairs import check_cost, check_pairs
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -62,6 +63,39 @@ def test_traffic_of_a_launch_that_loads_a_part_of_an_input_may_count_the_part() 
     cases = [case_of("odd", 14, 34), case_of("wide", 8, 260)]
     outcomes = check_pairs(half, half.variants[0], cases, partial(check_cost, half))
     assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == []
+
+
+def attention(given: Inputs) -> torch.Tensor:
+    return (given["x"] @ given["w"]).tril().softmax(1) @ given["w"].T
+
+
+@pytest.mark.parametrize(
+    ("product", "factor", "is_named"),
+    [
+        (lambda given: given["x"] @ given["w"], 2, False),
+        (lambda given: given["x"] @ given["w"], 1, True),
+        (lambda given: given["x"] @ given["w"], 4, True),
+        (lambda given: given["x"] @ given["w"] + given["x"].abs() @ given["w"].abs(), 2, False),
+        (lambda given: given["x"] @ given["w"] + given["x"].abs() @ given["w"].abs(), 8, True),
+        (lambda given: torch.stack([row @ given["w"] for row in given["x"]]), 1, True),
+        (lambda given: given["x"].sum(1), 1, False),
+        (attention, 2, False),
+        (attention, 8, True),
+        (lambda given: torch.autograd.grad((given["w"].requires_grad_() @ given["w"]).sum(), given["w"]), 1, False),
+    ],
+)
+def test_flops_far_from_the_products_of_the_reference_are_named(product: Callable[..., Any], factor: int, is_named: bool) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"x": values(seed, device, case["M"], case["N"]), "w": values(seed + 1, device, case["N"], case["N"])}
+
+    op = replace(
+        op_with(""), inputs=inputs, reference=lambda given: {"y": product(given)},
+        flops=lambda case: factor * case["M"] * case["N"] * case["N"],
+    )  # fmt: skip
+    lines = wrong_flops(op, case_of("odd", 7, 33))
+    assert [line.partition(" in case odd, and products of the reference take ")[0] for line in lines] == (
+        [f"flops={factor * 7 * 33 * 33:,}"] * is_named
+    )
 
 
 @dataclass

@@ -30,9 +30,9 @@ def outcomes(op: Op) -> list[Outcome]:
 
 def test_mutations_list_what_strict_and_tolerant_comparisons_refuse() -> None:
     refused = "double y: compare refuses one element, one row, zeroed tail"
-    assert outcomes(op_with(""))[0] == Outcome("checked", f"{refused}, scale x 1.01; accepts truncation")
+    assert outcomes(op_with(""))[0] == Outcome("checked", f"{refused}, scale x 1.01, scale x 1.1; accepts truncation")
     strict = replace(op_with(""), compare=lambda _c, _i, got, want: close("y", got["y"], want["y"], 1e-4, 0.0))
-    assert outcomes(strict)[0] == Outcome("checked", f"{refused}, truncation, scale x 1.01")
+    assert outcomes(strict)[0] == Outcome("checked", f"{refused}, truncation, scale x 1.01, scale x 1.1")
 
 
 @pytest.mark.parametrize(("bound", "judged"), [(0.0, "refuses"), (0.2, "accepts")])
@@ -47,7 +47,7 @@ def test_mutation_of_a_scale_before_a_cast_to_fp8_is_judged(bound: float, judged
     variant = replace(op.variants[0], run=lambda inputs, _config: cast(inputs))
     (outcome,) = outcomes(replace(op, reference=cast, compare=within, variants=(variant,)))
     named = outcome.reason.partition(f"compare {judged} " if judged == "refuses" else f"; {judged} ")[2].partition(";")[0]
-    assert named.endswith("scale x 1.01")
+    assert "scale x 1.01" in named
 
 
 def test_mutations_fail_a_comparison_that_accepts_all_or_compares_means() -> None:
