@@ -16,20 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kerneltune import device, misses
-from kerneltune.files import (
-    Versioned,
-    bad,
-    checked,
-    data_root,
-    decode,
-    decode_versioned,
-    is_missing,
-    locked,
-    read_bytes,
-    replace_text,
-    written_root,
-)
+from kerneltune import device, files, misses
 from kerneltune.nearness import Group, Place, group_of, ranked
 from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_of_class, out_of_range
 
@@ -64,7 +51,7 @@ class _EntryRow(TaskRow, forbid_unknown_fields=True):
     evidence: dict[str, Any]
 
 
-class _ConfigFile(Versioned):
+class _ConfigFile(files.Versioned):
     """Hold the fields of a file of the cache."""
 
     op: str
@@ -102,13 +89,13 @@ def entry_from(op: str, values: Mapping[str, Any]) -> CacheEntry:
     Raises:
         ValueError: a line with the field, its value and the expected values.
     """
-    return _entry(op, checked(values, _EntryRow))
+    return _entry(op, files.checked(values, _EntryRow))
 
 
 def default_root() -> Path:
     """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the current folder or checkout."""
     override = os.environ.get("KERNELTUNE_CONFIGS")
-    return Path(override) if override else written_root("configs")
+    return Path(override) if override else files.written_root("configs")
 
 
 def read_roots(root: Path | None = None) -> list[Path]:
@@ -120,7 +107,7 @@ def read_roots(root: Path | None = None) -> list[Path]:
     if root is not None:
         return [root]
     has_override = bool(os.environ.get("KERNELTUNE_CONFIGS"))
-    return [default_root()] if has_override else [default_root(), data_root("configs")]
+    return [default_root()] if has_override else [default_root(), files.data_root("configs")]
 
 
 def readable(file: Path, root: Path | None = None) -> Path:
@@ -137,7 +124,7 @@ def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
 def load(op_name: str, device_slug: str, root: Path | None = None) -> list[CacheEntry]:
     """Return the readable entries of an operator, and warn once of entries that cannot be read."""
     path = path_of(op_name, device_slug, root)
-    if is_missing(path):
+    if files.is_missing(path):
         return []
     entries, errors = _scan(path)
     _warn_of(errors)
@@ -173,7 +160,7 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     new = {entry.key: entry for entry in ([entries] if isinstance(entries, CacheEntry) else entries)}
     ops = sorted({key.op for key in new})
     if len(ops) != 1:
-        raise bad("entries", ops, "entries of one operator")
+        raise files.bad("entries", ops, "entries of one operator")
     (op_name,) = ops
     for entry in new.values():
         entry_from(op_name, _fields(entry))
@@ -188,10 +175,10 @@ def drop(device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
 def _rewrite(device_slug: str, op_name: str, root: Path | None, changed: Callable[[list[CacheEntry]], list[CacheEntry]]) -> Path:
     """Replace the entries of an operator under a lock; changed: function of the stored entries that returns the new entries."""
     path = (root or default_root()) / device_slug / f"{op_name}.json"
-    with locked(path):
+    with files.locked(path):
         present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
         stored = load_strict(present) if present.exists() else []
-        replace_text(path, _render(op_name, device_slug, changed(stored)))
+        files.replace_text(path, _render(op_name, device_slug, changed(stored)))
     clear()
     return path
 
@@ -214,22 +201,22 @@ def json_text(value: object) -> str:
 def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     """Return the good entries of a file, and an error for each bad entry."""
     try:
-        data = read_bytes(path, _MAX_BYTES)
+        data = files.read_bytes(path, _MAX_BYTES)
         if b"NaN" in data or b"Infinity" in data:
             data = _NO_NUMBER.sub(lambda match: match[1] or b"null", data)
     except ValueError as error:
         return [], [error]
     try:
-        items = decode_versioned(data, _ConfigFile, SCHEMA, op=path.stem, device=path.parent.name).entries
+        items = files.decode_versioned(data, _ConfigFile, SCHEMA, op=path.stem, device=path.parent.name).entries
     except ValueError as error:
         return [], [ValueError(f"{path}: {error}")]
     entries: dict[TaskKey, CacheEntry] = {}
     errors = []
     for index, item in enumerate(items):
         try:
-            entry = _entry(path.stem, decode(bytes(item), _EntryRow))
+            entry = _entry(path.stem, files.decode(bytes(item), _EntryRow))
             if entry.key in entries:
-                raise bad("case", entry.case.name, "one entry of each identity")
+                raise files.bad("case", entry.case.name, "one entry of each identity")
             entries[entry.key] = entry
         except ValueError as error:
             errors.append(ValueError(f"{path}: entries[{index}]: {error}"))
@@ -237,7 +224,7 @@ def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
 
 
 def _entry(op: str, row: _EntryRow) -> CacheEntry:
-    checked(row.evidence, _Evidence, "evidence")
+    files.checked(row.evidence, _Evidence, "evidence")
     return CacheEntry(**TaskKey.of(op, row)._asdict(), config=row.config, evidence=row.evidence)
 
 
@@ -253,7 +240,7 @@ def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> st
         try:
             rows.append("    " + json_text(_fields(entry)))
         except (TypeError, ValueError) as error:
-            raise bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
+            raise files.bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
     head = f'{{\n  "schema": {SCHEMA},\n  "op": {json_text(op_name)},\n  "device": {json_text(device_slug)},\n  "entries": [\n'
     return head + ",\n".join(rows) + "\n  ]\n}\n"
 
@@ -431,7 +418,7 @@ def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
 
     The interpreter takes no other folder, because nothing is tuned for it.
     """
-    if gpu == device.INTERPRETER or not is_missing(path_of(op, gpu, root)):
+    if gpu == device.INTERPRETER or not files.is_missing(path_of(op, gpu, root)):
         return gpu
     tuned = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)

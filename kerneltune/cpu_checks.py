@@ -17,16 +17,7 @@ from kerneltune.measuring.check import host_folder, is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.measuring.derived import derived_cases
-from kerneltune.measuring.jobs import (
-    Job,
-    address_job,
-    case_job,
-    compare_job,
-    coverage_lines,
-    mutation_job,
-    pairs_job,
-    run_jobs,
-)
+from kerneltune.measuring.jobs import Job, address_job, case_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
@@ -48,7 +39,8 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     for sweep_case in sweep_cases:  # here, as torch._dynamo, which torch imports for device `meta`, takes every fork 1.5 s
         with suppress(CaseError):  # its own check says why
             meta_inputs(plan.ops[sweep_case.op], sweep_case.case)
-    for folder in {host_folder(op) for name in {it.op for it in sweep_cases} if is_shipped(op := plan.ops[name])}:
+    ops = {sweep_case.op: plan.ops[sweep_case.op] for sweep_case in sweep_cases}
+    for folder in {host_folder(op) for op in ops.values() if is_shipped(op)}:
         read_sources(folder)
     if plan.options.quick:
         runner.run("check", runner.case_jobs(sweep_cases))

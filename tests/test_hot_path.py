@@ -78,7 +78,7 @@ def test_is_outdated_of_an_entry_takes_at_most_100_us() -> None:
 
 def test_first_look_up_of_a_further_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(look_up(1), FwdConfig)
-    monkeypatch.setattr(cache, "read_bytes", lambda path, _limit: pytest.fail(f"read {path}"))
+    monkeypatch.setattr("kerneltune.files.read_bytes", lambda path, _limit: pytest.fail(f"read {path}"))
     assert isinstance(look_up(3), FwdConfig)
 
 

@@ -398,6 +398,6 @@ def make_options(family: str = "", results: Path | None = None, **fields: Any) -
             raise ValueError(f"family: {family!r}: {hint}") from None
         raise
     defaults = Options(results=sweep_file.results_root(results))
-    given = {name: value for name, value in fields.items() if value is not None}
-    limits = {name: given.pop(name) for name in list(given) if hasattr(defaults.search, name)}
-    return replace(defaults, search=replace(defaults.search, **limits), **given)
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    limits = {name: chosen.pop(name) for name in list(chosen) if hasattr(defaults.search, name)}
+    return replace(defaults, search=replace(defaults.search, **limits), **chosen)

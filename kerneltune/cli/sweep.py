@@ -127,11 +127,11 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
         raise ValueError(f"results: {options.results}: no records of {', '.join(slugs) or 'any GPU'} that could be stale")
     elif not measures:
         show_wrapped(f"nothing is stale for {', '.join(slugs)} in {options.results}")
-    for found in stales:
-        for family in found.families:
+    for gpu_stale in stales:
+        for family in gpu_stale.families:
             if family.num_orphans:
                 orphans = counted(family.num_orphans, "record")
-                note(f"{found.gpu}: {family.plan.family}: {orphans} of no case of {family.plan.sweep.path}")
+                note(f"{gpu_stale.gpu}: {family.plan.family}: {orphans} of no case of {family.plan.sweep.path}")
     if measures:
         _measure_stale(ops, stales[0])
 
@@ -144,12 +144,12 @@ def _slugs_of_files(plans: Sequence[Plan], options: Options) -> list[str]:
     return sorted({path.parent.name for path in files})
 
 
-def _measure_stale(ops: Mapping[str, Op], found: "Stale") -> None:
+def _measure_stale(ops: Mapping[str, Op], gpu_stale: "Stale") -> None:
     """Measure the stale configs and records of this GPU again, and show what has become of them."""
     from kerneltune import stale
 
     with Reporter() as progress:
-        renewals, measured, remaining = stale.renew(found, progress)
+        renewals, measured, remaining = stale.renew(gpu_stale, progress)
     broken = [(entry, result) for entry, result in renewals if result.status in ("failed", "dropped")]
     num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
     show_wrapped(
@@ -164,7 +164,7 @@ def _measure_stale(ops: Mapping[str, Op], found: "Stale") -> None:
         counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.num_stale_cases, 'case')}"
         show_wrapped(f"{counts} are stale; the same command goes on there")
     else:
-        show_wrapped(f"nothing is stale for {found.gpu}")
+        show_wrapped(f"nothing is stale for {gpu_stale.gpu}")
     end_if_failed(r for r in measured if not ops[r.op].variant(r.variant).is_peer)
     if broken:
         raise typer.Exit(1)
@@ -175,14 +175,15 @@ def _stale_table(stales: "Sequence[Stale]") -> Table:
     from kerneltune.stale import CONFIG_S
 
     rows = []
-    for found in stales:
-        num_stale = Counter(entry.op for entry in found.configs)
-        lines = [
-            ("configs", op, num_stale[op], count, CONFIG_S * num_stale[op]) for op, count in sorted(found.num_cached.items())
-        ]
-        lines += [("cases", f.plan.family, len(f.stale), f.num_cases, f.seconds_a_case * len(f.stale)) for f in found.families]
+    for gpu_stale in stales:
+        num_stale, lines = Counter(entry.op for entry in gpu_stale.configs), []
+        for op, num_cached in sorted(gpu_stale.num_cached.items()):
+            lines.append(("configs", op, num_stale[op], num_cached, CONFIG_S * num_stale[op]))
+        for family in gpu_stale.families:
+            seconds = family.seconds_a_case * len(family.stale)
+            lines.append(("cases", family.plan.family, len(family.stale), family.num_cases, seconds))
         lines.append(("all", "", sum(line[2] for line in lines), sum(line[3] for line in lines), sum(line[4] for line in lines)))
-        rows += [Row((found.gpu, kind, name, stale, known, seconds / 60)) for kind, name, stale, known, seconds in lines if stale]
+        rows += [Row((gpu_stale.gpu, *line[:4], line[4] / 60)) for line in lines if line[2]]
     columns = (Column("gpu", shared=True), Column("of", shared=True), Column("op or family"))
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 

@@ -15,21 +15,9 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.device import INTERPRETER
 from kerneltune.records import RUN_FIELDS, Record, case_key, grouped, newest
+from kerneltune.reporting import tables
 from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, distinct_names, look, source_facts
 from kerneltune.reporting.shares import bound_of, share
-from kerneltune.reporting.tables import (
-    AB_COLUMNS,
-    INTERPRETER_NOTE,
-    LOSS,
-    WIN,
-    best_peers,
-    default_pair,
-    families_table,
-    family_pairs,
-    side_names,
-    status_counts,
-    with_bound,
-)
 from kerneltune.table import Table
 from kerneltune.wording import pairs
 
@@ -87,31 +75,31 @@ def payload(sources: Sources) -> dict[str, Any]:
     everything = newest(sources.records)
     if not everything:
         raise ValueError("no records to report")
-    default_pair(everything, *sources.pair)
+    tables.default_pair(everything, *sources.pair)
     records, remark = _shown(everything)
     families, whole = by_family(records), by_family(everything)
-    pairs_of = family_pairs(families, sources.pair)
+    pairs_of = tables.family_pairs(families, sources.pair)
     variants = list(dict.fromkeys(record.variant for record in records))
     return {
         "title": ", ".join(families) if len(families) < _FEW else "kerneltune results",
         "facts": _facts(records, sources),
         "remark": remark,
-        "summary": families_table(whole, family_pairs(whole, sources.pair)).page() if len(whole) > 1 else None,
+        "summary": tables.families_table(whole, tables.family_pairs(whole, sources.pair)).page() if len(whole) > 1 else None,
         "own": [(family, table.page()) for family in families for table in sources.own.get(family, ())],
         "families": [
             {
                 "name": family,
                 "a": pairs_of[family][0],
                 "b": pairs_of[family][1],
-                "sides": side_names(members),
+                "sides": tables.side_names(members),
                 "columns": _measures(members),
             }
             for family, members in families.items()
         ],
         "variants": variants,
         "looks": {variant: look(variant) for variant in variants},
-        "win": WIN,
-        "loss": LOSS,
+        "win": tables.WIN,
+        "loss": tables.LOSS,
         "cases": [{**case, "family": family} for family, members in families.items() for case in _cases(members)],
         "evidence": _evidence(sources.entries, {record.op for record in records}),
     }
@@ -119,7 +107,7 @@ def payload(sources: Sources) -> dict[str, Any]:
 
 def _measures(records: Iterable[Record]) -> list[dict[str, Any]]:
     """Return the columns of A's and B's measurements in a family's table."""
-    columns = with_bound(AB_COLUMNS, [bound_of(record) for record in records if record.time_us is not None])
+    columns = tables.with_bound(tables.AB_COLUMNS, [bound_of(record) for record in records if record.time_us is not None])
     return [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in columns]
 
 
@@ -142,7 +130,7 @@ def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
         shown += group
         cases += 1
     left_out = len(groups) - cases
-    remarks = [INTERPRETER_NOTE] if any(record.device == INTERPRETER for record in shown) else []
+    remarks = [tables.INTERPRETER_NOTE] if any(record.device == INTERPRETER for record in shown) else []
     if left_out:
         remarks.append(
             f"{left_out} of {len(groups)} cases are left out to keep this page small: --op, --dtype, --quant select other cases"
@@ -153,7 +141,7 @@ def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
     """Return the facts of the header by name."""
     facts = source_facts(records, ", ")
-    facts["records"] = status_counts(r.status for r in records)
+    facts["records"] = tables.status_counts(r.status for r in records)
     facts["files"] = ", ".join(sources.files)
     facts["command"] = without_paths(sources.command)
     return {name: value for name, value in facts.items() if value}
@@ -180,7 +168,7 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
         if record.time_us is not None and record.gbps is not None:
             case["bound"] = case["bound"] or bound_of(record)
         case["of"][record.variant] = _result(record)
-    for record in best_peers(records):
+    for record in tables.best_peers(records):
         case = cases[case_key(record)]
         case["best"] = {**_result(record), "is": record.variant}
     rows = Counter(record.dtype for record in records)
