@@ -322,7 +322,8 @@ class Chooser:
                 misses.report_fallback(gpu, fallback_gpu)
             return Choice(config, "near", partial(_described, case, entry, distance, self.policy, fallback_gpu))
         config = self.variant.default_config(case)
-        if (reason := self.variant.invalid(case, config)) is not None:
+        reason = self.variant.invalid(case, config)
+        if reason is not None:
             raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
         return Choice(config, "default", lambda: "the default")
 

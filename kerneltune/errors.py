@@ -55,8 +55,8 @@ def place_in_kernel(chain: list[BaseException]) -> str:
     for error in reversed(chain):
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not _INTERPRETERS.search(frame.filename)]
-        if named_line := getattr(error, PLACE, ""):
-            return str(named_line)
+        if getattr(error, PLACE, ""):
+            return str(getattr(error, PLACE))
         if own:
             return f"{Path(own[-1].filename).name}:{own[-1].lineno}: "
     return ""

@@ -192,7 +192,8 @@ def _from_json(path: Path, op: str) -> _Read:
     try:
         table, entries = decode(text, _JsonTable), []
         case = msgspec.structs.asdict(table.case)
-        if (expected := sorted([*table.case.axes, table.by])) != sorted(table.axes):
+        expected = sorted([*table.case.axes, table.by])
+        if expected != sorted(table.axes):
             raise bad("axes", table.axes, f"those of case.axes and by, {', '.join(expected)}")
         for size, knobs in table.configs.items():
             if not size.isdecimal():

@@ -96,10 +96,10 @@ def _recorded(a: str, b: str, records: list[Record], selection: Selection, polic
 
 
 def _of_policy(records: list[Record], policy: str | None) -> list[Record]:
-    """Return the records of a policy. For None, return those of `cold`; without any, as of training steps, of the first's."""
+    """Return the records of a policy; None stands for `cold`, or for the policy of the first record if none is of `cold`."""
     if policy is None:
         policies = [record.policy for record in records]
-        policy = "cold" if "cold" in policies else policies[0] if policies else ""
+        policy = "cold" if "cold" in policies or not policies else policies[0]
     return [record for record in records if record.policy == policy]
 
 

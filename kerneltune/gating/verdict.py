@@ -278,7 +278,9 @@ def _not_compared(old: Record | None, new: Record | None, new_setups: Collection
         note = A_PEER
     if new is not None and new.status == "failed":
         return GateRow(new, "failed", None, _one_line(note, new.reason), note)
-    if old is None or old.status != "passed" or setup_of(old) not in new_setups or (new and new.status == "passed"):
+    if old is None or old.status != "passed" or setup_of(old) not in new_setups:
+        return None
+    if new is not None and new.status == "passed":
         return None
     reason = f"{new.status} in the new records: {new.reason or 'not timed'}" if new else "not in the new records"
     return GateRow(new or old, "missing", None, _one_line(note, reason), note)
@@ -386,17 +388,18 @@ def _with_answer(verdict: Verdict, *, is_judged: bool) -> Verdict:
         rows = tuple(row for row in verdict.rows if row.record.status != "passed")  # the reason below says it of all other rows
         reason = "nothing compared: no row of the baseline is timed in the new records"
         return replace(verdict, rows=rows, exit_code=UNUSABLE, reason=reason)
-    failed = [
-        *(f"{count} {kind}" for kind in ("failed", "missing") if (count := verdict.count(kind))),
-        *([counted(count, "regression")] if (count := verdict.count("regression")) else []),
-        *([f"{counted(len(verdict.stale), 'variant')} of other code or configs"] if verdict.stale else []),
-        *([f"{counted(len(verdict.slower), 'variant')} slower as a whole"] if verdict.slower else []),
+    failures = [
+        (verdict.count("failed"), f"{verdict.count('failed')} failed"),
+        (verdict.count("missing"), f"{verdict.count('missing')} missing"),
+        (verdict.count("regression"), counted(verdict.count("regression"), "regression")),
+        (len(verdict.stale), f"{counted(len(verdict.stale), 'variant')} of other code or configs"),
+        (len(verdict.slower), f"{counted(len(verdict.slower), 'variant')} slower as a whole"),
     ]
-    if failed:
-        return replace(verdict, exit_code=REGRESSION, reason=", ".join(failed))
+    if any(count for count, _ in failures):
+        return replace(verdict, exit_code=REGRESSION, reason=", ".join(text for count, text in failures if count))
     if not is_judged:
         return replace(verdict, exit_code=UNUSABLE, reason="nothing judged: all compared rows are of peers, which --peers judges")
-    if count := verdict.count("ambiguous"):
-        return replace(verdict, exit_code=AMBIGUOUS, reason=f"{count} ambiguous")
-    slower = verdict.count("slower")
+    ambiguous, slower = verdict.count("ambiguous"), verdict.count("slower")
+    if ambiguous:
+        return replace(verdict, exit_code=AMBIGUOUS, reason=f"{ambiguous} ambiguous")
     return replace(verdict, reason=f"{slower} slower, tolerated" if slower else "no row is slower")
