@@ -22,7 +22,7 @@ from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, Task
 
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*")|-?\b(?:NaN|Infinity)\b')
-"""A text, or NaN or infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
+"""A text, or a NaN or infinity, which JSON lacks. NaN and infinity are read as null, so that only their entry is bad."""
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
 Source = Literal["own", "near", "default"]
@@ -302,9 +302,9 @@ class Chooser:
     def find(self, case: Case, gpu: str | None = None) -> Choice:
         """Return the first valid config of: the case's own entry, near entries as `nearness.ranked` sorts them, the default.
 
-        Near entries have another value of a free option, or other sizes of the free axes within `max_distance`, and may be of the
-        other 16-bit type; entries that differ in the type or the policy alone are near as well. For a GPU that has no config of
-        the operator, entries of the nearest known architecture are near.
+        A near entry has another value of a free option, or other sizes of the free axes within `max_distance`. The entry may be
+        of the other 16-bit type and of the policy `cold`, also where nothing else differs. For a GPU that has no config of the
+        operator, entries of the nearest known architecture are near.
 
         Raises:
             ValueError: not even the default is valid for the case.
@@ -328,7 +328,7 @@ class Chooser:
         return Choice(config, "default", lambda: "the default")
 
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
-        """Return the entry of exactly a case and its config; None if there is no valid config."""
+        """Return the entry of exactly this case, with its config; None without an entry, or if its config is not valid."""
         entry = _entries(self, gpu).own.get(case)
         if entry is None:
             return None
@@ -336,7 +336,7 @@ class Chooser:
         return None if config is None else (entry, config)
 
     def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
-        """Yield (entry, valid config, log2 distance) of the entries that can serve a case, its own included, the nearest first.
+        """Yield (entry, valid config, log2 distance) of each entry that can serve a case, also of its own, the nearest first.
 
         Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
         """

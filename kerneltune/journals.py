@@ -27,9 +27,10 @@ class Journal:
             records.append(self._path, rows)
 
     def finished(self, runs: Sequence[Run]) -> list[Record] | None:
-        """Return the rows of a case's runs, if earlier runs have left all for this environment and these configs; else None.
+        """Return a row of the file for each run of a case; None if the file lacks a row of any of these runs.
 
-        Failed rows do not count: a row that failed in an interrupted run is measured again.
+        A row counts if it has the config of the run and was made in this environment. Failed rows do not count: a row that failed
+        in an interrupted run is measured again.
         """
         gpu = device.current()
         finished = []

@@ -80,7 +80,7 @@ class Options:
         mode: last stage of a sweep: `check`, which times nothing; `measure`, with present configs; `tune`, which searches missing
             configs before it measures.
         peers: measure other packages' variants as well.
-        quick: check ten headline cases of a sweep, and derive none; or measure these cases, and check and tune nothing.
+        quick: take ten headline cases alone: in mode `check` without derived cases, else measured without checks and tuning.
         search: limits of each search; of `sweep --stale`, `budget_s` is the limit of all that is timed.
         configs: folder of the config cache; None for the usual folder.
         results: folder of the records.

@@ -261,11 +261,11 @@ def other_run(a: Record, b: Record) -> list[str]:
 
 
 def shared_case_key(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> RecordKey:
-    """Return the function of a record that gives its case in two sets: operator, types, sizes, options, policy and device.
+    """Return a function that gives records of two sets the same key if their cases, policies and devices are the same.
 
-    An operator may get a new option, which older records lack. If any record of the operator lacks an option, the function drops
-    this option from every row where its value is the default. If the default is unknown, and all records that have the option
-    have the same value, this value counts as the default.
+    An operator may get a new option, which older records lack. If any record of the operator lacks an option, the key is without
+    this option where its value is the default. If the default is unknown, and all records that have the option have the same
+    value, this value counts as the default.
     """
     implied = {op: _implied_options(op, rows, defaults) for op, rows in grouped((*a, *b), lambda record: record.op).items()}
     shared: dict[object, object] = {}  # many rows differ in sizes alone: equal tuples are kept once

@@ -393,8 +393,8 @@ _MOST_WARPS = 32
 def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
     """Return the first knob with a value that kernels of a space may not accept, with the value; None if there is none.
 
-    A knob may have any value of the space, and any positive integer that is not far from the integers of the space; if these are
-    powers of two, the integer must be one as well.
+    A knob may have any value of the space, and any positive integer that is not far from the integers of the space. If all of
+    these are powers of two, the integer must be a power of two.
     """
     for name, value in knobs.items():
         offered = space.get(name, (value,))
@@ -406,7 +406,7 @@ def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
 
 
 def _is_near(value: Any, offered: Iterable[Any], most: int) -> bool:
-    """Return whether a value is a positive integer up to `most` that is like the offered integers."""
+    """Return whether a value is a positive integer, at most `most`, that is not far from the offered integers."""
     if type(value) is not int or not 0 < value <= most:
         return False
     integers = [number for number in offered if type(number) is int]
@@ -416,4 +416,4 @@ def _is_near(value: Any, offered: Iterable[Any], most: int) -> bool:
 
 
 def _is_power_of_two(number: int) -> bool:
-    return number >= 0 and number & (number - 1) == 0  # 0 counts as one: it often switches something off
+    return number >= 0 and number & (number - 1) == 0  # 0 counts too, because it often switches something off

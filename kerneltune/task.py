@@ -57,7 +57,7 @@ class Task:
         return self.chooser(root).find(self.op.case_of_call(self.case), gpu).config
 
     def own_entry(self, root: Path | None) -> tuple[CacheEntry, Config] | None:
-        """Return the entry of exactly this task on this GPU model and its config; None if there is no valid config."""
+        """Return the entry of exactly this task on this GPU model, with its config; None as `Chooser.own`."""
         return self.chooser(root).own(self.case, device.current().slug)
 
 

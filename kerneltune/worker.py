@@ -56,7 +56,7 @@ class Worker:
 
     Attributes:
         state: state of the process.
-        process: the present process; None where there is none.
+        process: the present process; None while no process runs.
         started: number of processes so far.
     """
 

@@ -119,7 +119,7 @@ def setup_of(record: Record) -> tuple[str, str]:
 
 
 def slower_groups(changes: Sequence[Change]) -> tuple[list[str], list[str]]:
-    """Return a line for each group of rows that is surely slower: first groups that fail, then groups measured on two GPUs."""
+    """Return lines, a line for each group of rows that is surely slower: groups that fail, and groups measured on two GPUs."""
     slower: list[str] = []
     doubtful: list[str] = []
     groups = _groups(changes)

@@ -21,7 +21,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def regret(evaluations: Iterable[Evaluation]) -> tuple[list[float], int]:
-    """Return after every evaluation the gap of the best time so far to the best of all; and the evaluations to a gap of 2 %."""
+    """Return the gap of the best time so far to the best of all, after each evaluation, and the number of evaluations to 2 %."""
     times = [math.inf if evaluation.time_us is None else evaluation.time_us for evaluation in evaluations]
     best_so_far = list(itertools.accumulate(times, min))
     gaps = [time / best_so_far[-1] - 1.0 for time in best_so_far]
