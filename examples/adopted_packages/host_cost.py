@@ -52,10 +52,10 @@ def write_rows(folder: Path, rows: int) -> None:
     served = tuple(
         ServingRow({**launch.sizes, name: 2**n}, (configs[-1 - n % len(configs)], *configs[:3]), {}) for n in range(rows)
     )
-    group = Group(launch.key, launch.dtypes, (name,) if rows > 1 else (), served)
-    of, digests = launch.kernel, (launch.source, launch.bytecode, launch.configs)
+    group = Group(launch.key_values, launch.dtypes, (name,) if rows > 1 else (), served)
+    of, digests = launch.kernel, (launch.source_digest, launch.bytecode_digest, launch.configs_digest)
     write_table(
-        folder, ServingTable(launch.device, {}, (TableKernel(of.module, of.name, *digests, "", launch.keys, (group,), ()),))
+        folder, ServingTable(launch.device, {}, (TableKernel(of.module, of.name, *digests, "", launch.key_names, (group,), ()),))
     )
 
 
@@ -121,9 +121,9 @@ def plain_cost(tensors: int, numbers: int) -> float:
     startup.uninstall()
     captured = read_capture(folder).classes[0]
     row = ServingRow(captured.sizes, tuple(one.config for one in captured.candidates[-1:]), {})
-    group = Group(captured.key, captured.dtypes, (), (row,))
-    of, digests = captured.kernel, (captured.source, captured.bytecode, captured.configs)
-    kernels = (TableKernel(of.module, of.name, *digests, "", captured.keys, (group,), (), is_plain=True),)
+    group = Group(captured.key_values, captured.dtypes, (), (row,))
+    of, digests = captured.kernel, (captured.source_digest, captured.bytecode_digest, captured.configs_digest)
+    kernels = (TableKernel(of.module, of.name, *digests, "", captured.key_names, (group,), (), is_plain=True),)
     write_table(folder, ServingTable(captured.device, {}, kernels))
     best: dict[bool, float] = {}
     for is_served in (False, True) * 5:

@@ -47,14 +47,14 @@ def write_first_configs(root: Path) -> None:
         groups: dict[str, Group] = {}
         for one in launches:
             row = ServingRow(one.sizes, (one.first_config,), {"class": one.digest})
-            groups.setdefault(repr((one.key, one.dtypes)), Group(one.key, one.dtypes, (), (row,)))
+            groups.setdefault(repr((one.key_values, one.dtypes)), Group(one.key_values, one.dtypes, (), (row,)))
         of = launches[0]
-        digests = (of.source, of.bytecode, of.configs)
+        digests = (of.source_digest, of.bytecode_digest, of.configs_digest)
         package = of.versions.get("package", "")
-        kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, package, of.keys, tuple(groups.values()), ()))
+        kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, package, of.key_names, tuple(groups.values()), ()))
     table = ServingTable(device.current().slug, {}, tuple(kernels))
     write_table(root, table)
-    tuned: list[Any] = [SimpleNamespace(captured=launch) for launch in capture.classes if not launch.problem]
+    tuned: list[Any] = [SimpleNamespace(launch_class=launch) for launch in capture.classes if not launch.problem]
     tuning._keep_compiled(root, table, tuned, Progress())
     sys.stdout.write(json.dumps({"kernels": len(kernels), "entries": len(list((root / "compiled").iterdir()))}) + "\n")
 

@@ -10,11 +10,11 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from kerneltune.adopt.arguments import Argument, views
 from kerneltune.adopt.configs import StoredConfig
@@ -49,22 +49,30 @@ class Candidate(msgspec.Struct, frozen=True, rename={"is_listed": "is_author"}):
         return self.is_listed and self.grid is not None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaunchClass:
+_NAMES_IN_FILES = {
+    "source_digest": "source",
+    "bytecode_digest": "bytecode",
+    "configs_digest": "configs",
+    "key_names": "keys",
+    "key_values": "key",
+}
+
+
+class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=_NAMES_IN_FILES):
     """Hold a class of launches of a kernel: the launches with equal shapes, strides, types and whole numbers.
 
     Attributes:
         digest: digest of kernel, source, configs and the arguments' metadata; the name of the class's folder.
         kernel: module and name of the kernel.
         file: source file of the kernel when it was captured.
-        source: digest of the syntax trees of the kernel and its helpers.
-        bytecode: digest of the kernel's bytecode, for the Python that captured the class.
-        configs: digest of the author's whole list.
+        source_digest: digest of the syntax trees of the kernel and its helpers.
+        bytecode_digest: digest of the kernel's bytecode, for the Python that captured the class.
+        configs_digest: digest of the author's whole list.
         list_size: number of configs in the author's whole list.
         device: the GPU's folder name.
         versions: versions of Python, triton, torch and the package that holds the kernel.
-        keys: names of the arguments in the author's key.
-        key: values of the arguments that `keys` names.
+        key_names: names of the arguments in the author's key.
+        key_values: values of these arguments.
         arguments: metadata of the arguments.
         candidates: configs that the class may run with, the author's first config first.
         storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
@@ -83,14 +91,14 @@ class LaunchClass:
     digest: str
     kernel: KernelName
     file: str
-    source: str
-    bytecode: str
-    configs: str
+    source_digest: str
+    bytecode_digest: str
+    configs_digest: str
     list_size: int
     device: str
     versions: dict[str, str]
-    keys: tuple[str, ...]
-    key: list[Any]
+    key_names: tuple[str, ...]
+    key_values: list[Any]
     arguments: tuple[Argument, ...]
     candidates: Annotated[tuple[Candidate, ...], msgspec.Meta(min_length=1)]
     storages: tuple[dict[str, Any], ...] = ()
@@ -98,7 +106,7 @@ class LaunchClass:
     home_file: str = ""
     argv: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
-    globals: dict[str, Any] = field(default_factory=dict)
+    globals: dict[str, Any] = {}
     choice: StoredConfig | None = None
     problem: str = ""
     is_plain: bool = False
@@ -122,7 +130,7 @@ class LaunchClass:
 
     def autotuner_key(self) -> str:
         """Return the author's key and the element types, by which an autotuner tells launches apart; True is not 1."""
-        return repr((self.key, self.dtypes))
+        return repr((self.key_values, self.dtypes))
 
     def candidate(self, config: StoredConfig) -> Candidate | None:
         """Return the candidate of a config; None if the class has none of this config."""
@@ -203,8 +211,8 @@ def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any]
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
-        stored = {"format": FORMAT, **{entry.name: getattr(launch_class, entry.name) for entry in fields(launch_class)}}
-        (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=builtin), indent=1))
+        stored = {"format": FORMAT, **msgspec.to_builtins(launch_class, enc_hook=builtin)}
+        (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored), indent=1))
 
 
 @contextmanager
@@ -302,7 +310,8 @@ def read_classes(root: Path) -> tuple[list[LaunchClass], list[str]]:
         if folder.is_dir() and not folder.name.startswith("."):
             try:
                 launch_class = read_class(folder)
-                classes.append(replace(launch_class, problem=launch_class.problem or missing_values(launch_class, folder)))
+                problem = launch_class.problem or missing_values(launch_class, folder)
+                classes.append(structs.replace(launch_class, problem=problem))
             except ValueError as error:
                 problems.append(str(error))
     return classes, problems
@@ -346,9 +355,9 @@ def without_coupled_blocks(launch_class: LaunchClass, blocks: Mapping[str, str],
     def judge(candidate: Candidate) -> Candidate:
         reasons = [blocks.get(name, untried) for name in candidate.config.changed(own.kwargs)]
         problem = next(filter(None, reasons), "")
-        return msgspec.structs.replace(candidate, grid=None, problem=problem) if problem else candidate
+        return structs.replace(candidate, grid=None, problem=problem) if problem else candidate
 
-    return replace(launch_class, candidates=tuple(map(judge, launch_class.candidates)))
+    return structs.replace(launch_class, candidates=tuple(map(judge, launch_class.candidates)))
 
 
 MISSES = "misses"
@@ -374,9 +383,9 @@ def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:
     launched: digests of the classes that were launched just now.
     """
     classes, _ = read_classes(root)
-    present = {(launch_class.kernel, launch_class.source) for launch_class in classes if launch_class.digest in launched}
+    present = {(launch_class.kernel, launch_class.source_digest) for launch_class in classes if launch_class.digest in launched}
     kernels = {kernel for kernel, _ in present}
-    stale = [other for other in classes if other.kernel in kernels and (other.kernel, other.source) not in present]
+    stale = [other for other in classes if other.kernel in kernels and (other.kernel, other.source_digest) not in present]
     for launch_class in stale:
         shutil.rmtree(root / CLASSES / launch_class.digest, ignore_errors=True)  # another rank may remove it, too
     return stale

@@ -76,12 +76,12 @@ def _checked(classes: Sequence[LaunchClass]) -> list[LaunchClass]:
 
 def operator_name(launch_class: LaunchClass) -> str:
     """Return the operator's name of a class's kernel: module and name, and its digest."""
-    return f"{launch_class.kernel.text}-{launch_class.source[:4]}{launch_class.configs[:4]}"
+    return f"{launch_class.kernel.text}-{launch_class.source_digest[:4]}{launch_class.configs_digest[:4]}"
 
 
 def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
     by_digest = {launch_class.digest: launch_class for launch_class in classes}
-    kind: Any = knob_class(f"Config_{classes[0].source[:8]}_{classes[0].configs[:8]}", _knobs(classes))
+    kind: Any = knob_class(f"Config_{classes[0].source_digest[:8]}_{classes[0].configs_digest[:8]}", _knobs(classes))
 
     def class_of(case: Case) -> LaunchClass:
         return by_digest[str(case.option(CLASS))]

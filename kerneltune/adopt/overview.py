@@ -4,8 +4,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import structs
 
 from kerneltune.adopt.arguments import signature
 from kerneltune.adopt.configs import StoredConfig
@@ -50,7 +52,7 @@ class Capture:
 
     def kernels(self) -> dict[object, list[LaunchClass]]:
         """Return the classes of each kernel, the most expensive kernel first."""
-        by_kernel = grouped(self.classes, lambda launch_class: (launch_class.kernel, launch_class.source, launch_class.configs))
+        by_kernel = grouped(self.classes, lambda each: (each.kernel, each.source_digest, each.configs_digest))
         return dict(sorted(by_kernel.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
     def plain(self) -> list[str]:
@@ -69,16 +71,19 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
 
     untried: why blocks of plain kernels may not change that no launch has tried yet; empty if they may.
     """
-    (read, problems), files = read_classes(root), process_files(root)
-    blocks, (notes, damaged) = read_blocks(root), read_notes(files)
+    read, problems = read_classes(root)
+    files, blocks = process_files(root), read_blocks(root)
+    notes, damaged_notes = read_notes(files)
     with_elements = [launch_class for launch_class in read if launch_class.argument_bytes]
     classes = [without_coupled_blocks(each, blocks.get(each.digest, {}), untried) for each in with_elements]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
     failed = "each of its launches failed in the program" if files else ""
-    classes = [each if each.digest in notes.launches else replace(each, problem=each.problem or failed) for each in classes]
-    return Capture(root, classes, notes, problems + damaged)
+    for place, each in enumerate(classes):
+        if each.digest not in notes.launches:
+            classes[place] = structs.replace(each, problem=each.problem or failed)
+    return Capture(root, classes, notes, problems + damaged_notes)
 
 
 _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -107,15 +112,17 @@ def seed_hint(classes: Sequence[LaunchClass]) -> str:
 
     Whole numbers of the author's key are left out, because the key tells classes apart.
     """
-    keys, values = () if classes[0].is_plain else classes[0].keys, dict[str, set[int]]()
-    for a in (a for launch_class in classes for a in launch_class.arguments if type(a.value) is int and a.name not in keys):
-        values.setdefault(a.name, set()).add(a.value)
-    names = sorted(name for name, seen in values.items() if len(seen) >= _LEAST_COUNTED)
-    without = {name: len({signature(launch_class.arguments, {name}) for launch_class in classes}) for name in names}
-    name = min(without, key=lambda ignored: without[ignored], default="")
-    if not name or 2 * without[name] > len(classes):
+    key_names = () if classes[0].is_plain else classes[0].key_names
+    values_of: dict[str, set[int]] = {}
+    for argument in (argument for launch_class in classes for argument in launch_class.arguments):
+        if type(argument.value) is int and argument.name not in key_names:
+            values_of.setdefault(argument.name, set()).add(argument.value)
+    names = sorted(name for name, values in values_of.items() if len(values) >= _LEAST_COUNTED)
+    num_without = {name: len({signature(launch_class.arguments, {name}) for launch_class in classes}) for name in names}
+    name = min(num_without, key=lambda ignored: num_without[ignored], default="")
+    if not name or 2 * num_without[name] > len(classes):
         return ""
-    count = f"{len(classes)} classes, {without[name]} without {name}"
+    count = f"{len(classes)} classes, {num_without[name]} without {name}"
     return f"{count}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
@@ -123,7 +130,7 @@ def unkeyed_dimensions(launch_class: LaunchClass) -> list[str]:
     """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
     shapes = [argument.tensor.shape for argument in launch_class.arguments if argument.tensor is not None]
     dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
-    named = {*launch_class.keys, *(name for candidate in launch_class.candidates for name in candidate.config.kwargs)}
+    named = {*launch_class.key_names, *(name for candidate in launch_class.candidates for name in candidate.config.kwargs)}
     values = {a.name: a.value for a in launch_class.arguments if type(a.value) is int and a.name not in named}
     sizes = [name for name, value in values.items() if value in dimensions and launch_class.list_size > 1]
     return [name for name in sizes if _is_size(name) and not name.startswith("BLOCK")]
@@ -142,10 +149,10 @@ def findings(capture: Capture) -> list[str]:
         records = [record for launch_class in classes for record in checked.get(launch_class.digest, {}).values()]
         failed = [record for record in records if record.status == "failed"]
         by_reason = grouped(failed, lambda record: _NUMBERS.sub("", record.reason))
-        texts = [*_of_kernel(classes, wins, wrong)]
-        for alike in by_reason.values():
-            more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
-            texts.append(f"the check of {alike[0].variant} failed: {alike[0].case}{more}: {alike[0].reason}")
+        texts = [*_kernel_findings(classes, wins, wrong)]
+        for first, *others in by_reason.values():
+            more = f" (and {len(others)} more)" if others else ""
+            texts.append(f"the check of {first.variant} failed: {first.case}{more}: {first.reason}")
         lines += [f"{classes[0].kernel.text}: {text}" for text in texts]
     return [*lines, *_several_lists(capture.classes), *capture.problems]
 
@@ -153,20 +160,28 @@ def findings(capture: Capture) -> list[str]:
 def _several_lists(classes: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
     autotuned = [launch_class for launch_class in classes if not launch_class.is_plain]
-    for name, named_alike in grouped(autotuned, lambda launch_class: launch_class.kernel.text).items():
-        alike = grouped(named_alike, lambda launch_class: (launch_class.source, launch_class.home, launch_class.autotuner_key()))
-        most = max(len({launch_class.configs for launch_class in classes_of_key}) for classes_of_key in alike.values())
+    for name, kernel_classes in grouped(autotuned, lambda launch_class: launch_class.kernel.text).items():
+        by_key = grouped(kernel_classes, lambda each: (each.source_digest, each.home, each.autotuner_key()))
+        most = max(len({each.configs_digest for each in key_classes}) for key_classes in by_key.values())
         if most > 1:
             effect = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {effect}"
 
 
-def _of_kernel(classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]], wrong: dict[str, list[str]]) -> Iterator[str]:
+def _kernel_findings(
+    classes: Sequence[LaunchClass], wins: dict[str, set[StoredConfig]], wrong: dict[str, list[str]]
+) -> Iterator[str]:
+    """Yield a line for each finding about a kernel.
+
+    Args:
+        wins: class -> the configs that tuning has chosen.
+        wrong: class -> a line for each config that failed.
+    """
     first = classes[0]
     present = {argument.name.partition("[")[0] for argument in first.arguments}
     if first.problem:
         yield f"cannot be tuned: {first.problem}"
-    if unknown := [name for name in first.keys if name not in present and not first.is_plain]:
+    if unknown := [name for name in first.key_names if name not in present and not first.is_plain]:
         yield f"key names what no launch gives, which triton.autotune leaves out: {', '.join(unknown)}"
     if hint := seed_hint(classes):
         yield hint

@@ -189,7 +189,7 @@ class ServedPlainKernel:
             choice = None if is_by_autotuner else self._choice(launch)
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
-        keys = all_but_floats(launch).intersection(name for kernel in self.kernels for name in kernel.keys)
+        keys = all_but_floats(launch).intersection(name for kernel in self.kernels for name in kernel.key_names)
         key_names = {*OPTIONS, "grid", *keys}
         choices = [*([choice] if choice and choice.options else ()), LaunchChoice(None, {})]
         has_elements = any(0 not in getattr(value, "shape", ()) for value in launch.values if is_tensor(value))
@@ -204,8 +204,8 @@ class ServedPlainKernel:
         """
         own, others = split_options(launch.autotuner, launch.kwargs)
         if (options := tuple(own.values())) not in self.by_options:
-            tuners = [(plain_tuner(launch.autotuner, own, kernel.keys), kernel) for kernel in self.kernels]
-            self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
+            tuners = [(plain_tuner(launch.autotuner, own, kernel.key_names), kernel) for kernel in self.kernels]
+            self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs_digest]
         for tuner, kernel in self.by_options[options]:
             described = Launch(tuner, launch.args, others)
             group = kernel.group(described.author_key(), described.dtypes())

@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
+
+from msgspec import structs
 
 from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import NotRecordableError, Values
@@ -208,7 +210,8 @@ class Recorder:
             return self.refuse_misnamed(name, problem)
         try:
             launch_class, storages = describe_launch(launch, self.ignored.difference(tuner.keys))
-            if self._bytecode_of.setdefault((name.text, launch_class.source), launch_class.bytecode) != launch_class.bytecode:
+            bytecode = launch_class.bytecode_digest
+            if self._bytecode_of.setdefault((name.text, launch_class.source_digest), bytecode) != bytecode:
                 return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
             if launch_class.digest not in classes:
                 if len(classes) >= most:
@@ -230,7 +233,7 @@ class Recorder:
             return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
         if launch_class.problem:
             self._refuse(name, f"cannot be tuned: {launch_class.problem}")
-        launch_class = replace(launch_class, storages=values.kinds)
+        launch_class = structs.replace(launch_class, storages=values.kinds)
         if not self.autotune or launch_class.is_plain:
             write_class(self.root, launch_class, values.tensors)
             without_values = launch_class if program.is_capturing() else None
@@ -244,7 +247,7 @@ class Recorder:
             _, storages = describe_launch(launch)
             values = self._values(launch_class, storages)
             if not holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
-                write_class(self.root, replace(launch_class, storages=values.kinds), values.tensors)
+                write_class(self.root, structs.replace(launch_class, storages=values.kinds), values.tensors)
 
     def _pruned(self, launch: Launch) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
@@ -305,10 +308,10 @@ class Recorder:
                 (launch_class, values), recorded.unwritten = recorded.unwritten, None
                 try:
                     choice = StoredConfig.of(autotuner.best_config)
-                    launch_class = replace(launch_class, choice=choice)
+                    launch_class = structs.replace(launch_class, choice=choice)
                     if launch_class.candidate(choice) is None:  # chosen for other arguments, pruned for these
                         added = _candidate(Launch(autotuner, args, kwargs), autotuner.best_config)
-                        launch_class = replace(launch_class, candidates=(*launch_class.candidates, added))
+                        launch_class = structs.replace(launch_class, candidates=(*launch_class.candidates, added))
                     write_class(self.root, launch_class, values.tensors)
                 except Exception as error:  # a full disk, for example: the program must not notice
                     self._refuse(launch_class.kernel, first_line(error))
@@ -397,14 +400,14 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
         kernel=name,
         file=function.__code__.co_filename,
-        source=source,
-        bytecode=bytecode_digest(function),
-        configs=listed,
+        source_digest=source,
+        bytecode_digest=bytecode_digest(function),
+        configs_digest=listed,
         list_size=len(tuner.configs),
         device=program.device_slug(),
         versions=program.package_versions(name.module),
-        keys=tuple(tuner.keys),
-        key=launch.author_key(),
+        key_names=tuple(tuner.keys),
+        key_values=launch.author_key(),
         arguments=tuple(described),
         candidates=(),
         globals=read,
@@ -424,7 +427,7 @@ def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence
     candidates = _candidates(launch, allowed)
     with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
         launch.grid(allowed[0])
-    return replace(
+    return structs.replace(
         launch_class,
         candidates=tuple(candidates),
         home=home,

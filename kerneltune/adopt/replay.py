@@ -47,11 +47,11 @@ def live_kernel(launch_class: LaunchClass) -> Any:
     tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
     if launch_class.is_plain:
         options = launch_class.candidates[0].config.options
-        tuners = [plain_tuner(kernel, options, launch_class.keys) for kernel in tuners]
+        tuners = [plain_tuner(kernel, options, launch_class.key_names) for kernel in tuners]
     tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == launch_class.kernel.name]
-    same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == launch_class.bytecode]
+    same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == launch_class.bytecode_digest]
     is_other_bytecode = not same
-    same = same or [tuner for tuner in tuners if arguments.source_digest(tuner.base_fn) == launch_class.source]
+    same = same or [tuner for tuner in tuners if arguments.source_digest(tuner.base_fn) == launch_class.source_digest]
     if tuners and not same:
         raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
     if not same:
@@ -67,7 +67,7 @@ def live_kernel(launch_class: LaunchClass) -> Any:
             raise ReplayError(f"{name}: the kernel reads {read}, {values}")
     if is_other_bytecode and launch_class.versions.get("python") == python_version():  # another Python has other bytecode
         raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
-    return next((tuner for tuner in same if configs_digest(tuner.configs) == launch_class.configs), same[0])
+    return next((tuner for tuner in same if configs_digest(tuner.configs) == launch_class.configs_digest), same[0])
 
 
 def _module_of(launch_class: LaunchClass, name: KernelName) -> Any:

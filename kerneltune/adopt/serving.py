@@ -193,9 +193,9 @@ class Server:
         of_name = [kernel for kernel in tuned if (kernel.name, kernel.is_plain) == (name.name, is_plain)]
         named = [kernel for kernel in of_name if kernel.module == name.module]
         alike = named + [kernel for kernel in of_name if kernel not in named and "__main__" in (kernel.module, name.module)]
-        same = [kernel for kernel in alike if kernel.bytecode == bytecode_digest(function)]
+        same = [kernel for kernel in alike if kernel.bytecode_digest == bytecode_digest(function)]
         if not same and table is not None and table.versions.get("python") != program.python_version():  # has other bytecode
-            same = [kernel for kernel in alike if kernel.source == arguments.source_digest(function)]
+            same = [kernel for kernel in alike if kernel.source_digest == arguments.source_digest(function)]
         read = read_globals(function) if same else {}  # a global that is not bound yet may have any value
         same = [kernel for kernel in same if all(read.get(name, value) == value for name, value in kernel.globals.items())]
         if named and not same:
@@ -299,9 +299,9 @@ class Server:
                 raise
             warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
         digest = configs_digest(configs)
-        kernel = min(same, key=lambda kernel: kernel.configs != digest, default=None)
+        kernel = min(same, key=lambda kernel: kernel.configs_digest != digest, default=None)
         split = {re.split(r"[.[]", name)[0] for group in (kernel.groups if kernel is not None else ()) for name in group.split}
-        is_tuned = kernel is not None and kernel.configs == digest
+        is_tuned = kernel is not None and kernel.configs_digest == digest
         return ServedList(configs, kernel, is_tuned, self._slots_of(autotuner), split.union(autotuner.keys))
 
     def _slots_of(self, kernel: Any) -> tuple[int, ...]:

@@ -37,14 +37,13 @@ class ServingRow:
     evidence: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, dict=True, rename={"key_values": "key"}):
     """Hold the rows for a value of the author's key and a list of the tensors' element types.
 
     `split` has the names of the sizes that the author's key leaves out and that decide between the rows; empty for a single row.
     """
 
-    key: list[Any]
+    key_values: list[Any]
     dtypes: list[str]
     split: tuple[str, ...]
     rows: Annotated[tuple[ServingRow, ...], msgspec.Meta(min_length=1)]
@@ -66,13 +65,24 @@ class Group:
         return min(rows, key=lambda row: log2_distance(row[0], wanted))[1]
 
 
-class TableKernel(msgspec.Struct, frozen=True, rename={"shared": "portfolio"}):
+_NAMES_IN_FILES = {
+    "source_digest": "source",
+    "bytecode_digest": "bytecode",
+    "configs_digest": "configs",
+    "key_names": "keys",
+    "shared": "portfolio",
+}
+
+
+class TableKernel(msgspec.Struct, frozen=True, rename=_NAMES_IN_FILES):
     """Hold the configs of a kernel in a table.
 
     Attributes:
-        source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list of configs.
+        source_digest: digest of the kernel's syntax tree.
+        bytecode_digest: digest of the kernel's bytecode.
+        configs_digest: digest of the author's list of configs.
         package: version of the package that holds the kernel; empty if unknown.
-        keys: names of the arguments in the author's key; `Group.key` has their values.
+        key_names: names of the arguments in the author's key; `Group.key_values` has their values.
         is_plain: whether no autotuner wraps the kernel.
         globals: plain values of globals that the kernel reads, as JSON; empty in tables of earlier versions.
         shared: the config of all classes for torch.compile, which cannot tell launches apart; empty if no config is correct in
@@ -81,11 +91,11 @@ class TableKernel(msgspec.Struct, frozen=True, rename={"shared": "portfolio"}):
 
     module: str
     name: str
-    source: str
-    bytecode: str
-    configs: str
+    source_digest: str
+    bytecode_digest: str
+    configs_digest: str
     package: str
-    keys: tuple[str, ...]
+    key_names: tuple[str, ...]
     groups: tuple[Group, ...]
     shared: tuple[StoredConfig, ...]
     is_plain: bool = False
@@ -94,7 +104,7 @@ class TableKernel(msgspec.Struct, frozen=True, rename={"shared": "portfolio"}):
     def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
         """Return the group of an author's key and element types; None where the table has none."""
         wanted = repr((list(key), list(dtypes)))  # because True == 1
-        return next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None)
+        return next((group for group in self.groups if repr((group.key_values, group.dtypes)) == wanted), None)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""

@@ -287,11 +287,22 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     kernels = []
     with GpuWorker() as worker:
         for classes in grouped(tuned, lambda tuned_class: operator_name(tuned_class.launch_class)).values():
-            first, groups = classes[0].launch_class, tuple(table_groups(classes, worker))
-            digests = (first.source, first.bytecode, first.configs, first.versions.get("package", ""))
-            best = None if first.is_plain else shared_config(classes)
-            about = (*digests, first.keys, groups, () if best is None else (best,), first.is_plain, first.globals)
-            kernels.append(TableKernel(first.kernel.module, first.kernel.name, *about))
+            first = classes[0].launch_class
+            shared = None if first.is_plain else shared_config(classes)
+            kernel = TableKernel(
+                module=first.kernel.module,
+                name=first.kernel.name,
+                source_digest=first.source_digest,
+                bytecode_digest=first.bytecode_digest,
+                configs_digest=first.configs_digest,
+                package=first.versions.get("package", ""),
+                key_names=first.key_names,
+                groups=tuple(table_groups(classes, worker)),
+                shared=() if shared is None else (shared,),
+                is_plain=first.is_plain,
+                globals=first.globals,
+            )
+            kernels.append(kernel)
     here, pythons = device.current(), {tuned_class.launch_class.versions.get("python", "") for tuned_class in tuned}
     versions = {**device.versions(), "driver": here.driver, "python": "".join(pythons) if len(pythons) == 1 else ""}
     return ServingTable(here.slug, versions, tuple(kernels))
@@ -299,11 +310,11 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
 
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
-    by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
+    by_name = {(kernel.module, kernel.name, kernel.configs_digest): kernel for kernel in table.kernels}
     names, launchers = [], []
     for launch_class in (tuned_class.launch_class for tuned_class in tuned):
-        served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs]
-        group = served.group(launch_class.key, launch_class.dtypes)
+        served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs_digest]
+        group = served.group(launch_class.key_values, launch_class.dtypes)
         chosen = None if group is None else launch_class.candidate(group.nearest(launch_class.sizes).configs[0])
         if chosen is not None and chosen.is_offered:  # the row may be of a class for which the pruning leaves other configs
             try:
@@ -337,7 +348,7 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
             rows = [_row(tuned, shared if gain is None else tuned.best, gain) for tuned, gain in zip(members, gains, strict=True)]
             if all(gain is None for gain in gains):
                 rows, split = [_row(_as_one(members), shared)], ()
-        yield Group(launch_class.key, launch_class.dtypes, split, tuple(rows))
+        yield Group(launch_class.key_values, launch_class.dtypes, split, tuple(rows))
 
 
 def _as_one(alike: Sequence[TunedClass]) -> TunedClass:

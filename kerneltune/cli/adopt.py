@@ -301,7 +301,7 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
         varying = varying_sizes(classes)
         out = [*(f"{name}*" for name in varying), *(name for name in unkeyed_dimensions(first) if name not in varying)]
         count = sum(capture.count(launch_class).launches for launch_class in classes)
-        key = "(plain)" if first.is_plain else " ".join(first.keys) or "-"
+        key = "(plain)" if first.is_plain else " ".join(first.key_names) or "-"
         cells = (str(len(classes)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
         rows.append((first.kernel.text if names[first.kernel.name] > 1 else first.kernel.name, *cells))
     return head, rows

@@ -64,10 +64,12 @@ def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[StoredConfig], 
     """Return the part of a table that serves each class with these configs, the first chosen; a group for each class."""
     first = launches[0]
     groups = tuple(
-        Group(one.key, one.dtypes, (), (ServingRow(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches
+        Group(one.key_values, one.dtypes, (), (ServingRow(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches
     )
     fields: dict[str, Any] = {"module": first.kernel.module, "name": first.kernel.name, "package": first.versions["package"]}
-    fields |= {name: getattr(first, name) for name in ("source", "bytecode", "configs", "keys", "globals")}
+    fields |= {
+        name: getattr(first, name) for name in ("source_digest", "bytecode_digest", "configs_digest", "key_names", "globals")
+    }
     fields |= {"groups": groups, "shared": (configs[0],)}
     return TableKernel(**(fields | changes))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, write_table
 from command_line import run
+from msgspec import structs
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META
@@ -189,7 +190,7 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
 
 def test_capture_sweep_file_omits_launches_that_cannot_be_replayed(tmp_path: Path) -> None:
     first, second = captured(tmp_path, (4, 96), (8, 96), pattern="row_sum").classes
-    classes = [first, dataclasses.replace(second, problem="a function made the kernel")]
+    classes = [first, structs.replace(second, problem="a function made the kernel")]
     text = write_capture_sweep(dataclasses.replace(read_capture(tmp_path), classes=classes)).read_text()
     assert (text.count(first.digest), text.count(second.digest)) == (2, 0)
 

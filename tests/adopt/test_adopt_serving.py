@@ -78,7 +78,7 @@ def test_serving_with_policy_nearest_takes_the_nearest_tuned_launch(tmp_path: Pa
     small, large = sorted(launches, key=lambda one: one.sizes["N"])
     configs = author_configs(small)
     rows = [ServingRow(one.sizes, (config,), {}) for one, config in ((small, configs[1]), (large, configs[4]))]
-    groups = tuple(Group(one.key, one.dtypes, (), (row,)) for one, row in zip((small, large), rows, strict=True))
+    groups = tuple(Group(one.key_values, one.dtypes, (), (row,)) for one, row in zip((small, large), rows, strict=True))
     write_table(tmp_path, kernel_of(launches, configs, groups=groups))
     served(tmp_path, miss="nearest", misses=None)
     module = example()
@@ -168,7 +168,7 @@ def test_serving_sizes_that_the_key_omits_takes_the_nearest_row_of_the_group(tmp
     few, many = sorted(launches, key=lambda one: one.sizes["M"])
     configs = author_configs(few)
     rows = (ServingRow(few.sizes, (configs[2],), {}), ServingRow(many.sizes, (configs[5],), {}))
-    write_table(tmp_path, kernel_of(launches, configs, groups=(Group(few.key, few.dtypes, ("M",), rows),)))
+    write_table(tmp_path, kernel_of(launches, configs, groups=(Group(few.key_values, few.dtypes, ("M",), rows),)))
     server = served(tmp_path, miss="error")
     module = example()
     for rows_given, expected in ((3, 2), (50, 5)):
@@ -178,7 +178,7 @@ def test_serving_sizes_that_the_key_omits_takes_the_nearest_row_of_the_group(tmp
 
 
 def test_serving_a_kernel_with_changed_source_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tuned_folder(tmp_path, source="0" * 12, bytecode="0" * 16)
+    tuned_folder(tmp_path, source_digest="0" * 12, bytecode_digest="0" * 16)
     server = served(tmp_path, miss="default", misses=None)
     for columns in (96, 64):
         example().row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
@@ -206,7 +206,7 @@ def test_tables_of_two_gpus_that_are_written_at_once_are_both_in_the_manifest(
     assert None not in (read_table(tmp_path, "gpu_a"), read_table(tmp_path, "gpu_b"))
 
 
-@pytest.mark.parametrize("source", [{}, {"source": "0" * 12, "bytecode": "0" * 16}], ids=["same", "other"])
+@pytest.mark.parametrize("source", [{}, {"source_digest": "0" * 12, "bytecode_digest": "0" * 16}], ids=["same", "other"])
 def test_serving_a_kernel_that_was_captured_in_main_depends_on_its_source(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, source: dict[str, str]
 ) -> None:

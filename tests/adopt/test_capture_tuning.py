@@ -76,7 +76,7 @@ def test_tune_writes_the_fastest_config_of_each_class(tmp_path: Path, h200: type
     table = read_table(tmp_path, GPU)
     assert table is not None
     assert table.digest == outcome.digest
-    configs = {group.key[0]: group.rows[0].configs[0] for group in table.kernels[0].groups}
+    configs = {group.key_values[0]: group.rows[0].configs[0] for group in table.kernels[0].groups}
     assert {key: (config.kwargs["BLOCK"], config.num_warps) for key, config in configs.items()} == {
         96: (64, 4),
         128: (256, 4),

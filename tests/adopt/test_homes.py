@@ -1,6 +1,5 @@
 """Captured kernels are found again under the program's arguments, globals and autotuners."""
 
-import dataclasses
 import importlib.util
 import re
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import LaunchClass
@@ -214,7 +214,7 @@ def test_live_kernel_of_a_module_with_work_at_its_top_is_loaded_or_raises(
     del sys.modules[name]
     if message:
         with pytest.raises(ReplayError, match=message):
-            live_kernel(dataclasses.replace(launch, argv=("program.py",)))
+            live_kernel(structs.replace(launch, argv=("program.py",)))
     else:
         assert live_kernel(launch).base_fn.__name__ == "added"
 

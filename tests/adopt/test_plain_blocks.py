@@ -132,7 +132,7 @@ def test_capture_of_a_grid_that_writes_its_arguments_is_that_of_the_launch(tmp_p
 
     launch = captured_call(tmp_path, lambda: module.listed[grid](x, blocks, y, 96, BLOCK=32))
     assert y.tolist() == x.tolist()
-    assert launch.key == ["torch.float32[96]", "torch.int32[3]", "torch.float32[96]", 96, 32]
+    assert launch.key_values == ["torch.float32[96]", "torch.int32[3]", "torch.float32[96]", 96, 32]
     replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
     assert replay.named["blocks_ptr"].tolist() == [2, 1, 0]
 

@@ -38,7 +38,7 @@ def test_capture_of_plain_kernels_lists_the_programs_options_first(tmp_path: Pat
     assert options[0] == (8, 3)
     assert {warps for warps, _ in options} == {2, 4, 8, 16, 32}
     assert {stages for _, stages in options} == {3}  # because the kernel has no product
-    assert (small.is_plain, small.keys, small.candidates[0].grid) == (True, ("x_ptr", "y_ptr", "N", "scale", "BLOCK"), (2,))
+    assert (small.is_plain, small.key_names, small.candidates[0].grid) == (True, ("x_ptr", "y_ptr", "N", "scale", "BLOCK"), (2,))
     counts = read_capture(tmp_path / "cap").notes.launches
     assert (counts[small.digest].launches, counts[large.digest].launches) == (1, 2)
     assert not small.problem

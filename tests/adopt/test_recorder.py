@@ -30,8 +30,8 @@ def test_capture_of_two_sizes_has_a_class_per_size(tmp_path: Path) -> None:
     sums = of_kernel(capture, "row_sum")
     assert sorted(one.sizes["N"] for one in sums) == [96, 256]
     assert {one.sizes["N"]: capture.count(one).launches for one in sums} == {96: 2, 256: 1}
-    assert [one.key for one in sums if one.sizes["N"] == 96] == [[96]]
-    assert of_kernel(capture, "scale_chosen")[0].keys == ()
+    assert [one.key_values for one in sums if one.sizes["N"] == 96] == [[96]]
+    assert of_kernel(capture, "scale_chosen")[0].key_names == ()
 
 
 def test_captured_classes_can_be_read_by_whom_the_captures_folder_lets(tmp_path: Path) -> None:
