@@ -93,46 +93,50 @@ class _Deriver:
         """
         known = {value for case in self.check for value in settings(case)}
         for value in dict.fromkeys(value for case in self.bench for value in settings(case) if value not in known):
-            found, reason = self._first_checkable(_with_values(case, value) for case in self.by_cost)
-            self.derived += found
-            self.unchecked += [] if found else [f"{_text(value)} ({reason})"]
+            try:
+                self.derived.append(self._first_checkable(_with_values(case, value) for case in self.by_cost))
+            except CaseError as error:
+                self.unchecked.append(f"{_text(value)} ({error})")
 
     def add_pairs_of_values(self) -> None:
         """Derive cases in which values of settings meet that meet in no check case.
 
         Each case is the cheapest of the cases with the most new pairs. Sizes of 1, which hide mistakes, are left out.
         """
-
-        def pairs_of(case: Case) -> set[tuple[Setting, ...]]:
-            return set(itertools.combinations(settings(case), 2))
-
         checks = [*self.check, *self.derived]
+        met, met_in_bench = _pairs_of_values(checks), _pairs_of_values(self.bench)
         values = dict.fromkeys(value for case in checks for value in settings(case))
-        met, of_bench = (set[tuple[Setting, ...]]().union(*map(pairs_of, cases)) for cases in (checks, self.bench))
-        wanted = [pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]]
         order = [name for name, _value in settings(self.by_cost[0])]
-        ordered = (tuple(sorted(pair, key=lambda value: order.index(value[0]))) for pair in wanted)
-        left = sorted((pair for pair in dict.fromkeys(ordered) if pair not in met), key=lambda pair: pair not in of_bench)
+        possible = (pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0])
+        ordered = dict.fromkeys(tuple(sorted(pair, key=lambda value: order.index(value[0]))) for pair in possible)
+        missing = sorted((pair for pair in ordered if pair not in met), key=lambda pair: pair not in met_in_bench)
         thick = [case for case in sorted(self.by_cost, key=self._cost) if all(size > 1 for _axis, size in case.axes)]
-        paired, reasons = list[Case](), dict[tuple[Setting, ...], str]()
-        while left and len(paired) < _MOST_PAIRED and len(paired) + len(reasons) < _MOST_PAIRS:
-            candidates = [_with_values(case, *left[0]) for case in thick or self.by_cost]
-            best = sorted(candidates, key=lambda case: -len(pairs_of(case).intersection(left)))
-            found, reason = self._first_checkable(best[:_TRIED])
-            reasons |= {} if found else {left[0]: reason}
-            left = [pair for pair in left[1:] if pair not in set[tuple[Setting, ...]]().union(*map(pairs_of, found))]
-            paired += found
-        self.derived += paired
-        reasons |= dict.fromkeys(left, "not tried, after many other pairs")
-        self.unchecked += [f"{' with '.join(map(_text, pair))} ({why})" for pair, why in reasons.items() if pair in of_bench]
+        num_paired, reasons = 0, dict[tuple[Setting, ...], str]()
+        while missing and num_paired < _MOST_PAIRED and num_paired + len(reasons) < _MOST_PAIRS:
+            candidates = [_with_values(case, *missing[0]) for case in thick or self.by_cost]
+            candidates.sort(key=lambda case: -len(_pairs_of_values([case]).intersection(missing)))
+            pair, *missing = missing
+            try:
+                case = self._first_checkable(candidates[:_TRIED])
+            except CaseError as error:
+                reasons[pair] = str(error)
+                continue
+            self.derived.append(case)
+            num_paired += 1
+            met = _pairs_of_values([case])
+            missing = [pair for pair in missing if pair not in met]
+        reasons |= dict.fromkeys(missing, "not tried, after many other pairs")
+        self.unchecked += [f"{' with '.join(map(_text, pair))} ({why})" for pair, why in reasons.items() if pair in met_in_bench]
 
     def add_longest_axes(self) -> None:
         """Give the longest size of a check case to each axis that is the longest in bench cases alone."""
-        longest = {axis for case in self.by_cost for axis in _longest(case)}
+        in_checks = set(map(_longest, self.by_cost))
         oblong = [case for case in self.by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
         by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
-        for axis in dict.fromkeys(axis for case in self.bench for axis in _longest(case) if axis not in longest):
-            self.derived += self._first_checkable(_with_longest(case, axis) for case in by_size)[0]
+        for axis in dict.fromkeys(map(_longest, self.bench)):
+            if axis and axis not in in_checks:
+                with suppress(CaseError):
+                    self.derived.append(self._first_checkable(_with_longest(case, axis) for case in by_size))
 
     def add_smaller_sizes_in_fork(self) -> set[Fact]:
         """Derive the cases of `_with_smaller_sizes`, and return its facts; a fork that takes too long gives one.
@@ -178,21 +182,24 @@ class _Deriver:
         A case has at most _MOST_COST times the programs of the check cases, or _FEW_PROGRAMS.
         """
         check = [*self.check, *self.derived]
-        check_facts = [found for _case, found in launches.facts_of([*check, *smaller])]
+        check_facts = [case_facts for _case, case_facts in launches.facts_of([*check, *smaller])]
         known = set[Fact]().union(*check_facts)
-        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((found.num_programs for found in check_facts), default=0))
+        most_checked = max((case_facts.num_programs for case_facts in check_facts), default=0)
+        most_programs = max(_FEW_PROGRAMS, _MOST_COST * most_checked)
         by_facts: dict[frozenset[Fact], Case] = {}
         for case, bench_facts in launches.facts_of(sorted(bench, key=self._cost)):
             by_facts[frozenset(bench_facts)] = case
             for wants_whole_blocks in (False, True) if len(check_facts) >= len(check) else ():
-                wanted = {fact for fact in bench_facts - known if (fact.kind == "whole") is wants_whole_blocks}
-                candidates = self._smaller(case, wants_whole_blocks, partial(launches.have_one_of, wanted)) if wanted else ()
-                for candidate, found in launches.facts_of(filter(self._is_cheap, candidates)):
-                    if found.num_programs <= most_programs and found & wanted and not _obstacle(self.op, candidate):
+                missing = {fact for fact in bench_facts - known if (fact.kind == "whole") is wants_whole_blocks}
+                if not missing:
+                    continue
+                candidates = self._smaller(case, wants_whole_blocks, partial(launches.have_one_of, missing))
+                for candidate, facts in launches.facts_of(filter(self._is_cheap, candidates)):
+                    if facts.num_programs <= most_programs and facts & missing and not _obstacle(self.op, candidate):
                         smaller.append(candidate)
-                        known |= found
-                        wanted -= found
-                    if not wanted:
+                        known |= facts
+                        missing -= facts
+                    if not missing:
                         break
             known |= bench_facts
         return by_facts
@@ -208,18 +215,20 @@ class _Deriver:
                 loops are the shortest.
             is_new: whether a case has a fact that is sought.
         """
-        bases = list(dict.fromkeys([*(_without_ones(it, self.by_cost) for it in self.by_cost), *self.by_cost]))
-        longer = [it for it in bases if 1 not in dict(it.axes).values()]
-        others = list(dict.fromkeys([*bases[:1], *sorted(longer, key=self._cost)[:1], *sorted(bases, key=self._cost)[:1]]))
-        steps = {axis: math.gcd(*(it[axis] for it in (*self.check, *self.derived, *self.bench))) for axis in self.op.axes}
+        bases = list(dict.fromkeys([*(_without_ones(base, self.by_cost) for base in self.by_cost), *self.by_cost]))
+        by_cost = sorted(bases, key=self._cost)
+        longer = [base for base in by_cost if 1 not in dict(base.axes).values()]
+        others = list(dict.fromkeys([*bases[:1], *longer[:1], *by_cost[:1]]))
+        steps = {axis: math.gcd(*(known[axis] for known in (*self.check, *self.derived, *self.bench))) for axis in self.op.axes}
         least = _with_least_sizes(case, others, steps, is_new)
         near, far = list[Case](), list[Case]()
         for smaller in sorted(_with_sizes_of(case, bases), key=partial(self._order, case)):
-            is_far = any(size > _FAR * max((it[axis] for it in bases), default=0) for axis, size in smaller.axes)
+            is_far = any(size > _FAR * max((base[axis] for base in bases), default=0) for axis, size in smaller.axes)
             (far if is_far else near).append(smaller)
-        yield from itertools.chain(
-            *((sorted(least, key=self._doublings), near, far) if wants_whole_blocks else (near, least, far))
-        )
+        if wants_whole_blocks:
+            yield from itertools.chain(sorted(least, key=self._doublings), near, far)
+        else:
+            yield from itertools.chain(near, least, far)
 
     def _doublings(self, case: Case) -> int:
         """Return log2 of a case's cost over the cost of the costliest check case, rounded up; 0 for a cheaper case."""
@@ -229,30 +238,40 @@ class _Deriver:
         """Return the place of a copy: a single row, for example of ids, hides mistakes that further rows show."""
         return any(size > smaller[axis] == 1 for axis, size in case.axes), self._doublings(smaller)
 
-    def _first_checkable(self, cases: Iterable[Case]) -> tuple[list[Case], str]:
-        """Return the first case that can be checked, in a list; else an empty list, and why the last case cannot be checked.
+    def _first_checkable(self, cases: Iterable[Case]) -> Case:
+        """Return the first case that can be checked.
 
-        A case can be checked if it is cheap, if an own variant supports it, if the operator has inputs and expected values for
-        it, which forks make, and if host code of no own variant refuses it by a ValueError.
+        Raises:
+            CaseError: no case can be checked; the message says why of the last case.
         """
         reason = "no check case to derive a case from"
         for case in cases:
             try:
-                own = [variant.unsupported(case) for variant in self.op.variants if not variant.is_peer]
-                if not self._is_cheap(case):
-                    reason = "too costly"
-                elif all(own):
-                    reason = f"unsupported: {own[0]}" if own else "no own variant"
-                elif not (reason := Fork(partial(_obstacle, self.op, case)).result()):
-                    return [case], ""
+                reason = self._why_uncheckable(case)
             except Exception as error:  # code of an operator on a case that its author may not have thought of
                 reason = first_line(error)
-        return [], reason
+            if not reason:
+                return case
+        raise CaseError(reason)
+
+    def _why_uncheckable(self, case: Case) -> str:
+        """Return why a case cannot be checked: cost, variants, or an obstacle, which a fork finds; empty if it can."""
+        reasons = [variant.unsupported(case) for variant in self.op.variants if not variant.is_peer]
+        if not self._is_cheap(case):
+            return "too costly"
+        if all(reasons):
+            return f"unsupported: {reasons[0]}" if reasons else "no own variant"
+        return Fork(partial(_obstacle, self.op, case)).result()
+
+
+def _pairs_of_values(cases: Iterable[Case]) -> set[tuple[Setting, ...]]:
+    """Return each two values of settings that meet in a case."""
+    return {pair for case in cases for pair in itertools.combinations(settings(case), 2)}
 
 
 def _without_ones(case: Case, others: Sequence[Case]) -> Case:
     """Return a case with the least longer size of other cases in place of each size of 1."""
-    longer = {axis: min((it[axis] for it in others if it[axis] > 1), default=1) for axis, _size in case.axes}
+    longer = {axis: min((other[axis] for other in others if other[axis] > 1), default=1) for axis, _size in case.axes}
     return replace(case, axes=tuple((axis, size if size > 1 else longer[axis]) for axis, size in case.axes))
 
 
@@ -281,7 +300,7 @@ def _with_least_sizes(
         below, step = other[axis], max(1, steps[axis])
         if below < size and is_new(sized(size)):
             doubled = (step << power for power in range((size // step).bit_length()))
-            least = next((it for it in doubled if below < it < size and is_new(sized(it))), size)
+            least = next((middle for middle in doubled if below < middle < size and is_new(sized(middle))), size)
             while least - below > step:
                 middle = below + (least - below) // 2 // step * step
                 least, below = (middle, below) if is_new(sized(middle)) else (least, middle)
@@ -310,7 +329,11 @@ def _variants_with_facts(op: Op, cases: Iterable[Case]) -> list[Variant]:
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             break
-        variants = [it for it in variants if it.unsupported(case) or facts_by_config(op, it, case, _default_alone(it, case))]
+        variants = [
+            variant
+            for variant in variants
+            if variant.unsupported(case) or facts_by_config(op, variant, case, _default_alone(variant, case))
+        ]
     return variants
 
 
@@ -334,39 +357,39 @@ class _Launches:
             supported = [variant for variant in self._variants if not variant.unsupported(case)]
             by_variant = [facts_by_config(self._op, variant, case, self._configs(variant, case)) for variant in supported]
             if all(by_variant):
-                found = set[Fact]().union(*(facts for by_config in by_variant for facts in by_config.values()))
-                case_facts = LaunchFacts(fact._replace(where="") if fact.kind == "whole" else fact for fact in found)
-                case_facts.num_programs = sum(max(it.num_programs for it in by_config.values()) for by_config in by_variant)
+                facts = set[Fact]().union(*(facts for by_config in by_variant for facts in by_config.values()))
+                case_facts = LaunchFacts(fact._replace(where="") if fact.kind == "whole" else fact for fact in facts)
+                case_facts.num_programs = sum(max(facts.num_programs for facts in by_config.values()) for by_config in by_variant)
                 yield case, case_facts
 
-    def have_one_of(self, wanted: Set[Fact], case: Case) -> bool:
+    def have_one_of(self, facts: Set[Fact], case: Case) -> bool:
         """Return whether launches of a case have one of some facts."""
-        return any(found & wanted for _case, found in self.facts_of([case]))
+        return any(case_facts & facts for _case, case_facts in self.facts_of([case]))
 
 
 def _size(case: Case) -> int:
     return max(size for _axis, size in case.axes)
 
 
-def _longest(case: Case) -> list[str]:
-    """Return the longest axis in a list; an empty list if several axes are the longest."""
+def _longest(case: Case) -> str:
+    """Return the longest axis; empty if several axes are the longest."""
     axes = [axis for axis, size in case.axes if size == _size(case)]
-    return axes if len(axes) == 1 else []
+    return axes[0] if len(axes) == 1 else ""
 
 
 def _with_longest(case: Case, axis: str) -> Case:
     """Exchange the sizes of an axis and of the longest axis."""
-    (longest,) = _longest(case)
-    sizes = dict(case.axes)
+    longest, sizes = _longest(case), dict(case.axes)
     sizes[axis], sizes[longest] = sizes[longest], sizes[axis]
     return _resized(case, sizes, (axis, longest))
 
 
 def _with_values(case: Case, *values: Setting) -> Case:
     """Return a case with other values of settings: of its type, its mode or its options."""
-    named, options = dict(values), tuple((option, dict(values).get(option, old)) for option, old in case.options)
-    of_case = {name: named[name] for name in ("dtype", "quant") if name in named}
-    return replace(case, name=",".join((case.name, *map(_text, values))), options=options, **of_case)
+    value_of = dict(values)
+    options = tuple((option, value_of.get(option, old)) for option, old in case.options)
+    type_and_mode = {name: value_of[name] for name in ("dtype", "quant") if name in value_of}
+    return replace(case, name=",".join((case.name, *map(_text, values))), options=options, **type_and_mode)
 
 
 def _text(value: Setting) -> str:
