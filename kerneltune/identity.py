@@ -12,6 +12,7 @@ import bisect
 import functools
 import hashlib
 import inspect
+import itertools
 import re
 import sys
 from collections import defaultdict
@@ -407,7 +408,7 @@ def _changed_by_calls(classes: Iterable[type]) -> set[str]:
     `+=` or the like for it. An attribute that another method sets before all calls, such as `configure`, is a constant.
     """
     used, stored, changed = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), set[str]()
-    for method in (method for kind in classes for method in _methods_of(kind)):
+    for method in itertools.chain.from_iterable(map(_methods_of, classes)):
         for node in ast.walk(method):
             match node:
                 case ast.AugAssign(target=ast.Attribute(value=ast.Name(id=owner), attr=attribute)) if method.name != "__init__":
@@ -426,10 +427,15 @@ def _number_of(function: Any) -> int:
     line = function.__code__.co_firstlineno
     for statement in required_module(module_of(function)).tree.body:
         if statement.lineno <= line <= (statement.end_lineno or 0):
-            nested = (n for n in ast.walk(statement) if isinstance(n, _FUNCTIONS))
-            lines = sorted({min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) for n in nested})
-            return bisect.bisect_left(lines, line)
+            lines = {_first_line(node) for node in ast.walk(statement) if isinstance(node, _FUNCTIONS)}
+            return bisect.bisect_left(sorted(lines), line)
     return 0
+
+
+def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+    """Return the line of the first decorator of a function, else of the function."""
+    decorators: list[ast.expr] = getattr(function, "decorator_list", [])
+    return min(node.lineno for node in (function, *decorators))
 
 
 def _inside(node: ast.AST, outer: _Scope) -> _Scope:

@@ -19,7 +19,6 @@ import yaml
 
 from kerneltune.errors import meant, unknown
 from kerneltune.files import RESULTS, data_root, read_bytes, written_root
-from kerneltune.records import grouped
 from kerneltune.spec import Case, Op, Option, dtype_name
 from kerneltune.wording import printable
 
@@ -55,7 +54,10 @@ class SweepCase:
 
 def cases_by_op(sweep_cases: Iterable[SweepCase]) -> dict[str, list[Case]]:
     """Return the cases of each operator."""
-    return {op: [entry.case for entry in entries] for op, entries in grouped(sweep_cases, lambda entry: entry.op).items()}
+    cases: dict[str, list[Case]] = {}
+    for sweep_case in sweep_cases:
+        cases.setdefault(sweep_case.op, []).append(sweep_case.case)
+    return cases
 
 
 @dataclass(frozen=True, slots=True)

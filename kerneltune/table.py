@@ -103,17 +103,7 @@ class Table:
         all_shown_by: the means that shows columns which are hidden here; a line above the rows names both.
         """
         columns, rows = self._printed("text")
-        cells_of = [[cells[i] for cells in rows] for i in range(len(columns))]
-        least = [max(_lengths(column, [column.name, *cells])) for column, cells in zip(columns, cells_of, strict=True)]
-        shown = [i for i, column in enumerate(columns) if column.rank == 0 or any(cells_of[i])]
-        shared = [i for i in shown if columns[i].shared and len(set(cells_of[i])) == 1 < len(rows)]
-        shown, moved = [i for i in shown if i not in shared], list[int]()
-        for rank in sorted({column.rank for column in columns}, reverse=True):
-            if sum(least[i] + 1 for i in shown) - 1 > width:
-                moved += [i for i in shown if columns[i].rank == rank and (rank or columns[i].shared)]
-                shown = [i for i in shown if i not in moved]
-        hidden = [i for i in sorted(moved) if not columns[i].shared]
-        stated = [i for i in sorted(moved) if columns[i].shared]
+        shown, shared, stated, hidden = _places(columns, rows, width)
 
         def named(cells: Sequence[str], chosen: Sequence[int]) -> str:
             return ", ".join(f"{columns[i].name} {cells[i]}" for i in chosen)
@@ -172,6 +162,31 @@ class Table:
         shown = self._shown_in(form)
         rows = [[self.columns[i].cell(row.values[i]) for i in shown] for row in self.rows]
         return [self.columns[i] for i in shown], rows
+
+
+class _Places(NamedTuple):
+    """Hold the numbers of the columns that a text shows as columns, states above all rows or above some rows, and hides."""
+
+    shown: list[int]
+    shared: list[int]
+    stated: list[int]
+    hidden: list[int]
+
+
+def _places(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> _Places:
+    """Return the places of columns in a text of at most `width` characters, see `Column.rank` and `Column.shared`."""
+    cells_of = [[cells[i] for cells in rows] for i in range(len(columns))]
+    least = [max(_lengths(column, [column.name, *cells])) for column, cells in zip(columns, cells_of, strict=True)]
+    shown = [i for i, column in enumerate(columns) if column.rank == 0 or any(cells_of[i])]
+    shared = [i for i in shown if columns[i].shared and len(set(cells_of[i])) == 1 < len(rows)]
+    shown, moved = [i for i in shown if i not in shared], list[int]()
+    for rank in sorted({column.rank for column in columns}, reverse=True):
+        if sum(least[i] + 1 for i in shown) - 1 > width:
+            moved += [i for i in shown if columns[i].rank == rank and (rank or columns[i].shared)]
+            shown = [i for i in shown if i not in moved]
+    stated = [i for i in sorted(moved) if columns[i].shared]
+    hidden = [i for i in sorted(moved) if not columns[i].shared]
+    return _Places(shown, shared, stated, hidden)
 
 
 def _wrapped_lines(lines: Iterable[str], width: int) -> str:

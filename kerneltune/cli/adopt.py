@@ -294,7 +294,8 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
     shares = capture.shares()
     rows: list[tuple[str, ...]] = []
     kernels = list(capture.kernels().values())
-    names = Counter(name for name, _ in {(classes[0].kernel.name, classes[0].kernel.module) for classes in kernels})
+    homes = {(classes[0].kernel.name, classes[0].kernel.module) for classes in kernels}
+    num_homes = Counter(name for name, _module in homes)
     for classes in kernels:
         share = sum(shares[launch_class.digest] for launch_class in classes)
         first = classes[0]
@@ -303,5 +304,5 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
         count = sum(capture.count(launch_class).launches for launch_class in classes)
         key = "(plain)" if first.is_plain else " ".join(first.key_names) or "-"
         cells = (str(len(classes)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
-        rows.append((first.kernel.text if names[first.kernel.name] > 1 else first.kernel.name, *cells))
+        rows.append((first.kernel.text if num_homes[first.kernel.name] > 1 else first.kernel.name, *cells))
     return head, rows

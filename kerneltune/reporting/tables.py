@@ -205,7 +205,7 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
             lines.append(Row((family, *[None] * 5, name, b, compared, None)))
             continue
         marks = [row.mark for row in rows]
-        shares = [part for part in (share(row.b) for row in rows) if part is not None]
+        shares = _shares(rows)
         median_share = statistics.median(shares) if shares else None
         speedup = statistics.geometric_mean(row.speedup or 1.0 for row in rows)
         counts = [marks.count(mark) for mark in ("+", "", "-")]
@@ -397,7 +397,7 @@ def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
     floors = [row.aa_floor for row in rows if row.aa_floor is not None]
     if floors:
         lines.append(f"noise, a variant against itself: at most {max(floors):.1%}")
-    differing_runs = [fields for fields in (other_run(row.a, row.b) for row in rows if row.speedup is not None) if fields]
+    differing_runs = list(filter(None, (other_run(row.a, row.b) for row in rows if row.speedup is not None)))
     if differing_runs:
         words = dict.fromkeys(_RUN_WORDS.get(name, name) for fields in differing_runs for name in fields)
         remark = f"A and B are of different runs (another {' or '.join(words)}): may differ by a few per cent"
@@ -407,16 +407,18 @@ def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
 
 def _reached(rows: Sequence[Comparison]) -> list[str]:
     """Return the median share that B reaches, of each bound."""
-    shares: dict[Bound, list[float]] = {}
-    for row in rows:
-        reached = share(row.b)
-        if reached is not None:
-            shares.setdefault(bound_of(row.b), []).append(reached)
+    shares_of = {bound: _shares(members) for bound, members in grouped(rows, lambda row: bound_of(row.b)).items()}
+    shares_of = {bound: shares for bound, shares in sorted(shares_of.items()) if shares}
     medians = [
-        f"{statistics.median(parts):.1f} % of the {bound}{f' ({_count(parts)})' if len(shares) > 1 else ''}"
-        for bound, parts in sorted(shares.items())
+        f"{statistics.median(shares):.1f} % of the {bound}{f' ({_count(shares)})' if len(shares_of) > 1 else ''}"
+        for bound, shares in shares_of.items()
     ]
     return [f"B reaches {' and '.join(medians)} in the median"] if medians else []
+
+
+def _shares(rows: Iterable[Comparison]) -> list[float]:
+    """Return the share of its bound that B reaches in each row where it is known."""
+    return [part for part in (share(row.b) for row in rows) if part is not None]
 
 
 def with_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
