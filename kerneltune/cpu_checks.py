@@ -13,6 +13,7 @@ from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import read_sources
 from kerneltune.journals import Journal
+from kerneltune.measuring.addresses import largest_cases
 from kerneltune.measuring.check import host_folder, is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
@@ -21,12 +22,9 @@ from kerneltune.measuring.jobs import Job, address_job, case_job, compare_job, c
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.spec import Case, Op
 from kerneltune.sweep_file import SweepCase, cases_by_op
 from kerneltune.task import CaseError, Outcome, Run, Task
 from kerneltune.wording import counted
-
-_MOST_OFFSET = 2**31 - 1
 
 
 def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
@@ -171,18 +169,10 @@ def _further_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], facts: Mapping[s
         if not is_shipped(plan.ops[op]):
             jobs += [compare_job(task, cases) for task in tasks if not task.variant.part][:1]
     for op, cases in cases_by_op(plan.cases()).items():
-        for case in _largest(plan.ops[op], cases):
+        for case in largest_cases(plan.ops[op], cases):
             supporting = [task for task in plan.check_tasks(op, case) if not task.variant.unsupported(case)]
             jobs += [address_job(task, facts.get(op, ()), check_cases.get(op, ())) for task in supporting]
     return jobs
-
-
-def _largest(op: Op, cases: Sequence[Case]) -> list[Case]:
-    """Return the case with the most bytes, and the case with the longest of each axis if its offsets may exceed 32 bits."""
-    by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
-    longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis in op.axes]
-    far = [case for case in longest if op.traffic(case).total > _MOST_OFFSET]
-    return list(dict.fromkeys([by_bytes[-1], *far]))
 
 
 def _failure_key(record: Record) -> object:

@@ -4,6 +4,7 @@ The module imports torch and triton in functions, because Triton decides at its 
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partialmethod
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from kerneltune.interpreter.facts import iterations_of, note_here
+from kerneltune.interpreter.faults import is_kernel_file
 from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes, with_quick_accesses
 
 _USED = (
@@ -335,10 +337,11 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_true(tensor: Any) -> bool:
-    """Return whether a scalar is true, and note it; a tensor is true, as in the interpreter."""
+    """Return whether a scalar is true, and note it of a kernel's own question; a tensor is true, as in the interpreter."""
     data = tensor.handle.data
     is_true = bool(data.squeeze()) if data.size == 1 else True
-    note_here("true" if is_true else "false")
+    if is_kernel_file(sys._getframe(1).f_code.co_filename):  # Triton asks whether a load has a mask
+        note_here("true" if is_true else "false")
     return is_true
 
 

@@ -25,7 +25,7 @@ class KernelFaultError(Exception):
 
 
 @functools.cache
-def _is_kernel_file(name: str) -> bool:
+def is_kernel_file(name: str) -> bool:
     """Return whether a file may hold a kernel: it is no generated code, and no part of an interpreter, of numpy or of torch."""
     files = [getattr(sys.modules.get(module), "__file__", None) for module in (__name__, "triton", "numpy", "torch")]
     packages = [f"{Path(file).parent}{os.sep}" for file in files if file]
@@ -38,7 +38,7 @@ def statement(frame: Any = None) -> tuple[str, int]:
     frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if _is_kernel_file(name):
+        if is_kernel_file(name):
             return name, frame.f_lineno
         frame = frame.f_back
     return "", 0

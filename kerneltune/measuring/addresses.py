@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from kerneltune.errors import first_line, statement_in
 from kerneltune.interpreter.facts import Fact, note
@@ -13,8 +14,24 @@ from kerneltune.measuring.check import host_folder, meta_inputs, only_calls_torc
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.task import CaseError
 
+_MOST_OFFSET = 2**31 - 1
 _SEVERAL = 4
 """Fewest whole numbers of an input whose largest number tells their limit."""
+
+
+def largest_cases(op: Op, cases: Sequence[Case]) -> list[Case]:
+    """Return the case with the most bytes, and the case with the longest of each axis if its offsets may exceed 32 bits."""
+    by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
+    longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis, _size in by_bytes[-1].axes]
+    return list(dict.fromkeys([by_bytes[-1], *(case for case in longest if _furthest_offset(op, case) > _MOST_OFFSET)]))
+
+
+def _furthest_offset(op: Op, case: Case) -> int:
+    """Return the bytes of `traffic`, or of an input that is larger, such as a table of which a look-up reads few rows."""
+    inputs = list[object]()
+    with suppress(CaseError):  # the check of the case's addresses says why
+        inputs = tree_leaves(dict(meta_inputs(op, case)))
+    return max([op.traffic(case).total, *(value.nbytes for value in inputs if isinstance(value, torch.Tensor))])
 
 
 def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks: Sequence[Case] = ()) -> list[str]:

@@ -14,7 +14,7 @@ from mistaken_ops import CASES, LARGE, Knobs, Mistaken, case_of, rows_of, values
 from row_sums import BENCH, summing, sums_of_rows
 
 from kerneltune.interpreter import bounds
-from kerneltune.measuring.addresses import address_errors
+from kerneltune.measuring.addresses import address_errors, largest_cases
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 from kerneltune.task import CaseError, Run, Task
@@ -285,6 +285,15 @@ def test_address_check_takes_the_pages_of_an_input_for_the_limit_of_their_index(
     errors = address_errors(op, large, variant, None, checks)
     is_limited = checks[1]["N"] == 10  # in cases of equal sizes the number of pages may be a constant
     assert [line.endswith(", with index_ptr up to 199999999") for line in errors] == [True] * (not is_wide and is_limited)
+
+
+@pytest.mark.parametrize("rows_of_table", [1, 1_000])
+def test_largest_cases_have_the_longest_axis_of_an_input_above_2_gb_of_which_little_is_read(rows_of_table: int) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"tables": [torch.empty(rows_of_table * case["M"], 64, device=device)]}
+
+    op, most, long = replace(summing(""), inputs=inputs), case_of("most", 100, 1000), case_of("long", 10_000, 8)
+    assert largest_cases(op, [most, long, case_of("few", 4, 9)]) == ([most, long] if rows_of_table > 1 else [most])
 
 
 @pytest.mark.parametrize("least_rows", [0, 1_000])  # those of a check case, and of the largest case alone

@@ -401,6 +401,8 @@ def test_derived_case_takes_no_size_of_1_from_a_check_case_where_another_is_affo
 def _limited_sums(x_ptr, count_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     count = tl.load(count_ptr + tl.program_id(0))
     end = tl.minimum(count, 250) if MISTAKE == "minimum" else min(count, 250) if MISTAKE == "min" else count
+    if MISTAKE == "minimum of a masked load":
+        end = tl.minimum(tl.load(count_ptr + tl.program_id(0), mask=tl.program_id(0) >= 0, other=0), 250)
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, end, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -415,7 +417,7 @@ def limited_sums(mistake: str, given: Inputs, _config: None) -> Outputs:
     return {"y": y}
 
 
-@pytest.mark.parametrize("mistake", ["", "minimum", "min"])
+@pytest.mark.parametrize("mistake", ["", "minimum", "min", "minimum of a masked load"])
 def test_minimum_of_a_loaded_value_whose_other_operand_no_check_takes_is_named(mistake: str) -> None:
     variant = Variant("optimized", partial(limited_sums, mistake))
     op = replace(summing(""), variants=(variant,))
