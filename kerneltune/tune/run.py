@@ -148,14 +148,14 @@ def renew_configs(
     until: time of the monotonic clock in s, after which no further config is timed.
     """
     renewals, gpu = list[tuple[cache.CacheEntry, TuningResult]](), device.current().slug
-    work = [(entry, _runs_of(ops[entry.op], entry)) for entry in configs]
+    work = [(entry, *_runs_of(ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
-        for number, (entry, runs) in enumerate(work, start=1):
+        for number, (entry, runs, refusal) in enumerate(work, start=1):
             if time.monotonic() >= until:
                 break
-            session.queue.look_ahead(run for _, later in work[number:] if isinstance(later, list) for run in later)
-            result = _renewed(session, runs, entry) if isinstance(runs, list) else runs
+            session.queue.look_ahead(run for _, later, _ in work[number:] for run in later)
+            result = refusal or _renewed(session, runs, entry)
             if result.entry is not None:
                 cache.store(gpu, result.entry, options.configs)
             if result.status == "dropped":
@@ -165,8 +165,8 @@ def renew_configs(
     return renewals
 
 
-def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
-    """Return an entry's task with its config and, if it differs, with the default; or the result that says why it cannot run."""
+def _runs_of(op: Op, entry: cache.CacheEntry) -> tuple[list[Run], TuningResult | None]:
+    """Return an entry's task with its config and, if it differs, with the default; or no run and the result that says why."""
     case = entry.case
     try:
         variant = op.variant(entry.variant)
@@ -177,11 +177,11 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
         reason = variant.unsupported(case) or variant.invalid(case, config)
         if reason:
             raise ValueError(reason)
-        return [Run(task, distinct) for distinct in dict.fromkeys([config, task.default])]
+        return [Run(task, distinct) for distinct in dict.fromkeys([config, task.default])], None
     except Exception as error:  # an operator's own code may fail in any way on an old entry
         is_refusal = isinstance(error, ValueError | ArithmeticError)  # any other error is a mistake of the operator
         reason = " ".join(str(error).split()) or type(error).__name__
-        return TuningResult("dropped" if is_refusal else "failed", reason=reason)
+        return [], TuningResult("dropped" if is_refusal else "failed", reason=reason)
 
 
 def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntry) -> TuningResult:
