@@ -258,9 +258,10 @@ def free_blocks(launch: Launch) -> dict[str, int]:
     The grid reads them, or a loop of the kernel steps by them. No heuristic may read them, because its value has become an
     argument of the launch.
     """
-    kinds = launch.autotuner.base_fn.__annotations__
-    blocks = {name: value for name, value in launch.given.items() if "constexpr" in str(kinds.get(name)) and _is_block(value)}
-    return {name: size for name, size in blocks.items() if _is_free(launch, name, size)}
+    annotations = launch.autotuner.base_fn.__annotations__
+    blocks = {name: value for name, value in launch.keyword_arguments.items() if _is_block(value)}
+    constexprs = {name: size for name, size in blocks.items() if "constexpr" in str(annotations.get(name))}
+    return {name: size for name, size in constexprs.items() if _is_free(launch, name, size)}
 
 
 def _is_free(launch: Launch, name: str, size: int) -> bool:

@@ -117,9 +117,9 @@ def members(value: Any) -> Iterator[Any]:
         yield from value.values() if type(value) is dict else value
 
 
-def _is_member(wanted: Any, key: str, value: Any) -> bool:
+def _is_member(sought: Any, key: str, value: Any) -> bool:
     """Return whether a global of a module, given by name and value, is a class or a container that holds an object."""
-    return key != "__builtins__" and any(member is wanted for member in members(value))
+    return key != "__builtins__" and any(member is sought for member in members(value))
 
 
 def home_of(autotuner: Any) -> KernelName | None:
@@ -129,25 +129,25 @@ def home_of(autotuner: Any) -> KernelName | None:
     first that the module bound is returned, because a later name may be the variable of a loop that launches the kernel.
     """
     name, unwrap = kernel_name(autotuner), autotuner_of
-    wanted = autotuner.__dict__.get(_COPY_OF, autotuner)
+    sought = autotuner.__dict__.get(_COPY_OF, autotuner)
     if is_plain(autotuner):
-        unwrap, wanted = jit_of, autotuner.fn
-    own = dict(autotuner.base_fn.__globals__)
-    held = unwrap(attribute(own, name.name))
-    if held is wanted or (is_plain(autotuner) and getattr(held, "fn", None) is wanted.fn):  # another object of the same kernel
+        unwrap, sought = jit_of, autotuner.fn
+    own_globals = dict(autotuner.base_fn.__globals__)
+    named_alike = unwrap(attribute(own_globals, name.name))
+    if named_alike is sought or (is_plain(autotuner) and getattr(named_alike, "fn", None) is sought.fn):  # the same kernel
         return name
-    users, kernel = [(name.module, own)], jit_of(autotuner)
+    users, kernel = [(name.module, own_globals)], jit_of(autotuner)
     own_module = sys.modules.get(name.module, kernel)
     for module, values in (*users, *((module, values_of_module(module)) for module in ("__main__", *sys.modules))):
         for key, value in values.items():
-            if (unwrap(value) if values is own else value) is wanted:
-                first = next(bound for bound, held in values.items() if bound == key or _is_member(wanted, bound, held))
+            if (unwrap(value) if values is own_globals else value) is sought:
+                first = next(other for other in values if other == key or _is_member(sought, other, values[other]))
                 return KernelName(main_name(module), first)
             if value is kernel or value is own_module:
                 users.append((module, values))
     for module, values in users:
         for key, value in values.items():
-            if _is_member(wanted, key, value):
+            if _is_member(sought, key, value):
                 return KernelName(main_name(module), key)
     return None
 
@@ -190,14 +190,14 @@ class Launch:
         return kernel_name(self.autotuner)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def keyword_arguments(self) -> dict[str, Any]:
         """Return the kernel's arguments that the program gives by name."""
         return {name: value for name, value in self.kwargs.items() if name not in NO_ARGUMENT}
 
     @property
     def named(self) -> dict[str, Any]:
         """Return the kernel's arguments by name."""
-        return {**dict(zip(self.autotuner.arg_names, self.args, strict=False)), **self.given}
+        return {**dict(zip(self.autotuner.arg_names, self.args, strict=False)), **self.keyword_arguments}
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -226,19 +226,21 @@ class Launch:
 
         An exception of the author's grid or of a heuristic is raised.
         """
-        given = self.given | config.all_kwargs()
+        keywords = self.keyword_arguments | config.all_kwargs()
         for layer, name, heuristic in heuristics_of(self.autotuner.fn):
-            given[name] = heuristic({**dict(zip(layer.arg_names, self.args, strict=False)), **given})
+            keywords[name] = heuristic({**dict(zip(layer.arg_names, self.args, strict=False)), **keywords})
         grid = self.kwargs.get("grid")
         if callable(grid):
-            grid = grid(self._bound(given))
-        return None if grid is None else tuple(int(size) for size in (grid if isinstance(grid, tuple | list) else (grid,)))
+            grid = grid(self._bound(keywords))
+        if grid is None:
+            return None
+        return tuple(int(size) for size in (grid if isinstance(grid, tuple | list) else (grid,)))
 
-    def _bound(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _bound(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Return the kernel's arguments by name, defaults as well, as Triton gives them to a grid."""
         signature = _signature_of(self.autotuner.base_fn)
-        by_name = list(signature.parameters)[len(self.args) :]
-        bound = signature.bind_partial(*self.args, **{name: given[name] for name in by_name if name in given})
+        others = list(signature.parameters)[len(self.args) :]
+        bound = signature.bind_partial(*self.args, **{name: keywords[name] for name in others if name in keywords})
         bound.apply_defaults()
         return bound.arguments
 
@@ -262,10 +264,10 @@ class Launch:
         key has every argument, the key has the signs of floats, True for a positive float, and False for an argument that is not
         given.
         """
-        key, named, has_all = list[Any](), self.named, is_plain(self.autotuner)
+        key, named, is_of_plain = list[Any](), self.named, is_plain(self.autotuner)
         for name in self.autotuner.keys:
             value = named.get(name)
-            if has_all and (name not in named or isinstance(value, float)):
+            if is_of_plain and (name not in named or isinstance(value, float)):
                 sign = arguments.sign_of(value or 0.0)
                 key.append({"float": name in named and (sign == 1 or sign)})
             elif name in named:
@@ -312,10 +314,11 @@ class LaunchMap(Generic[V]):
     """Hold a value for each key of a kernel's launches.
 
     There is a plan for each combination of names and types of arguments, the newest first: names and types, the function that
-    returns the key of a launch from its arguments, and the values by key.
+    returns the key of a launch from its arguments, and the values by key. A plan is a tuple, because a launch unpacks it in 20 ns
+    less than it reads two attributes.
     """
 
-    __slots__ = ("_has_layout", "_has_signs", "_is_kept", "plans")
+    __slots__ = ("_has_layout", "_has_signs", "_is_kept", "_plans")
 
     def __init__(
         self, has_layout: bool = False, has_signs: bool = False, is_kept: Callable[[V], bool] = lambda _value: False
@@ -326,33 +329,36 @@ class LaunchMap(Generic[V]):
             has_layout, has_signs: whether the layout of tensors and the signs of floats are part of the keys, see `plan_key`.
             is_kept: whether a value stays when the map forgets values, because it has very many keys or plans.
         """
-        self.plans: list[tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]], dict[tuple[Any, ...], V]]] = []
+        self._plans: list[tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]], dict[tuple[Any, ...], V]]] = []
         self._has_layout, self._has_signs, self._is_kept = has_layout, has_signs, is_kept
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
         """Return the value of a launch's key, None for a key without a value. The hot path of serving."""
-        for _, key, values in self.plans:
+        for _kind, key_of, values in self._plans:
             try:  # in place of `suppress`, which costs more than the key
-                return values[key(args, kwargs)]
+                return values[key_of(args, kwargs)]
             except _OTHER_KIND:
                 pass
         return None
 
+    @property
+    def num_keys(self) -> int:
+        """Return the number of keys that have a value."""
+        return sum(len(values) for _kind, _key_of, values in self._plans)
+
     def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:
         """Hold a value for the key of a launch, and return the value; `deciding`: see `plan_key`."""
         kind = (*launch.kwargs, *map(type, launch.values))
-        for plan in self.plans:
-            if plan[0] == kind:
-                break
-        else:
+        plan = next((plan for plan in self._plans if plan[0] == kind), None)
+        if plan is None:
             plan = (kind, plan_key(launch, deciding, self._has_layout, self._has_signs), {})
-            newest, oldest = self.plans[: _MOST_PLANS - 1], self.plans[_MOST_PLANS - 1 :]
-            self.plans = [plan, *newest, *(old for old in oldest if any(map(self._is_kept, old[2].values())))]
-        _, key, values = plan
+            newest, oldest = self._plans[: _MOST_PLANS - 1], self._plans[_MOST_PLANS - 1 :]
+            self._plans = [plan, *newest, *(old for old in oldest if any(map(self._is_kept, old[2].values())))]
+        _kind, key_of, values = plan
         if values and len(values) % _MOST_KEYS == 0:
-            for forgotten in [name for name, held in values.items() if not self._is_kept(held)]:
+            for forgotten in [key for key, held in values.items() if not self._is_kept(held)]:
                 del values[forgotten]
-        values[key(launch.args, launch.kwargs)] = value
+        values[key_of(launch.args, launch.kwargs)] = value
         return value
 
 
@@ -380,7 +386,8 @@ def plan_key(
     """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
     The key has the element types of all tensors and the types of all other arguments. The function is compiled from an expression
-    with an item for each part of the key, because a loop over the arguments takes 2.5 times as long. For a launch with other
+    with an item for each part of the key, such as `(len(args), len(kwargs), args[0].dtype, args[1], args[1].__class__)`, because
+    a loop over the arguments takes 2.5 times as long. For a launch with other
     names or types it raises an error of `_OTHER_KIND`, or returns a key that none of its own launches has.
 
     Args:
@@ -391,29 +398,38 @@ def plan_key(
         has_signs: whether the signs of floats whose values are no part of the key are.
     """
     parts, pointers = ["len(args)", "len(kwargs)"], list[str]()
-    places = [*(f"args[{place}]" for place in range(len(launch.args))), *(f"kwargs[{name!r}]" for name in launch.kwargs)]
-    for name, value, v in zip(launch.names, launch.values, places, strict=True):
+    sources = [*(f"args[{place}]" for place in range(len(launch.args))), *(f"kwargs[{name!r}]" for name in launch.kwargs)]
+    for name, value, source in zip(launch.names, launch.values, sources, strict=True):
         is_deciding = name in deciding
         if name in NO_ARGUMENT:
-            parts.append(f"{v}.__code__" if is_deciding and inspect.isfunction(value) else f"{v}.__class__")
+            parts.append(f"{source}.__code__" if is_deciding and inspect.isfunction(value) else f"{source}.__class__")
         elif is_descriptor(value):
-            parts.append(f"other({v})" if is_deciding else f"{v}.base.dtype")
+            parts.append(f"other({source})" if is_deciding else f"{source}.base.dtype")
         elif is_tensor(value):
-            parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding and hasattr(value, "shape") else ())]
-            parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
-            pointers.append(f"{v}.data_ptr()")
+            parts += _tensor_parts(source, is_deciding and hasattr(value, "shape"), has_layout)
+            pointers.append(f"{source}.data_ptr()")
         elif is_deciding and type(value) in arguments.SCALAR_TYPES:
-            parts += [v, *([f"{v}.__class__"] if isinstance(value, int | float) else ())]  # because True == 1 == 1.0
+            parts += [source, f"{source}.__class__"] if isinstance(value, int | float) else [source]  # because True == 1 == 1.0
         elif is_deciding and is_function(value):
-            parts.append(f"{v}.fn")
+            parts.append(f"{source}.fn")
         elif is_deciding or arguments.holds_tensor(value):
-            parts.append(f"other({v})")
+            parts.append(f"other({source})")
         else:
-            parts += [f"{v}.__class__", *((f"{v} > 0", f"{v} < 0") if has_signs and isinstance(value, float) else ())]
-    parts += [f"places([{', '.join(pointers)}])"] if has_layout else []
-    held = {"other": _other_key, "places": lambda pointers: tuple(map(pointers.index, pointers))}
-    key: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", held)
-    return key
+            parts.append(f"{source}.__class__")
+            if has_signs and isinstance(value, float):
+                parts += [f"{source} > 0", f"{source} < 0"]
+    if has_layout:
+        parts.append(f"places([{', '.join(pointers)}])")
+    names = {"other": _other_key, "places": lambda pointers: tuple(map(pointers.index, pointers))}
+    key_of: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", names)
+    return key_of
+
+
+def _tensor_parts(source: str, has_shape: bool, has_layout: bool) -> list[str]:
+    """Return the parts of the key of a tensor: the element type, perhaps the shape, perhaps strides and alignment."""
+    shape = [f"{source}.shape"] if has_shape else []
+    layout = [f"{source}.stride()", f"{source}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
+    return [f"{source}.dtype", *shape, *layout]
 
 
 def all_but_floats(launch: Launch) -> set[str]:

@@ -54,8 +54,9 @@ class CheckedGrid(NamedTuple):
     @classmethod
     def of(cls, launch: Launch, row: ServingRow, blocks: dict[str, int]) -> "CheckedGrid | None":
         """Return the grids of a row; None if a launch has other grids. Tables of earlier versions lack the program's grid."""
-        own, tuned = launch.grid(launch.autotuner.configs[0]) or (), launch.grid(row.configs[0].to_triton_config()) or ()
-        if [[*own], [*tuned]] != [row.evidence.get("program_grid", [*own]), row.evidence.get("grid")]:
+        own = launch.grid(launch.autotuner.configs[0]) or ()
+        tuned = launch.grid(row.configs[0].to_triton_config()) or ()
+        if list(own) != row.evidence.get("program_grid", list(own)) or list(tuned) != row.evidence.get("grid"):
             return None
         return cls(blocks, own, tuned, _deciding_values(launch))
 
@@ -66,9 +67,10 @@ class CheckedGrid(NamedTuple):
 
         def checked(named: dict[str, Any]) -> Any:
             try:
-                is_own = tuple(grid({**named, **self.blocks})) == self.own
-                if is_own and tuple(sizes := grid(named)) == self.tuned:  # last, as a grid may write its arguments
-                    return sizes
+                if tuple(grid({**named, **self.blocks})) == self.own:
+                    sizes = grid(named)  # last, as a grid may write its arguments
+                    if tuple(sizes) == self.tuned:
+                        return sizes
             except Exception as error:  # the program's own code: its launch raises it again
                 raise OtherGridError from error
             raise OtherGridError
@@ -189,9 +191,11 @@ class ServedPlainKernel:
             choice = None if is_by_autotuner else self._choice(launch)
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
-        keys = all_but_floats(launch).intersection(name for kernel in self.kernels for name in kernel.key_names)
-        key_names = {*OPTIONS, "grid", *keys}
-        choices = [*([choice] if choice and choice.options else ()), LaunchChoice(None, {})]
+        tuned_keys = {name for kernel in self.kernels for name in kernel.key_names}
+        key_names = {*OPTIONS, "grid", *tuned_keys.intersection(all_but_floats(launch))}
+        choices = [LaunchChoice(None, {})]
+        if choice is not None and choice.options:
+            choices.insert(0, choice)
         has_elements = any(0 not in getattr(value, "shape", ()) for value in launch.values if is_tensor(value))
         is_missed = choice is None and has_elements  # without elements nothing can be tuned
         slot = self.counters.slot(BY_AUTOTUNER) if is_by_autotuner else self.slots[is_missed]
@@ -202,24 +206,29 @@ class ServedPlainKernel:
 
         Each argument that a launch passes on costs the host 0.1 us.
         """
-        own, others = split_options(launch.autotuner, launch.kwargs)
-        if (options := tuple(own.values())) not in self.by_options:
-            tuners = [(plain_tuner(launch.autotuner, own, kernel.key_names), kernel) for kernel in self.kernels]
-            self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs_digest]
-        for tuner, kernel in self.by_options[options]:
+        options, others = split_options(launch.autotuner, launch.kwargs)
+        values = tuple(options.values())
+        if values not in self.by_options:
+            tuners = [(plain_tuner(launch.autotuner, options, kernel.key_names), kernel) for kernel in self.kernels]
+            self.by_options[values] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs_digest]
+        for tuner, kernel in self.by_options[values]:
             described = Launch(tuner, launch.args, others)
             group = kernel.group(described.author_key(), described.dtypes())
             if group is None:
                 continue
             row = group.nearest(described.sizes())
             config, grid = row.configs[0], None
-            if changed := config.changed(described.named):
+            changed = config.changed(described.named)
+            if changed:
                 blocks = {name: size for name, size in free_blocks(described).items() if name in changed}
                 if blocks.keys() != changed:
                     continue
-                if callable(described.kwargs.get("grid")) and (grid := CheckedGrid.of(described, row, blocks)) is None:
-                    continue
+                if callable(described.kwargs.get("grid")):
+                    grid = CheckedGrid.of(described, row, blocks)
+                    if grid is None:
+                        continue
+            given_options = {name: value for name, value in options.items() if value is not None}
+            present = described.named | launch_defaults() | given_options
             chosen = config.to_triton_config().all_kwargs()
-            present = described.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
             return LaunchChoice(None, {name: value for name, value in chosen.items() if present.get(name) != value}, grid)
         return None

@@ -50,7 +50,7 @@ class RecordedClass:
         digest: digest of the class; empty if the class is not recorded.
         configs: configs of its launches, the first config that works first; empty if the program's own `run` launches.
         is_warm: whether the next launch neither compiles nor tunes, so that it may be timed.
-        timed: launches that were timed or are being timed.
+        num_timed: number of launches that were timed or are being timed.
         unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
         without_values: the class while it was launched in graph captures only, in which no value can be read; else None.
     """
@@ -58,12 +58,12 @@ class RecordedClass:
     digest: str = ""
     configs: list[Any] = field(default_factory=list)
     is_warm: bool = False
-    timed: int = 0
+    num_timed: int = 0
     unwritten: tuple[LaunchClass, Values] | None = None
     without_values: LaunchClass | None = None
 
 
-_launch_map = partial(LaunchMap, True, True, lambda recorded: bool(recorded.digest))
+_launch_map = partial(LaunchMap, has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
 """Make a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
 
 
@@ -141,9 +141,10 @@ class Recorder:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             function = kernel.fn
-            if is_of_subclass := function in self._subclass_of:
+            if function in self._subclass_of:
                 self._notes.autotuned |= [self._subclass_of[function]]
-            if is_of_subclass or (function in self._autotuned_functions and kernels.is_by_autotuner(kwargs)):
+                return original(kernel, *args, **kwargs)
+            if function in self._autotuned_functions and kernels.is_by_autotuner(kwargs):
                 return original(kernel, *args, **kwargs)
             self._plain_functions.add(function)
             if not self.plain or kwargs.get("warmup"):
@@ -183,18 +184,17 @@ class Recorder:
                 with self._lock:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
-                        key_count = sum(len(values) for *_, values in by_launch.plans)
-                        recorded = by_launch.remember(launch, deciding, self._class_of(launch, key_count))
+                        recorded = by_launch.remember(launch, deciding, self._class_of(launch, by_launch.num_keys))
             if recorded.without_values is not None and not program.is_capturing():
                 self._add_values(recorded, Launch(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
 
-    def _class_of(self, launch: Launch, key_count: int) -> RecordedClass:
+    def _class_of(self, launch: Launch, num_keys: int) -> RecordedClass:
         """Return the class of a launch whose key is new; record a class that this process has not seen before.
 
-        key_count: number of other keys of the launch's list of configs; none for an autotuner that is made for each launch.
+        num_keys: number of other keys of the launch's list of configs; none for an autotuner that is made for each launch.
         """
         name, tuner = launch.name, launch.autotuner
         if not is_plain(tuner):
@@ -204,7 +204,7 @@ class Recorder:
             return RecordedClass()
         classes, most = self._classes.setdefault(name.text, {}), self.most_classes
         too_many = f"more than {most} classes of launches: the first {most} are kept"
-        if min(len(classes), key_count) >= most:  # the usual case, because describing a launch takes up to 0.4 ms
+        if min(len(classes), num_keys) >= most:  # the usual case, because describing a launch takes up to 0.4 ms
             return self._refuse(name, too_many)
         if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
@@ -229,8 +229,8 @@ class Recorder:
             return self._refuse(name, "not captured: the author's pruning leaves no config")
         launch_class = with_candidates(launch_class, launch, allowed)
         values = self._values(launch_class, storages)
-        if held := holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
-            return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
+        if argument := holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
+            return self._refuse(name, f"not captured: {argument} holds addresses, which mean nothing in another process")
         if launch_class.problem:
             self._refuse(name, f"cannot be tuned: {launch_class.problem}")
         launch_class = structs.replace(launch_class, storages=values.kinds)
@@ -263,13 +263,15 @@ class Recorder:
             return list(launch.autotuner.configs)
 
     def _values(self, launch_class: LaunchClass, storages: Sequence[Any]) -> Values:
+        """Return the values of a class that are kept; none during a graph capture, in which no value can be read."""
         if program.is_capturing():
             return Values(kinds=({"kept": "missing"},) * len(storages))
         values = arguments.collect(launch_class.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
         self._sample_bytes_left -= values.sampled
-        if left := values.left_out:
-            log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", launch_class.label, left)
+        if values.left_out:
+            text = "kerneltune: %s: %d bytes of index values are over --max-bytes: not kept"
+            log.warning(text, launch_class.label, values.left_out)
         return values
 
     def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -291,31 +293,37 @@ class Recorder:
         return RecordedClass()
 
     def _launch(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
+        """Launch with a config of the class, or else by the program's own `run`, and count the launch."""
         try:
-            result = self._launch_class(original, autotuner, recorded, args, kwargs)
+            if recorded.configs:
+                result = self._launch_config(autotuner, recorded, args, kwargs)
+            else:
+                result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
         except Exception as error:
             if recorded.digest:
                 self._notes.refused.setdefault(kernel_name(autotuner).text, f"a launch failed: {first_line(error)}")
             raise
+        if recorded.unwritten is not None:
+            (launch_class, values), recorded.unwritten = recorded.unwritten, None
+            self._write_choice(Launch(autotuner, args, kwargs), launch_class, values)
         if recorded.digest:
             self._count(recorded.digest)
         return result
 
-    def _launch_class(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
-        if not recorded.configs:
-            result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
-            if recorded.unwritten is not None:
-                (launch_class, values), recorded.unwritten = recorded.unwritten, None
-                try:
-                    choice = StoredConfig.of(autotuner.best_config)
-                    launch_class = structs.replace(launch_class, choice=choice)
-                    if launch_class.candidate(choice) is None:  # chosen for other arguments, pruned for these
-                        added = _candidate(Launch(autotuner, args, kwargs), autotuner.best_config)
-                        launch_class = structs.replace(launch_class, candidates=(*launch_class.candidates, added))
-                    write_class(self.root, launch_class, values.tensors)
-                except Exception as error:  # a full disk, for example: the program must not notice
-                    self._refuse(launch_class.kernel, first_line(error))
-            return result
+    def _write_choice(self, launch: Launch, launch_class: LaunchClass, values: Values) -> None:
+        """Write a class with the choice that the author's autotuner has made in its first launch."""
+        try:
+            choice = StoredConfig.of(launch.autotuner.best_config)
+            launch_class = structs.replace(launch_class, choice=choice)
+            if launch_class.candidate(choice) is None:  # chosen for other arguments, pruned for these
+                added = _candidate(launch, launch.autotuner.best_config)
+                launch_class = structs.replace(launch_class, candidates=(*launch_class.candidates, added))
+            write_class(self.root, launch_class, values.tensors)
+        except Exception as error:  # a full disk, for example: the program must not notice
+            self._refuse(launch_class.kernel, first_line(error))
+
+    def _launch_config(self, autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
+        """Launch with the first config of the class that works."""
         while True:
             config = recorded.configs[0]
             start = partial(kernels.launch_config, autotuner, config, args)
@@ -332,10 +340,10 @@ class Recorder:
         """Launch, and let two events time the launch while few launches of the class are timed."""
         torch: Any = sys.modules.get("torch")
         is_warm, recorded.is_warm = recorded.is_warm, True
-        is_timed = recorded.digest and is_warm and recorded.timed < _TIMED_LAUNCHES
+        is_timed = recorded.digest and is_warm and recorded.num_timed < _TIMED_LAUNCHES
         if not is_timed or torch is None or not torch.cuda.is_available() or program.is_capturing():
             return work()
-        recorded.timed += 1
+        recorded.num_timed += 1
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         result = work()
@@ -391,18 +399,20 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
     ignored: names of arguments whose values make no classes of their own.
     """
     tuner, name, function = launch.autotuner, launch.name, launch.autotuner.base_fn
-    described, storages = arguments.describe(tuner.arg_names, launch.args, launch.given)
-    source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
-    read = read_globals(function)
-    signed = arguments.signature(described, ignored, has_signs=is_plain(tuner))
-    parts = [name.module, name.name, source, listed, signed, *([json.dumps(read)] if read else ())]
+    described, storages = arguments.describe(tuner.arg_names, launch.args, launch.keyword_arguments)
+    source_digest, configs_digest = arguments.source_digest(function), configs.configs_digest(tuner.configs)
+    global_values = read_globals(function)
+    signature = arguments.signature(described, ignored, has_signs=is_plain(tuner))
+    parts = [name.module, name.name, source_digest, configs_digest, signature]
+    if global_values:
+        parts.append(json.dumps(global_values))
     launch_class = LaunchClass(
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
         kernel=name,
         file=function.__code__.co_filename,
-        source_digest=source,
+        source_digest=source_digest,
         bytecode_digest=bytecode_digest(function),
-        configs_digest=listed,
+        configs_digest=configs_digest,
         list_size=len(tuner.configs),
         device=program.device_slug(),
         versions=program.package_versions(name.module),
@@ -410,7 +420,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
         key_values=launch.author_key(),
         arguments=tuple(described),
         candidates=(),
-        globals=read,
+        globals=global_values,
         is_plain=is_plain(tuner),
     )
     return launch_class, storages
@@ -422,8 +432,11 @@ def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence
     allowed: the configs that the author's pruning leaves.
     """
     function, home = launch.autotuner.base_fn, kernels.home_of(launch.autotuner)
-    held = vars(sys.modules[home.module]) if home is not None and home.module != launch.name.module else function.__globals__
-    home_file = os.path.abspath(held["__file__"]) if home is not None and held.get("__file__") else ""
+    home_file = ""
+    if home is not None:
+        is_own_module = home.module == launch.name.module
+        file = (function.__globals__ if is_own_module else vars(sys.modules[home.module])).get("__file__")
+        home_file = os.path.abspath(file) if file else ""
     candidates = _candidates(launch, allowed)
     with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
         launch.grid(allowed[0])
@@ -434,7 +447,7 @@ def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence
         home_file=home_file,
         argv=_command(),
         path=program.import_folders(),
-        problem=_problem(function, launch_class.is_plain, home, home_file, candidates),
+        problem=_why_not_replayable(function, launch_class.is_plain, home, home_file, candidates),
     )
 
 
@@ -463,7 +476,9 @@ def _candidate(launch: Launch, config: Any) -> Candidate:
         return Candidate(stored, True, None, problem=first_line(error))
 
 
-def _problem(function: Any, is_plain: bool, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:
+def _why_not_replayable(
+    function: Any, is_plain: bool, home: KernelName | None, home_file: str, candidates: Sequence[Candidate]
+) -> str:
     """Return why a replay could not find a kernel, or could launch none of the author's configs; empty if it can."""
     if kernels.FACTORY in function.__qualname__:
         return "a function made the kernel, so that it cannot be imported by name"
@@ -473,7 +488,7 @@ def _problem(function: Any, is_plain: bool, home: KernelName | None, file: str, 
         return "exec or a notebook cell defined the kernel, so that it cannot be launched again: move it to a module"
     if home is None:
         return f"no module holds {'the kernel' if is_plain else 'its autotuner'} by a name, so that it cannot be imported"
-    if home.module == "__main__" and not os.path.isfile(file):
+    if home.module == "__main__" and not os.path.isfile(home_file):
         return "the program is no file, so that the kernel cannot be loaded again"
     if any(candidate.grid is not None for candidate in candidates):
         return ""

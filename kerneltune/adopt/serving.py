@@ -78,29 +78,37 @@ class ServedList:
     def allowed(self, launch: Launch, stored: tuple[StoredConfig, ...]) -> ServedConfig | None:
         """Return the configs of a row that a launch may run with; None for none.
 
-        Launches share the configs of a row, so that each config fails once. The author's pruning, without the performance model,
-        leaves some configs for each launch. A config is found by its values, as a pruning may make new `Config`s.
+        Launches share the configs of a row, so that each config fails once.
         """
         is_pruned = bool(launch.autotuner.early_config_prune)
-        served = self.by_row.get(id(stored))
+        row_id = id(stored)
+        served = self.by_row.get(row_id)
         if served is None:
-            served = self.by_row[id(stored)] = ServedConfig.of(self.to_triton_configs(stored, is_pruned), self.slots[0])
+            served = self.by_row[row_id] = ServedConfig.of(self.objects_of(stored, is_pruned), self.slots[0])
         if is_pruned:
-            configs = [choice.config for choice in served.choices]
-            try:
-                pruned = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
-            except Exception:  # triton.autotune too prunes once for a key, and reuses the choice
-                if id(stored) not in self.last_allowed:
-                    raise
-                return self.last_allowed[id(stored)]
-            allowed = [(own.all_kwargs(), own) for own in pruned]
-            matches = ([own for values, own in allowed if values == config.all_kwargs()] for config in configs)
-            served = ServedConfig.of([own[0] for own in matches if own], self.slots[0])
-            if served.choices:
-                self.last_allowed[id(stored)] = served
+            served = self._after_pruning(launch, row_id, [choice.config for choice in served.choices])
         return served if served.choices else None
 
-    def to_triton_configs(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
+    def _after_pruning(self, launch: Launch, row_id: int, configs: Sequence[Any]) -> ServedConfig:
+        """Return the configs of a row that the author's pruning, without the performance model, leaves for a launch.
+
+        A config is found by its values, as a pruning may make new `Config`s.
+        """
+        try:
+            remaining = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
+        except Exception:  # triton.autotune too prunes once for a key, and reuses the choice
+            if row_id not in self.last_allowed:
+                raise
+            return self.last_allowed[row_id]
+        allowed = []
+        for values in (config.all_kwargs() for config in configs):
+            allowed += [config for config in remaining if config.all_kwargs() == values][:1]
+        served = ServedConfig.of(allowed, self.slots[0])
+        if served.choices:
+            self.last_allowed[row_id] = served
+        return served
+
+    def objects_of(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
         """Return stored configs as objects of triton.Config, without the configs that cannot be made here.
 
         If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
@@ -108,11 +116,13 @@ class ServedList:
 
         is_pruned: whether the author's pruning decides about the objects, and makes those that need a pre_hook.
         """
-        wanted = [replace(config, pre_hook=False) for config in stored] if is_pruned else stored
-        by_stored = to_triton_configs(self.configs, wanted)
-        values = [item for config in self.configs for item in config.kwargs.items()]
-        made = [by_stored[config] for config in stored if config in by_stored]
-        return [config for config in made if self.is_tuned or all(item in values for item in config.kwargs.items())]
+        without_hooks = [replace(config, pre_hook=False) for config in stored]
+        object_of = to_triton_configs(self.configs, without_hooks if is_pruned else stored)
+        objects = [object_of[config] for config in stored if config in object_of]
+        if self.is_tuned:
+            return objects
+        listed_values = [item for config in self.configs for item in config.kwargs.items()]
+        return [config for config in objects if all(item in listed_values for item in config.kwargs.items())]
 
 
 class Server:
@@ -189,21 +199,23 @@ class Server:
         A kernel of the program's file is `__main__` in one process, and has the name of its module in a process that imports it.
         """
         table, name = self.table(), KernelName.of(function)
-        tuned = table.kernels if table is not None else ()
-        of_name = [kernel for kernel in tuned if (kernel.name, kernel.is_plain) == (name.name, is_plain)]
-        named = [kernel for kernel in of_name if kernel.module == name.module]
-        alike = named + [kernel for kernel in of_name if kernel not in named and "__main__" in (kernel.module, name.module)]
-        same = [kernel for kernel in alike if kernel.bytecode_digest == bytecode_digest(function)]
-        if not same and table is not None and table.versions.get("python") != program.python_version():  # has other bytecode
-            same = [kernel for kernel in alike if kernel.source_digest == arguments.source_digest(function)]
-        read = read_globals(function) if same else {}  # a global that is not bound yet may have any value
-        same = [kernel for kernel in same if all(read.get(name, value) == value for name, value in kernel.globals.items())]
-        if named and not same:
+        if table is None:
+            return []
+        named_alike = [kernel for kernel in table.kernels if (kernel.name, kernel.is_plain) == (name.name, is_plain)]
+        of_module = [kernel for kernel in named_alike if kernel.module == name.module]
+        others = [kernel for kernel in named_alike if kernel.module != name.module]
+        candidates = of_module + [kernel for kernel in others if "__main__" in (kernel.module, name.module)]
+        unchanged = [kernel for kernel in candidates if kernel.bytecode_digest == bytecode_digest(function)]
+        if not unchanged and table.versions.get("python") != program.python_version():  # has other bytecode
+            unchanged = [kernel for kernel in candidates if kernel.source_digest == arguments.source_digest(function)]
+        values = read_globals(function) if unchanged else {}  # a global that is not bound yet may have any value
+        unchanged = [kernel for kernel in unchanged if kernel.reads(values)]
+        if of_module and not unchanged:
             warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
-        here = program.version_of(name.module)
-        fitting = [kernel for kernel in same if not here or kernel.package in ("", here)]
-        if same and not fitting:
-            versions = f"tuned with version {same[0].package} of its package, here is {here}"
+        version = program.version_of(name.module)
+        fitting = [kernel for kernel in unchanged if not version or kernel.package in ("", version)]
+        if unchanged and not fitting:
+            versions = f"tuned with version {unchanged[0].package} of its package, here is {version}"
             warn_once(f"{name.text}: {versions}: {self._as_missed}")
         return fitting
 
@@ -228,8 +240,9 @@ class Server:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             if kernel.fn not in served:
-                same = self._kernels_of(kernel.fn, is_plain=True)
-                new = ServedPlainKernel(same, self.counters, self._slots_of(kernel), self._autotuned) if same else None
+                tuned, new = self._kernels_of(kernel.fn, is_plain=True), None
+                if tuned:
+                    new = ServedPlainKernel(tuned, self.counters, self._slots_of(kernel), self._autotuned)
                 served.setdefault(kernel.fn, new)
             plain = served[kernel.fn]
             if plain is None or kwargs.get("warmup"):  # which compiles, and launches nothing
@@ -271,7 +284,7 @@ class Server:
                 author = self._list_of(autotuner)
                 author.shown = author.configs
                 if author.kernel is not None and author.is_tuned:  # the program may yet choose from a list that was not tuned
-                    autotuner.configs = author.shown = author.to_triton_configs(author.kernel.shared[:1]) or author.configs
+                    autotuner.configs = author.shown = author.objects_of(author.kernel.shared[:1]) or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, author)
             return author
 
@@ -291,18 +304,19 @@ class Server:
 
         It has the table's kernel of this list, else of another list; no kernel if the table cannot be read.
         """
-        configs, same = autotuner.configs, list[TableKernel]()
+        configs, kernels_of_code = autotuner.configs, list[TableKernel]()
         try:
-            same = self._kernels_of(autotuner.base_fn)
+            kernels_of_code = self._kernels_of(autotuner.base_fn)
         except Exception as error:  # a damaged table must not end the user's program
             if self._is_strict:
                 raise
             warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
         digest = configs_digest(configs)
-        kernel = min(same, key=lambda kernel: kernel.configs_digest != digest, default=None)
-        split = {re.split(r"[.[]", name)[0] for group in (kernel.groups if kernel is not None else ()) for name in group.split}
+        kernel = min(kernels_of_code, key=lambda kernel: kernel.configs_digest != digest, default=None)
         is_tuned = kernel is not None and kernel.configs_digest == digest
-        return ServedList(configs, kernel, is_tuned, self._slots_of(autotuner), split.union(autotuner.keys))
+        deciding_sizes = {name for group in (kernel.groups if kernel is not None else ()) for name in group.split}
+        arguments_of_sizes = {re.split(r"[.[]", size)[0] for size in deciding_sizes}  # `x` of `x.0` and of `x[1].0`
+        return ServedList(configs, kernel, is_tuned, self._slots_of(autotuner), arguments_of_sizes.union(autotuner.keys))
 
     def _slots_of(self, kernel: Any) -> tuple[int, ...]:
         """Return the places of the counts of a kernel's launches: served, missed."""
@@ -321,18 +335,22 @@ class Server:
         with suppress(Exception):  # of the author's grid: the launch raises it again
             if 0 in (launch.grid(served_list.configs[0]) or ()):  # without tokens, for example: any config does for this launch
                 return ServedConfig.of(served_list.configs[:1], served_list.slots[0])
+        return self._missed(launch, served_list)
+
+    def _missed(self, launch: Launch, served_list: ServedList) -> ServedConfig | None:
+        """Return the config of a launch that was not tuned, by the miss policy; None under `author`."""
         self.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the shown config
                 self.missing.record(launch.private_copy(served_list.configs), launch.args, launch.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
                 warn_once(f"misses are not recorded: {error}")
-        policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
-        if policy == "error":
+        miss = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
+        if miss == "error":
             raise LookupError(f"{launch.name.text}: no config for {launch.sizes()} {launch.dtypes()} on {program.device_slug()}")
-        if policy == "author":
+        if miss == "author":
             return None
-        configs = self._untuned_configs(policy, launch, served_list)
+        configs = self._untuned_configs(miss, launch, served_list)
         return self._remember(launch, served_list, ServedConfig.of(configs, served_list.slots[1]))
 
     def _remember(self, launch: Launch, served_list: ServedList, served: ServedConfig) -> ServedConfig:
@@ -345,15 +363,16 @@ class Server:
         key_names = served_list.key_names | kernels.all_but_floats(launch) if depends_on_all else served_list.key_names
         return served_list.by_launch.remember(launch, key_names, served)
 
-    def _untuned_configs(self, policy: str, launch: Launch, served_list: ServedList) -> list[Any]:
-        """Return the configs of the nearest captured launch, or the author's, first config first."""
-        kernel = served_list.kernel if policy == "nearest" else None
-        nearest = kernel.nearest(launch.sizes(), launch.dtypes()) if kernel is not None else None
-        near = served_list.allowed(launch, nearest.configs) if nearest is not None else None
-        label = "" if near is None else near.choices[0].label
-        used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
+    def _untuned_configs(self, miss: str, launch: Launch, served_list: ServedList) -> list[Any]:
+        """Return the author's configs, under `nearest` behind the configs of the nearest captured launch."""
+        near: ServedConfig | None = None
+        if miss == "nearest" and served_list.kernel is not None:
+            row = served_list.kernel.nearest(launch.sizes(), launch.dtypes())
+            near = served_list.allowed(launch, row.configs) if row is not None else None
+        choices = near.choices if near is not None else []
+        used = f"the config of the nearest captured launch, {choices[0].label}" if choices else "the author's first config"
         warn_once(f"{launch.name.text}: a launch that was not tuned: served with {used}")
-        return [*([choice.config for choice in near.choices] if near else ()), *launch.pruned(served_list.configs)]
+        return [*(choice.config for choice in choices), *launch.pruned(served_list.configs)]
 
     def _by_author(self, original: Callable[..., Any], launch: Launch, served_list: ServedList) -> Any:
         """Let the author's autotuner tune if necessary and launch; remember its choice, and return the launch's result."""

@@ -53,16 +53,17 @@ class Group(msgspec.Struct, frozen=True, dict=True, rename={"key_values": "key"}
 
     @cached_property
     def _sorted(self) -> tuple[list[tuple[list[float], ServingRow]], list[float]]:
+        """Return the rows with their deciding sizes, by the first of these sizes, and the first sizes alone."""
         rows = sorted([(self._deciding(row.sizes), row) for row in self.rows], key=lambda row: row[0][:1])
         return rows, [sizes[0] for sizes, _ in rows] if self.split else []
 
     def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow:
         """Return the row whose deciding sizes are the nearest, in microseconds, as launches of new sizes need it."""
-        wanted, (rows, first) = self._deciding(sizes), self._sorted
-        if len(wanted) == 1:  # the usual case: only the neighbours of the size can be the nearest
-            place = bisect.bisect_left(first, wanted[0])
+        deciding, (rows, first_sizes) = self._deciding(sizes), self._sorted
+        if len(deciding) == 1:  # the usual case: only the neighbours of the size can be the nearest
+            place = bisect.bisect_left(first_sizes, deciding[0])
             rows = rows[max(place - 1, 0) : place + 1]
-        return min(rows, key=lambda row: log2_distance(row[0], wanted))[1]
+        return min(rows, key=lambda row: log2_distance(row[0], deciding))[1]
 
 
 _NAMES_IN_FILES = {
@@ -101,10 +102,14 @@ class TableKernel(msgspec.Struct, frozen=True, rename=_NAMES_IN_FILES):
     is_plain: bool = False
     globals: dict[str, Any] = {}
 
-    def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
+    def reads(self, values: Mapping[str, Any]) -> bool:
+        """Return whether globals have the values that the kernel was tuned with; a missing global may have any value."""
+        return all(values.get(name, tuned) == tuned for name, tuned in self.globals.items())
+
+    def group(self, key_values: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
         """Return the group of an author's key and element types; None where the table has none."""
-        wanted = repr((list(key), list(dtypes)))  # because True == 1
-        return next((group for group in self.groups if repr((group.key_values, group.dtypes)) == wanted), None)
+        text = repr((list(key_values), list(dtypes)))  # because True == 1
+        return next((group for group in self.groups if repr((group.key_values, group.dtypes)) == text), None)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""
@@ -140,10 +145,8 @@ def write_table(root: Path, table: ServingTable) -> str:
     Equal tables have equal files.
     """
     path = table_path(root, table.device)
-    text = (
-        json.dumps({"format": FORMAT, **msgspec.to_builtins(table, enc_hook=builtin), "digest": ""}, indent=1, sort_keys=True)
-        + "\n"
-    )
+    stored = {"format": FORMAT, **msgspec.to_builtins(table, enc_hook=builtin), "digest": ""}
+    text = json.dumps(stored, indent=1, sort_keys=True) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifest = path.parent / MANIFEST
     with locked(manifest):  # another host may write the table of its GPU
@@ -173,7 +176,7 @@ def read_table(root: Path, device: str) -> ServingTable | None:
     if not path.is_file():
         return None
     data = read_bytes(path, _MAX_BYTES)
-    digest, named = hashlib.sha256(data).hexdigest(), read_json(path.parent / MANIFEST, _Manifest).tables.get(path.name)
-    if named != digest:
-        raise ValueError(f"{path}: SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
+    digest, tables = hashlib.sha256(data).hexdigest(), read_json(path.parent / MANIFEST, _Manifest).tables
+    if tables.get(path.name) != digest:
+        raise ValueError(f"{path}: SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(tables.get(path.name))[:12]}…")
     return replace(read_json(path, ServingTable, data=data, is_versioned=True), digest=digest)
