@@ -24,7 +24,6 @@ from kerneltune.measuring.declarations import seeds_without_effect, wrong_traffi
 from kerneltune.measuring.layouts import LayoutChecker
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.processes import tell
-from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import CaseError, Outcome, knob_pairs
 from kerneltune.wording import counted
@@ -70,97 +69,117 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
         cost: the cost of a check of a case without its programs, in MB of traffic.
     """
     configs = configs_by_case(variant, cases)
-    facts = _facts_in_fork(op, variant, sorted(configs, key=cost))
+    by_cost = sorted(configs, key=cost)
+    facts = _facts_in_fork(op, variant, by_cost)
     leading = _with_new_facts(facts, wants_whole_blocks=False)
-    done: set[Pair] = {(default, case) for case, (default, *_) in configs.items()}
-    failures: list[Outcome] = []
-    checkers: dict[Case, LayoutChecker | None] = {}
-    first_seen = FirstSeen()
-    begun_s = time.thread_time()
-    defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
     covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), facts[case], config))
-    for config, case in itertools.chain(leading, covered, _with_new_facts(facts, wants_whole_blocks=True), defaults):
-        is_first = case not in checkers
-        if (config, case) in done and not is_first:
+    defaults = ((configs[case][0], case) for case in by_cost)
+    run = _PairRun(op, variant, configs)
+    begun_s = time.thread_time()
+    for pair in itertools.chain(leading, covered, _with_new_facts(facts, wants_whole_blocks=True), defaults):
+        if pair in run.done and pair[1] in run.checkers:
             continue
-        if time.thread_time() - begun_s > COVERING_S or len(failures) >= _MOST_FAILURES:
+        if time.thread_time() - begun_s > COVERING_S or len(run.failures) >= _MOST_FAILURES:
             break
+        run.check(pair, is_leading=pair in leading)
+    return run.outcomes()
+
+
+class _PairRun:
+    """Check pairs of a variant, and report what was checked.
+
+    Attributes:
+        done: the checked pairs. The default config of each case counts as checked, because each case has a record of its check.
+        failures: the outcomes of failed pairs.
+        checkers: the checker of each case of which a pair was due; None if the case has no inputs or no expected values.
+    """
+
+    def __init__(self, op: Op, variant: Variant, configs: Mapping[Case, Sequence[Config]]) -> None:
+        self._op, self._variant, self._configs = op, variant, configs
+        self._name, self._first_seen = f"{op.name} {variant.name}", FirstSeen()
+        self.done: set[Pair] = {(default, case) for case, (default, *_) in configs.items()}
+        self.failures: list[Outcome] = []
+        self.checkers: dict[Case, LayoutChecker | None] = {}
+
+    def check(self, pair: Pair, is_leading: bool) -> None:
+        """Check a pair; a leading pair, and the first pair of a case, run twice."""
+        config, case = pair
         tell(Outcome("failed", "", config, case))
+        is_first = case not in self.checkers
         if is_first:
-            checkers[case] = None
+            self.checkers[case] = None
             with suppress(CaseError):  # the record of the default config says why
-                checkers[case] = LayoutChecker.make(op, case, first_seen=first_seen)
-        if (checker := checkers[case]) is None:
-            continue
-        outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1)
+                self.checkers[case] = LayoutChecker.make(self._op, case, first_seen=self._first_seen)
+        checker = self.checkers[case]
+        if checker is None:
+            return
+        outcome = checker.check(self._variant, config, runs=2 if is_first or is_leading else 1)
         if outcome.status == "failed":
-            failures.append(replace(outcome, config=config, case=case))
-        done.add((config, case))
-    if not failures:
-        failures += look_up_failures(op, variant, {case: it for case, it in checkers.items() if it is not None})
-    judged = () if failures else (_wrong_layouts, _wrong_declarations)
-    notes = [outcome for judge in judged for outcome in judge(op, variant, checkers, configs)]
-    num_without = sum(checker is None for checker in checkers.values())
-    num_once = len(configs) - len(checkers)
-    if variant.config is None and not num_once:
-        return [*failures, *notes]
-    line = _coverage(configs, done, len(failures), num_without, num_once)
-    return [*failures, *notes, Outcome("checked", f"{op.name} {variant.name}: {line}")]
+            self.failures.append(replace(outcome, config=config, case=case))
+        self.done.add(pair)
 
+    def outcomes(self) -> list[Outcome]:
+        """Return the failures, then notes about layouts and declarations, last how much was checked."""
+        if not self.failures:
+            usable = {case: checker for case, checker in self.checkers.items() if checker is not None}
+            self.failures += look_up_failures(self._op, self._variant, usable)
+        notes = [] if self.failures else [*self._wrong_layouts(), *self._wrong_declarations()]
+        if self._variant.config is None and len(self.checkers) == len(self._configs):
+            return [*self.failures, *notes]
+        return [*self.failures, *notes, Outcome("checked", f"{self._name}: {self._coverage()}")]
 
-def _wrong_layouts(
-    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | None], configs: Mapping[Case, Sequence[Config]]
-) -> list[Outcome]:
-    """Return failures for inputs whose elements may not lie apart, though host code raises nothing; for shipped operators lines.
+    def _wrong_layouts(self) -> Iterator[Outcome]:
+        """Yield failures for inputs whose elements may not lie apart, though host code raises nothing.
 
-    Each input is judged in the first case that has it.
-    """
-    known, outcomes = set[str](), list[Outcome]()
-    for case, checker in checkers.items():
-        if checker is None or min((size for _axis, size in case.axes), default=0) <= 1:
-            continue
-        if wrong := ", ".join(checker.wrong_layouts(variant, config := configs[case][0], known)):
+        Each input is judged in the first case that has it. For shipped operators, yield notes instead.
+        """
+        known = set[str]()
+        for case, checker in self.checkers.items():
+            if checker is None or min((size for _axis, size in case.axes), default=0) <= 1:
+                continue
+            default = self._configs[case][0]
+            wrong = ", ".join(checker.wrong_layouts(self._variant, default, known))
             text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
-            ways = f"{text}: use their stride in the kernel, or raise ValueError or call .contiguous() in the host function"
-            of_shipped = Outcome("checked", f"{op.name} {variant.name}: {text}")
-            outcomes.append(of_shipped if is_shipped(op) else Outcome("failed", ways, config, case))
-    return outcomes
+            if wrong and is_shipped(self._op):
+                yield Outcome("checked", f"{self._name}: {text}")
+            elif wrong:
+                ways = "use their stride in the kernel, or raise ValueError or call .contiguous() in the host function"
+                yield Outcome("failed", f"{text}: {ways}", default, case)
 
+    def _wrong_declarations(self) -> Iterator[Outcome]:
+        """Yield a note for a `traffic` far from the bytes of the largest case, and for seeds without an effect.
 
-def _wrong_declarations(
-    op: Op, variant: Variant, checkers: Mapping[Case, LayoutChecker | None], configs: Mapping[Case, Sequence[Config]]
-) -> list[Outcome]:
-    """Return a line for a `traffic` far from the bytes of the largest case, where small tensors count little, and for seeds."""
-    case = max(checkers, key=_elements, default=None)
-    if case is None or not _elements(case) or op.origin is not None or (checker := checkers[case]) is None:
-        return []
-    judges = {"traffic": wrong_traffic, "inputs": seeds_without_effect}
-    found = [(field, "; ".join(wrong)) for field, judge in judges.items() if (wrong := judge(checker, variant, configs[case][0]))]
-    return [Outcome("checked", f"{op.name} {variant.name}: {field}: {texts}") for field, texts in found]
+        Small tensors count little in the largest case.
+        """
+        case = max(self.checkers, key=_elements, default=None)
+        if case is None or not _elements(case) or self._op.origin is not None:
+            return
+        checker = self.checkers[case]
+        if checker is None:
+            return
+        for field, judge in {"traffic": wrong_traffic, "inputs": seeds_without_effect}.items():
+            texts = judge(checker, self._variant, self._configs[case][0])
+            if texts:
+                yield Outcome("checked", f"{self._name}: {field}: {'; '.join(texts)}")
 
-
-def _coverage(
-    configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_failures: int, num_without: int, num_once: int
-) -> str:
-    """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet.
-
-    `num_without` cases have no expected values; `num_once` cases did not run twice.
-    """
-    num_possible = sum(map(len, configs.values()))
-    num_configs, num_cases = (len({pair[place] for pair in done}) for place in (0, 1))
-    pairs = "all pairs" if len(done) == num_possible else f"{len(done):,} of {num_possible:,} pairs"
-    line = f"{counted(num_configs, 'config')} on {counted(num_cases, 'case')}, {pairs}"
-    if num_failures:
-        stopped = "stopped after " if num_failures >= _MOST_FAILURES and len(done) < num_possible else ""
-        return f"{line}, {stopped}{counted(num_failures, 'failure')}"
-    if num_without:
-        return f"{line}; inputs or reference of {counted(num_without, 'case')} fail"
-    if not classes(list(configs)):
-        return f"{line}; no case has an element" if configs else "not checked: no case is supported and fits the memory"
-    left = ", ".join(uncovered(configs, done))
-    if left:
-        return f"{line}; time limit before every knob value met: {left}"
-    return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
+    def _coverage(self) -> str:
+        """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet."""
+        configs, done, num_failures = self._configs, self.done, len(self.failures)
+        num_possible = sum(map(len, configs.values()))
+        num_configs, num_cases = len({config for config, _case in done}), len({case for _config, case in done})
+        pairs = "all pairs" if len(done) == num_possible else f"{len(done):,} of {num_possible:,} pairs"
+        line = f"{counted(num_configs, 'config')} on {counted(num_cases, 'case')}, {pairs}"
+        if num_failures:
+            stopped = "stopped after " if num_failures >= _MOST_FAILURES and len(done) < num_possible else ""
+            return f"{line}, {stopped}{counted(num_failures, 'failure')}"
+        if num_unusable := sum(checker is None for checker in self.checkers.values()):
+            return f"{line}; inputs or reference of {counted(num_unusable, 'case')} fail"
+        if not classes(list(configs)):
+            return f"{line}; no case has an element" if configs else "not checked: no case is supported and fits the memory"
+        if missed := ", ".join(uncovered(configs, done)):
+            return f"{line}; time limit before every knob value met: {missed}"
+        num_once = len(configs) - len(self.checkers)
+        return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
 
 
 def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
@@ -170,18 +189,17 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
         return {}
     width, least = max(map(_width, with_work)) / _WIDE, min(map(_elements, with_work))
     axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
-    members_of = {
-        f"ragged {axis}": [case for case in with_work if (size := dict(case.axes).get(axis, 0)) > 1 and size % _ALIGNMENT]
-        for axis in axes
-    }
+    members_of = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
     members_of["wide"] = [case for case in with_work if _width(case) >= width]
     members_of["tiny"] = [case for case in with_work if _elements(case) == least]
     members_of["first"] = with_work[:1]
-    for setting, of_setting in grouped(
-        [(case, setting) for case in with_work for setting in settings(case)], lambda it: it[1]
-    ).items():
-        if len(of_setting) < len(with_work):
-            members_of["=".join(map(str, setting))] = [case for case, _setting in of_setting]
+    cases_with: dict[Setting, list[Case]] = {}
+    for case in with_work:
+        for setting in settings(case):
+            cases_with.setdefault(setting, []).append(case)
+    for setting, members in cases_with.items():
+        if len(members) < len(with_work):
+            members_of["=".join(map(str, setting))] = members
     return {name: members for name, members in members_of.items() if members}
 
 
@@ -192,6 +210,11 @@ def settings(case: Case) -> tuple[Setting, ...]:
 
 def _elements(case: Case) -> int:
     return math.prod(size for _axis, size in case.axes)
+
+
+def _is_ragged(case: Case, axis: str) -> bool:
+    size = dict(case.axes).get(axis, 0)
+    return size > 1 and size % _ALIGNMENT != 0
 
 
 def _width(case: Case) -> int:
@@ -209,25 +232,27 @@ def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[
 
 def facts_by_config(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) -> dict[Config, LaunchFacts]:
     """Return the facts of a variant's launches by config; none if launches of the first config depend on values."""
-    found: dict[Config, LaunchFacts] = {}
+    by_config: dict[Config, LaunchFacts] = {}
     with suppress(Exception):  # code that reads values fails on tensors without memory
         inputs = op.inputs(case, device="meta")
         for config in configs:
             with unlaunched(host_folder(op)) as facts:
                 variant.run(inputs, config)
-            found[config] = facts
-    return found
+            by_config[config] = facts
+    return by_config
 
 
 def around_default(variant: Variant, case: Case) -> Iterator[Config]:
     """Yield the default config, and for each other value of a knob a valid config with it and at most one more changed knob."""
     default = variant.default_config(case)
     yield default
-    offered = [(knob, value) for knob, of_knob in variant.space(case).items() for value in of_knob] if variant.config else []
+    if variant.config is None:
+        return
+    offered = [(knob, value) for knob, values in variant.space(case).items() for value in values]
     for knob, value in offered:
         if value != getattr(default, knob):
-            changed = ({other: its} | {knob: value} for other, its in ((knob, value), *offered))
-            configs = (replace(default, **values) for values in changed)
+            changes = ({second: its_value} | {knob: value} for second, its_value in ((knob, value), *offered))
+            configs = (replace(default, **change) for change in changes)
             yield from itertools.islice((config for config in configs if variant.invalid(case, config) is None), 1)
 
 
@@ -286,9 +311,9 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
         configs: the configs of each case, its default first.
         cost: the cost of a check of a pair.
     """
-    classes_of, covered = _classes_by_case(configs), set[Interaction]()
-    for case, offered in configs.items():
-        covered |= _interactions(offered[0], classes_of[case])
+    classes_of, covered = _classes_by_case(list(configs)), set[Interaction]()
+    for case, (default, *_others) in configs.items():
+        covered |= _interactions(default, classes_of[case])
     pairs = [(config, case) for case, (_default, *rest) in configs.items() if classes_of[case] for config in rest]
     random.Random(0).shuffle(pairs)
     heap = [(-math.inf, number) for number in range(len(pairs))]
@@ -308,30 +333,37 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
 def _interactions(config: Config, class_names: frozenset[str]) -> frozenset[Interaction]:
     """Return each knob value with the name of each class; with the name `_OTHER_KNOBS`, each two knob values."""
     values = sorted(knob_values(config))
-    return frozenset((name, *met) for name in class_names for met in itertools.combinations(values, 1 + (name == _OTHER_KNOBS)))
+    interactions: set[Interaction] = {(name, value) for name in class_names - {_OTHER_KNOBS} for value in values}
+    if _OTHER_KNOBS in class_names:
+        interactions |= {(_OTHER_KNOBS, *two) for two in itertools.combinations(values, 2)}
+    return frozenset(interactions)
 
 
-def _classes_by_case(configs: Iterable[Case]) -> dict[Case, frozenset[str]]:
+def _classes_by_case(cases: Sequence[Case]) -> dict[Case, frozenset[str]]:
     """Return the names of the classes of each case, and `_OTHER_KNOBS` if values of two knobs shall meet in the case.
 
     They shall not meet in an empty case, in a tiny case that is not wide, or, if other cases remain, in a wide case with a size
     of 1: with every tile size it has one tile in that axis.
     """
-    members_of = classes(cases := list(configs))
+    members_of = classes(cases)
     names_of = {case: {name for name, members in members_of.items() if case in members} for case in cases}
     large = {case for case, names in names_of.items() if names and ("tiny" not in names or "wide" in names)}
     thick = {case for case in large if "wide" not in names_of[case] or all(size > 1 for _axis, size in case.axes)}
-    return {case: frozenset(names | ({_OTHER_KNOBS} if case in (thick or large) else set())) for case, names in names_of.items()}
+    for case in thick or large:
+        names_of[case].add(_OTHER_KNOBS)
+    return {case: frozenset(names) for case, names in names_of.items()}
 
 
 def uncovered(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
     """Yield a line for each class of cases that some knob values did not meet, and one for pairs of values that did not meet."""
-    classes_of = _classes_by_case(configs)
-    covered, possible = (
-        {interaction for config, case in pairs for interaction in _interactions(config, classes_of[case])}
-        for pairs in (done, ((config, case) for case, offered in configs.items() for config in offered))
-    )
-    num_left, num_possible = (Counter(name for name, *_values in part) for part in (possible - covered, possible))
+    classes_of = _classes_by_case(list(configs))
+
+    def interactions_of(pairs: Iterable[Pair]) -> set[Interaction]:
+        return {interaction for config, case in pairs for interaction in _interactions(config, classes_of[case])}
+
+    possible = interactions_of((config, case) for case, case_configs in configs.items() for config in case_configs)
+    num_possible = Counter(name for name, *_values in possible)
+    num_left = Counter(name for name, *_values in possible - interactions_of(done))
     for name in (*classes(list(configs)), _OTHER_KNOBS):
         if num_left[name]:
             yield f"{name} ({num_left[name]} of {num_possible[name]} left)"
