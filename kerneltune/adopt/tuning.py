@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kerneltune import cache, device, sweep_file
 from kerneltune.adopt import ahead
@@ -87,21 +87,29 @@ _CLASS_S = 1.2
 """Seconds for a class beside its search, to make its arguments and to learn its results. H200, 16 cores."""
 
 
-def forecast(root: Path, share: float, workers: int | None) -> tuple[int, int, float, list[tuple[str, str]]]:
-    """Estimate what `tune_capture` will try; needs no GPU.
+class Forecast(NamedTuple):
+    """Estimate the work of `tune_capture`.
 
-    Returns:
-        Number of classes, largest number of configs, seconds of wall time, and name and reason of each other class.
+    Attributes:
+        num_classes: number of classes that it tunes.
+        num_configs: largest number of configs that it tries.
+        seconds: seconds of wall time.
+        skipped: name and reason of each other class.
     """
+
+    num_classes: int
+    num_configs: int
+    seconds: float
+    skipped: list[tuple[str, str]]
+
+
+def forecast(root: Path, share: float, workers: int | None) -> Forecast:
+    """Estimate what `tune_capture` will try; needs no GPU."""
     capture = read_capture(root, untried="")
     chosen, reasons = _chosen(capture, share, device_slug=None)
-    return len(chosen), *_work(_tasks(capture, chosen), Options(workers=workers)), _skipped(capture, reasons)
-
-
-def _work(tasks: Sequence[Task], options: Options) -> tuple[int, float]:
-    """Return the number of configs that tuning may try, and estimate its seconds."""
-    works = [expected_work(task, options) for task in tasks]
-    return sum(configs for configs, _ in works), sum(seconds + _CLASS_S for _, seconds in works)
+    works = [expected_work(task, Options(workers=workers)) for task in _tasks(capture, chosen)]
+    num_configs, seconds = sum(configs for configs, _ in works), sum(seconds + _CLASS_S for _, seconds in works)
+    return Forecast(len(chosen), num_configs, seconds, _skipped(capture, reasons))
 
 
 def tune_capture(
@@ -138,7 +146,8 @@ def tune_capture(
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
     missing = [task for task in tasks if task.own_entry(root / "configs") is None]
     if missing and time.monotonic() >= until:
-        needed = f"the command again takes about {max(_work(missing, options)[1], 1):.0f} s more"
+        more_s = sum(expected_work(task, options)[1] + _CLASS_S for task in missing)
+        needed = f"the command again takes about {max(more_s, 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(missing), 'class', 'classes')} left: {needed}")
     tuned, without_config = _collect(capture)
     table = _table(tuned)
@@ -158,8 +167,8 @@ def search_tasks(
     by_name = {task.op.name: task.op for task in tasks}
     for policy in dict.fromkeys(task.policy for task in tasks):
         entries = tuple(sweep_file.SweepCase(task.op.name, task.case) for task in tasks if task.policy == policy)
-        here = replace(options, configs=root / "configs", results=root / "results", policy=policy)
-        plan = Plan(by_name, sweep_file.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), here)
+        in_folder = replace(options, configs=root / "configs", results=root / "results", policy=policy)
+        plan = Plan(by_name, sweep_file.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), in_folder)
         run_tune(plan, progress, until)
         if time.monotonic() >= until:
             break
@@ -189,8 +198,9 @@ def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:
     with GpuWorker() as worker:
         for launch_class, task in zip(plain, _tasks(capture, plain), strict=True):
             verdicts = blocks.setdefault(launch_class.digest, {})
-            for name in [name for name in launch_class.candidates[0].config.kwargs if name not in verdicts]:
-                verdicts[name], is_new = _coupling(worker, task, launch_class, name), True
+            for name in launch_class.candidates[0].config.kwargs:
+                if name not in verdicts:
+                    verdicts[name], is_new = _coupling(worker, task, launch_class, name), True
     if is_new:
         write_blocks(capture.root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
     return is_new
@@ -271,14 +281,23 @@ def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
     tasks = _tasks(capture, capture.classes)
     for launch_class, task, (tried, stored) in zip(capture.classes, tasks, search_results(capture.root, tasks), strict=True):
         if stored is None:
-            failed = "; ".join([evaluation.reason for evaluation in tried.values() if evaluation.reason][:1])
-            reasons[launch_class.digest] = f"no config passed: {failed}" if tried else "not reached: run the command again"
+            failure = next((evaluation.reason for evaluation in tried.values() if evaluation.reason), "")
+            reasons[launch_class.digest] = f"no config passed: {failure}" if tried else "not reached: run the command again"
             continue
         entry, best = stored
-        timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        times = {candidate_of(config, launch_class).config: time_us for config, time_us in timed.items()}
-        best_and_author = candidate_of(best, launch_class).config, launch_class.author_choice
-        tuned.append(TunedClass(launch_class, task, *best_and_author, times, dict(entry.evidence), capture.cost_us(launch_class)))
+        times: dict[StoredConfig, float] = {}
+        for knobs, time_us in times_of(tried).items():
+            times[candidate_of(task.variant.config_from(dict(knobs)), launch_class).config] = time_us
+        tuned_class = TunedClass(
+            launch_class,
+            task,
+            best=candidate_of(best, launch_class).config,
+            author=launch_class.author_choice,
+            times=times,
+            evidence=dict(entry.evidence),
+            cost_us=capture.cost_us(launch_class),
+        )
+        tuned.append(tuned_class)
     return tuned, reasons
 
 
@@ -310,10 +329,10 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
 
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
-    by_name = {(kernel.module, kernel.name, kernel.configs_digest): kernel for kernel in table.kernels}
+    kernel_of = {(kernel.module, kernel.name, kernel.configs_digest): kernel for kernel in table.kernels}
     names, launchers = [], []
     for launch_class in (tuned_class.launch_class for tuned_class in tuned):
-        served = by_name[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs_digest]
+        served = kernel_of[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs_digest]
         group = served.group(launch_class.key_values, launch_class.dtypes)
         chosen = None if group is None else launch_class.candidate(group.nearest(launch_class.sizes).configs[0])
         if chosen is not None and chosen.is_offered:  # the row may be of a class for which the pruning leaves other configs
@@ -340,15 +359,20 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
     for classes_of_key in grouped(classes, lambda tuned: tuned.launch_class.autotuner_key()).values():
         by_sizes = grouped(classes_of_key, lambda tuned: str(sorted(tuned.launch_class.sizes.items())))
         members = [_as_one(alike) if len(alike) > 1 else alike[0] for alike in by_sizes.values()]
-        launch_class, shared, split = members[0].launch_class, shared_config(members), differing(members)
-        if len(members) == 1 or shared is None:
-            rows = [_row(tuned, tuned.best) for tuned in members]
-        else:
-            gains = [own_gain(tuned, shared, worker) for tuned in members]
-            rows = [_row(tuned, shared if gain is None else tuned.best, gain) for tuned, gain in zip(members, gains, strict=True)]
-            if all(gain is None for gain in gains):
-                rows, split = [_row(_as_one(members), shared)], ()
-        yield Group(launch_class.key_values, launch_class.dtypes, split, tuple(rows))
+        rows = _rows(members, worker)
+        split = differing(members) if len(rows) == len(members) else ()
+        yield Group(members[0].launch_class.key_values, members[0].launch_class.dtypes, split, tuple(rows))
+
+
+def _rows(members: Sequence[TunedClass], worker: GpuWorker) -> list[ServingRow]:
+    """Return a row for each class of a group; a single row if the shared config serves all classes."""
+    shared = shared_config(members)
+    if len(members) == 1 or shared is None:
+        return [_row(tuned, tuned.best) for tuned in members]
+    gains = [own_gain(tuned, shared, worker) for tuned in members]
+    if all(gain is None for gain in gains):
+        return [_row(_as_one(members), shared)]
+    return [_row(tuned, shared if gain is None else tuned.best, gain) for tuned, gain in zip(members, gains, strict=True)]
 
 
 def _as_one(alike: Sequence[TunedClass]) -> TunedClass:
@@ -381,20 +405,18 @@ def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> floa
     if tuned.best == shared:
         return None
     screened = tuned.times[shared] / tuned.times.get(tuned.best, tuned.times[shared])
+    config_class = tuned.task.variant.config
+    compared = [config_of(stored, tuned.launch_class, config_class) for stored in (shared, tuned.best, tuned.author)]
     try:
-        kind = tuned.task.variant.config
-        compared = [config_of(stored, tuned.launch_class, kind) for stored in (shared, tuned.best, tuned.author)]
-        samples = worker.time_interleaved(tuned.task, compared)
+        of_shared, of_best, of_author = worker.time_interleaved(tuned.task, compared)
     except WorkerCrashedError:
-        samples = [None] * 3
-    if samples[0] is None or samples[1] is None:
+        of_shared = of_best = of_author = None
+    if of_shared is None or of_best is None:
         return screened if screened >= LEAST_GAIN else None
-    over = ratio_interval(samples[0], samples[1])
-    if over.median >= LEAST_GAIN and over.low > 1.0:
-        return over.median
-    if samples[2] is not None and ratio_interval(samples[0], samples[2]).low > 1.0:
-        return over.median
-    return None
+    gain = ratio_interval(of_shared, of_best)
+    is_surely_faster = gain.median >= LEAST_GAIN and gain.low > 1.0
+    is_author_faster = of_author is not None and ratio_interval(of_shared, of_author).low > 1.0
+    return gain.median if is_surely_faster or is_author_faster else None
 
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:

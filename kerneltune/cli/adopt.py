@@ -199,13 +199,13 @@ def _show_forecast(folder: Path, share: float, workers: int | None, budget: floa
     """Print how many classes and configs of a capture `tune` will try, and about how long that takes."""
     from kerneltune.adopt.tuning import forecast
 
-    classes, configs, seconds, skipped = forecast(folder, share, workers)
-    _show_skipped(skipped)
-    if not classes:
+    work = forecast(folder, share, workers)
+    _show_skipped(work.skipped)
+    if not work.num_classes:
         raise ValueError(f"{folder}: no class can be tuned")
-    tried = f"{counted(classes, 'class', 'classes')}, up to {counted(configs, 'config')}"
-    ends = f"; --budget ends it after {budget:g} s" if budget and budget < seconds else ""
-    show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
+    tried = f"{counted(work.num_classes, 'class', 'classes')}, up to {counted(work.num_configs, 'config')}"
+    ends = f"; --budget ends it after {budget:g} s" if budget and budget < work.seconds else ""
+    show(f"{tried}: about {max(work.seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
 
 
 def _show_skipped(skipped: "Sequence[tuple[str, str]]") -> None:

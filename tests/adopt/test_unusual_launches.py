@@ -94,8 +94,8 @@ def test_forecast_of_a_class_whose_launches_all_failed_gives_the_reason(tmp_path
     startup.uninstall()
     (reason,) = read_capture(tmp_path).notes.refused.values()
     assert reason.startswith("a launch failed: ")
-    classes, _, _, skipped = forecast(tmp_path, 1.0, None)
-    assert (classes, [text for _, text in skipped]) == (1, ["each of its launches failed in the program"])
+    work = forecast(tmp_path, 1.0, None)
+    assert (work.num_classes, [text for _, text in work.skipped]) == (1, ["each of its launches failed in the program"])
 
 
 def test_kernel_launched_with_and_without_its_autotuner_is_served_in_both_ways(
