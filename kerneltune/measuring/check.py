@@ -31,10 +31,10 @@ T = TypeVar("T")
 LAUNCH_FAILURE = "the launch failed"
 _NEAR = 2.0**-16
 """Relative difference of outputs that inexact divisions of fp32, 2^-22 each, explain."""
-_FEW = 1024
+_MOST_CHANGEABLE = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
-_KEPT_BYTES = 1 << 24
-"""Largest input, in bytes, whose original values are kept: check cases are smaller, measured cases are larger."""
+_RESTORED_BYTES = 1 << 24
+"""Largest input, in bytes, that is restored before each run: check cases are smaller, measured cases are larger."""
 
 
 @contextmanager
@@ -96,7 +96,7 @@ class Checker:
         where = f"for {op.name} {case.label}"
         try:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
-            self.inputs_before = {name: tensor.clone() for name, tensor in self._kept()}
+            self.inputs_before = {name: tensor.clone() for name, tensor in self._restorable()}
             asked, field = op.reference, "reference"
             self.expected: Outputs = op.reference(self.inputs)
         except CaseError:
@@ -115,49 +115,54 @@ class Checker:
         if device == "cpu":
             meta_inputs(op, case)
 
-    def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _restorable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the inputs whose values are copied: a run that changes them is found, and each run has the same inputs."""
         for name, value in self.inputs.items():
-            if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _KEPT_BYTES):
+            if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
                 yield name, value
 
     def _overwritten(self, outputs: object) -> list[str]:
-        """Return a line for each input that a run changed, except inputs that are also outputs, and perhaps short vectors.
+        """Return a line for each input that a run changed.
 
-        A change by torch counts even if it left all values as they were, such as a `clamp_` to wide limits.
+        Inputs that are also outputs may change, and, unless `keeps_all`, vectors of few elements. A change by torch counts even
+        if it left all values as they were, such as a `clamp_` to wide limits.
         """
-        places = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
-        return [
-            f"inputs: {name} was overwritten, and is no output"
-            for name, value in self._kept()
-            if (self._keeps_all or value.ndim > 1 or value.numel() > _FEW) and value.untyped_storage().data_ptr() not in places
-            if version(value) != self._versions[name] or not same_bits(value, self.inputs_before[name])
-        ]
+        output_storages = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
+        lines = list[str]()
+        for name, value in self._restorable():
+            is_changeable = not self._keeps_all and value.ndim <= 1 and value.numel() <= _MOST_CHANGEABLE
+            if is_changeable or value.untyped_storage().data_ptr() in output_storages:
+                continue
+            if version(value) != self._versions[name] or not same_bits(value, self.inputs_before[name]):
+                lines.append(f"inputs: {name} was overwritten, and is no output")
+        return lines
 
     def _nearly_agree(self, outputs: object) -> bool:
         """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
-        pairs = [(wanted, outputs.get(name) if isinstance(outputs, Mapping) else None) for name, wanted in self.expected.items()]
-        return all(
-            torch.allclose(given.double(), wanted.double(), rtol=_NEAR, atol=0.0, equal_nan=True)
-            for wanted, given in pairs
-            if isinstance(wanted, torch.Tensor) and isinstance(given, torch.Tensor) and given.shape == wanted.shape
-        )
+        for name, expected in self.expected.items():
+            output = outputs.get(name) if isinstance(outputs, Mapping) else None
+            if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor) or output.shape != expected.shape:
+                continue
+            if not torch.allclose(output.double(), expected.double(), rtol=_NEAR, atol=0.0, equal_nan=True):
+                return False
+        return True
 
     def _sometimes_in_place(self, variant: Variant, outputs: Outputs) -> list[str]:
         """Return a line for an output that a variant writes over an input in this case, and not in an earlier case, or inversely.
 
         So a copy by `contiguous()` or `to(dtype)` is found, which copies only some tensors. Modes may differ.
         """
-        given = names_by_storage(self.inputs)
+        input_of = names_by_storage(self.inputs)
         for name, tensor in outputs.items():
             if not isinstance(tensor, torch.Tensor) or not tensor.numel():
                 continue
-            owner = given.get(tensor.untyped_storage().data_ptr())
+            owner = input_of.get(tensor.untyped_storage().data_ptr())
             if owner and (owner not in self.inputs_before or same_bits(self.inputs[owner], self.inputs_before[owner])):
                 continue  # unknown, or an input that is returned
             if differing := self._first_seen.differing((variant.run, self.case.quant, name), owner is not None, self.case):
-                cases = [differing[1], self.case]
-                here, there = (f"{case.name} {case.dtype} {case.quant}" for case in (reversed(cases) if owner else cases))
-                return [f"outputs: {name} is written over an input in case {here}, and not in case {there}"]
+                in_place, elsewhere = (self.case, differing[1]) if owner else (differing[1], self.case)
+                texts = [f"{case.name} {case.dtype} {case.quant}" for case in (in_place, elsewhere)]
+                return [f"outputs: {name} is written over an input in case {texts[0]}, and not in case {texts[1]}"]
         return []
 
     def _other_types(self, variant: Variant, outputs: Outputs) -> list[str]:
@@ -165,22 +170,24 @@ class Checker:
 
         A reference may compute in fp32 for a variant that returns 16 bits, and may give other whole numbers in every case.
         """
-        of_case = self.case.dtype, self.case.quant, self.case.options
+        type_and_mode = self.case.dtype, self.case.quant
         for name, tensor in outputs.items():
-            wanted = self.expected.get(name)
-            if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+            expected = self.expected.get(name)
+            if not isinstance(tensor, torch.Tensor) or not isinstance(expected, torch.Tensor):
                 continue
-            given, in_reference = tensor.dtype, wanted.dtype
-            if differing := self._first_seen.differing((variant.run, of_case, name, "type"), given, self.case):
-                return [f"{name}: {given}, and {differing[0]} with another config or in case {differing[1].name}"]
-            are_floats = given.is_floating_point and in_reference.is_floating_point
-            if are_floats and given != in_reference and given.itemsize >= in_reference.itemsize:
-                return [f"{name}: {given}, expected {in_reference} as of the reference"]
-            question = variant.run, of_case[:2], name, "reference's type"
-            are_whole = is_whole(given) and is_whole(in_reference)
-            if are_whole and (differing := self._first_seen.differing(question, given == in_reference, self.case)):
+            dtype, in_reference = tensor.dtype, expected.dtype
+            same_type = variant.run, type_and_mode, self.case.options, name, "type"
+            if differing := self._first_seen.differing(same_type, dtype, self.case):
+                return [f"{name}: {dtype}, and {differing[0]} with another config or in case {differing[1].name}"]
+            are_floats = dtype.is_floating_point and in_reference.is_floating_point
+            if are_floats and dtype != in_reference and dtype.itemsize >= in_reference.itemsize:
+                return [f"{name}: {dtype}, expected {in_reference} as of the reference"]
+            if not (is_whole(dtype) and is_whole(in_reference)):
+                continue
+            same_relation = variant.run, type_and_mode, name, "reference's type"
+            if differing := self._first_seen.differing(same_relation, dtype == in_reference, self.case):
                 equal = f"equal types in case {differing[1].name}, or inversely"
-                return [f"{name}: {given}, {in_reference} in the reference; {equal}"]
+                return [f"{name}: {dtype}, {in_reference} in the reference; {equal}"]
         return []
 
     @classmethod
@@ -211,16 +218,19 @@ class Checker:
         outputs, lines = self.run(variant, config)
         if lines or runs == 1:
             return lines
-        inputs, tensors = names_by_storage(self.inputs), {n: t for n, t in outputs.items() if isinstance(t, torch.Tensor)}
-        held = {name: (it, it.clone()) for name, it in tensors.items() if it.untyped_storage().data_ptr() not in inputs}
+        input_storages = names_by_storage(self.inputs)
+        tensors = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+        new = {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in input_storages}
+        copies = {name: tensor.clone() for name, tensor in new.items()}
         try:
             second = type(self)(self.op, self.case, self._device, self._seed + 1, self._first_seen, keeps_all=self._keeps_all)
         except CaseError as error:
             return [f"run 2: {error}"]
         if lines := second.run_again(variant, config)[1]:
             return [f"run 2: {line}" for line in lines]
-        changed = ", ".join(name for name, (tensor, before) in held.items() if not same_bits(tensor, before))
-        return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"] if changed else []
+        if changed := ", ".join(name for name, copied in copies.items() if not same_bits(new[name], copied)):
+            return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"]
+        return []
 
     def outputs(self, variant: Variant, config: Config) -> Outputs:
         """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
@@ -247,8 +257,10 @@ class Checker:
             place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
-            causes = [fact for fact in facts if fact.kind in ("tf32", "division")]
-            return outputs, [*lines, *sorted(str(it) for it in causes if it.kind == "tf32" or self._nearly_agree(outputs))]
+            causes = ["tf32"]
+            if any(fact.kind == "division" for fact in facts) and self._nearly_agree(outputs):
+                causes.append("division")
+            return outputs, [*lines, *sorted(str(fact) for fact in facts if fact.kind in causes)]
         return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
 
     def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
