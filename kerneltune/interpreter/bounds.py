@@ -165,7 +165,9 @@ class _Guard:
         """Note a load's options, which the interpreter's own code drops."""
         *_, is_volatile = rest
         cache = str(rest[2]) if len(rest) > 2 else rest[0].cache_modifier  # Triton 3.9 has a policy in place of four options
-        self._loading = _Loading(other is not None, bool(is_volatile), cache.endswith(("cg", "cv")))
+        self._loading = _Loading(
+            has_other=other is not None, is_volatile=bool(is_volatile), is_shared=cache.endswith(("cg", "cv"))
+        )
         try:
             return load(pointer, mask, other, *rest)
         finally:
@@ -232,9 +234,9 @@ class _Guard:
         for self._load_gives in _LOADED:
             try:
                 self._run_corners(executor, bound)
-                of_corners = self._last_elements
-                others = self._with_other_numbers(executor, bound) if self._loads_index else of_corners
-                note(*of_corners.facts(self._kernel, others))
+                last_elements = self._last_elements
+                others = self._with_other_numbers(executor, bound) if self._loads_index else last_elements
+                note(*last_elements.facts(self._kernel, others))
                 return ""
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
@@ -309,23 +311,29 @@ class _Guard:
         self._loads_index |= is_index
         real = self._checked("load", addresses, mask, kind.itemsize, noted)
         if real is None:  # `other` may decide which elements a kernel reads next
-            loaded: Any = self._load_gives if is_index and not self._load_rises else 0
-            region = self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
-            if self._load_rises and region.largest is not None:
-                places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
-                loaded = places * (region.largest / max(1, region.count - 1))
-            return np.where(mask, np.broadcast_to(loaded, addresses.shape).astype(dtype), other).astype(dtype)
+            loaded = np.broadcast_to(self._values_without_memory(addresses, is_index), addresses.shape)
+            return np.where(mask, loaded.astype(dtype), other).astype(dtype)
         return self._native.load(real, mask, other, dtype)
+
+    def _values_without_memory(self, addresses: Any, is_index: bool) -> Any:
+        """Return the values that a load without memory gives: `_load_gives`, or numbers that rise from 0 to the largest."""
+        if not self._load_rises:
+            return self._load_gives if is_index else 0
+        region = self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
+        if region.largest is None:
+            return 0
+        places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
+        return places * (region.largest / max(1, region.count - 1))
 
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:
         """Store to checked addresses."""
 
         def noted(storage: int, size: int, at: Any, chosen: Any) -> Conflict | None:
             def is_changed() -> Any:
-                held = np.zeros(at.shape, values.dtype)
-                held = self._native.load(at + np.uint64(storage), np.ones(at.shape, bool), held, values.dtype)
+                zeros, everywhere = np.zeros(at.shape, values.dtype), np.ones(at.shape, bool)
+                stored = self._native.load(at + np.uint64(storage), everywhere, zeros, values.dtype)
                 bits = f"u{values.dtype.itemsize}"
-                return held.view(bits) != values[chosen].view(bits)
+                return stored.view(bits) != values[chosen].view(bits)
 
             return self._races.store(storage, size, at, values.dtype.itemsize, line_of(), is_changed)
 
@@ -396,13 +404,14 @@ class _Guard:
         real, numbers = np.zeros_like(addresses), addresses >> np.uint64(REGION_BITS)
         mask = np.broadcast_to(mask, addresses.shape)
         for number in np.unique(numbers[mask]):
-            chosen = mask & (numbers == number)
-            of_region = np.where(chosen, addresses, addresses[chosen][0])
             if number >= FIRST_REGION + len(self._regions):
                 raise KernelFaultError(f"{what} outside of every argument{self._here()}")
-            if (of_memory := self._checked(what, of_region, chosen, item_size, noted)) is None:
+            chosen = mask & (numbers == number)
+            in_region = np.where(chosen, addresses, addresses[chosen][0])
+            real_in_region = self._checked(what, in_region, chosen, item_size, noted)
+            if real_in_region is None:
                 return None
-            real[chosen] = of_memory[chosen]
+            real[chosen] = real_in_region[chosen]
         return real
 
     def _here(self) -> str:
@@ -413,15 +422,17 @@ class _Guard:
         return f"program {places_text(self._interpreter.interpreter_builder.grid_idx)}"
 
     def _race(self, what: str, region: Region, conflict: Conflict) -> KernelFaultError:
+        """Return the error of two programs that access an element without an order."""
         number, place = conflict.program, []
         for size in reversed(self._grid):
             number, at = divmod(number, size)
             place.append(at)
-        kinds = (
-            "store different values to" if what == conflict.kind == "store" else f"{conflict.kind} and {what} without an order"
-        )
+        if what == conflict.kind == "store":
+            accesses = "store different values to"
+        else:
+            accesses = f"{conflict.kind} and {what} without an order of"
         return KernelFaultError(
-            f"two programs {kinds}{' of' if 'order' in kinds else ''} {region.element(region.first + conflict.at)}: "
+            f"two programs {accesses} {region.element(region.first + conflict.at)}: "
             f"program {places_text(reversed(place))}{conflict.line}; {self._program()}{line_of()}"
         )
 
