@@ -114,7 +114,8 @@ def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()
     unknown += [("key", name) for name in keys if name not in parameters]
     if not unknown:
         return ""
-    (field, name), code = unknown[0], autotuner.base_fn.__code__
+    field, name = unknown[0]
+    code = autotuner.base_fn.__code__
     place = f"{code.co_filename}:{code.co_firstlineno}: {autotuner.base_fn.__name__}"
     return f"{place}: {field}: {name!r}: expected a parameter of the kernel: {', '.join(autotuner.arg_names)}"
 
@@ -137,26 +138,29 @@ def configs_digest(configs: Sequence[Any]) -> str:
     return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", "\n".join(texts)).encode()).hexdigest()[:12]
 
 
-def to_triton_configs(listed: Sequence[Any], wanted: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:
-    """Return the config objects of an autotuner's list, and of other wanted configs, by their values.
+def to_triton_configs(listed: Sequence[Any], stored_configs: Iterable[StoredConfig]) -> dict[StoredConfig, Any]:
+    """Return the config objects of an autotuner's list, and objects of stored configs, by their values.
 
-    An object of the list stands for a wanted config of its values, with its pre_hook. Another config is made without one, or,
-    if it had one when it was captured, with the only pre_hook of the list. It is left out where the list has no or several
-    pre_hooks, or where a function in it has changed.
+    An object of the list stands for a stored config of its values, with its pre_hook. Another object is made without a pre_hook,
+    or, if the config had a pre_hook when it was captured, with the only pre_hook of the list. The config is left out where the
+    list has no or several pre_hooks, or where a function in the config has changed.
     """
-    made: dict[StoredConfig, Any] = {}
+    object_of: dict[StoredConfig, Any] = {}
     for config in listed:
         with suppress(NotRecordableError):
-            made.setdefault(StoredConfig.of(config), config)
-    pre_hooks = {_identity_of_hook(hook): hook for config in listed if (hook := getattr(config, "pre_hook", None)) is not None}
-    for stored in wanted:
-        if stored in made and (not stored.pre_hook or made[stored].pre_hook is not None):
+            object_of.setdefault(StoredConfig.of(config), config)
+    hooks = [config.pre_hook for config in listed if getattr(config, "pre_hook", None) is not None]
+    distinct_hooks = list({_identity_of_hook(hook): hook for hook in hooks}.values())
+    for stored in stored_configs:
+        if stored in object_of and (not stored.pre_hook or object_of[stored].pre_hook is not None):
             continue
-        made.pop(stored, None)
-        if not stored.pre_hook or len(pre_hooks) == 1:
-            with suppress(Exception):  # of the import of a function's module
-                made[stored] = stored.to_triton_config(*pre_hooks.values() if stored.pre_hook else ())
-    return made
+        object_of.pop(stored, None)
+        with suppress(Exception):  # of the import of a function's module
+            if not stored.pre_hook:
+                object_of[stored] = stored.to_triton_config()
+            elif len(distinct_hooks) == 1:
+                object_of[stored] = stored.to_triton_config(distinct_hooks[0])
+    return object_of
 
 
 def _identity_of_hook(hook: Any) -> Any:
@@ -202,23 +206,21 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
         keys: names of the arguments whose values make classes of launches.
     """
     module, free = sys.modules["triton.runtime.autotuner"], free_options(kernel)
-    given = {name: options[name] for name in free if options.get(name) is not None}
-    own = (launch_defaults() if DEFAULTS.keys() - given.keys() else {}) | given | dict.fromkeys(DEFAULTS.keys() - free)
+    program_options = {name: options[name] for name in free if options.get(name) is not None}
+    defaults = launch_defaults() if DEFAULTS.keys() - program_options.keys() else {}
+    own = defaults | program_options | dict.fromkeys(DEFAULTS.keys() - free)
     # in a loop without a product of matrices, Triton stages loads only by the argument `num_stages` of the loop itself
     is_staged = "num_stages" in free and any({"dot", "dot_scaled"} & {*fn.__code__.co_names} for fn in functions_of(kernel.fn))
     stages = [own["num_stages"], *(_STAGES if is_staged else ())]
     warps = own["num_warps"] or 0
     counts = [count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS]
-    tried = [
-        {**own, "num_warps": count, "num_stages": stage}
-        for count in (own["num_warps"], *counts)
-        for stage in dict.fromkeys(stages)
-    ]
+    warps_and_stages = itertools.product((own["num_warps"], *counts), dict.fromkeys(stages))
+    configs = [module.Config({}, **{**own, "num_warps": count, "num_stages": stage}) for count, stage in warps_and_stages]
     tuner = object.__new__(module.Autotuner)
     keys = [name for name in keys if name in kernel.arg_names]  # the kernel may be another one of the module of a captured kernel
     # the unwrapped method, because the program's autotuners are noted when they are made
     make = inspect.unwrap(module.Autotuner.__init__)
-    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **values) for values in tried], keys, None, None)
+    make(tuner, kernel, list(kernel.arg_names), configs, keys, None, None)
     setattr(tuner, PLAIN_MARK, True)
     return tuner
 
@@ -229,13 +231,17 @@ def plain_configs(launch: Launch) -> list[Any]:
     All of them name the blocks that may change. Configs with other blocks come last, with the program's stages.
     """
     configs, blocks = launch.autotuner.configs, free_blocks(launch)
-    make, own = type(configs[0]), configs[0]
-    options = [(config, {name: getattr(config, name) for name in OPTIONS}) for config in configs]
-    tried = [make(dict(blocks), **given) for _, given in options]
+    own = configs[0]
+
+    def with_blocks(config: Any, sizes: Mapping[str, int]) -> Any:
+        return type(own)(dict(sizes), **{name: getattr(config, name) for name in OPTIONS})
+
+    tried = [with_blocks(config, blocks) for config in configs]
     for sizes in _around(blocks):
         growth = math.prod(sizes.values()) * (own.num_warps or 1) / math.prod(blocks.values())
-        staged = [(config, given) for config, given in options if config.num_stages == own.num_stages]
-        tried += [make(sizes, **given) for config, given in staged if growth <= _MOST_GROWTH * (config.num_warps or 1)]
+        for config in configs:
+            if config.num_stages == own.num_stages and growth <= _MOST_GROWTH * (config.num_warps or 1):
+                tried.append(with_blocks(config, sizes))
     return tried
 
 
@@ -266,15 +272,15 @@ def free_blocks(launch: Launch) -> dict[str, int]:
 
 def _is_free(launch: Launch, name: str, size: int) -> bool:
     """Return whether a loop steps by a constexpr, or another value gives another grid; False if a heuristic depends on it."""
-    config, kernel = type(launch.autotuner.configs[0]), launch.autotuner.fn
-    held = [value for value in list(launch.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
-    around = [layer_heuristic for value in held for layer_heuristic in heuristics_of(value)]
+    config_class, kernel = type(launch.autotuner.configs[0]), launch.autotuner.fn
+    wrappers = [value for value in list(launch.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
+    heuristics = [(argument, function) for value in wrappers for _, argument, function in heuristics_of(value)]
     try:
-        is_free, own = name in _steps(launch.autotuner.base_fn), launch.grid(config({name: size}))
-        is_free |= any(launch.grid(config({name: other})) != own for other in (size // 2, size * 2))
+        is_free, own_grid = name in _steps(launch.autotuner.base_fn), launch.grid(config_class({name: size}))
+        is_free |= any(launch.grid(config_class({name: other})) != own_grid for other in (size // 2, size * 2))
         for doublings in range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1):
             named = {**launch.named, name: int(size * 2.0**doublings)}
-            if any(heuristic(named) != launch.named.get(of) for _, of, heuristic in around):
+            if any(heuristic(named) != launch.named.get(argument) for argument, heuristic in heuristics):
                 return False
     except Exception:  # the program's own code
         return False
@@ -300,12 +306,13 @@ def _steps(function: Any) -> set[str]:
 
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
-    of_values = []
+    object_of: dict[StoredConfig, Any] = {}
     for values in itertools.product(*space.values()):
-        other = copy.copy(configs[0])
-        other.kwargs = {**configs[0].kwargs, **dict(zip(space, values, strict=True))}
+        config = copy.copy(configs[0])
+        config.kwargs = {**configs[0].kwargs, **dict(zip(space, values, strict=True))}
         for name in CONFIG_OPTIONS:
-            setattr(other, name, other.kwargs.pop(name, getattr(other, name, None)))
-        of_values.append(other)
-    listed = set(map(StoredConfig.of, configs))
-    return [other for stored, other in {StoredConfig.of(other): other for other in of_values}.items() if stored not in listed]
+            setattr(config, name, config.kwargs.pop(name, getattr(config, name, None)))
+        object_of[StoredConfig.of(config)] = config
+    for config in configs:
+        object_of.pop(StoredConfig.of(config), None)
+    return list(object_of.values())
