@@ -84,7 +84,8 @@ def _one_type(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
 
 def _are_plain(op: Op, cases: Sequence[Case]) -> bool:
     """Return whether no row of an input is constant or has a value above 10, though the reference is not linear in an input."""
-    is_curved = False
+    inputs: Inputs = {}
+    with_rows = dict[str, None]()
     for case in cases[:_FEW_ROWS]:
         with suppress(Exception):  # the check of the case says why
             inputs = op.inputs(case, device="cpu")
@@ -93,15 +94,17 @@ def _are_plain(op: Op, cases: Sequence[Case]) -> bool:
                     rows = value.float().reshape(-1, value.shape[-1])
                     if bool((rows == rows[:, :1]).all(1).any()) or bool((rows.abs() > _LARGE).any()):
                         return False
-                    is_curved = is_curved or not _is_linear(op, inputs, name)
-    return is_curved
+                    with_rows[name] = None
+    with suppress(Exception):
+        return not all(_is_linear(op, inputs, name) for name in with_rows)
+    return False
 
 
 def _is_linear(op: Op, inputs: Inputs, name: str) -> bool:
     """Return whether an input of zeros, as it is, and doubled changes all outputs by equal steps, as in sums and copies."""
     steps = [tree_leaves(dict(op.reference({**inputs, name: inputs[name] * factor}))) for factor in (0, 1, 2)]
     floats = [step for step in zip(*steps, strict=True) if isinstance(step[0], torch.Tensor) and step[0].is_floating_point()]
-    changes = [((once - zero).float(), (twice - once).float()) for zero, once, twice in floats]
+    changes = [(once.float() - zero.float(), twice.float() - once.float()) for zero, once, twice in floats]
     return all(torch.allclose(*change, rtol=_EQUAL, atol=_EQUAL * float(change[0].abs().max())) for change in changes)
 
 
