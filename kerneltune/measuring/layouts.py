@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,21 @@ from kerneltune.measuring.check import LAUNCH_FAILURE, Checker, host_folder, nam
 from kerneltune.spec import Config, Inputs, Outputs, Variant
 
 EVERY_OUTER_AXIS, ROWS, ELEMENTS = 0, 1, -1
-"""Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows."""
+"""Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows.
+
+Host code that refuses gaps of three axes gets gaps at every outer axis (0), between rows (1), between matrices (2), then none.
+"""
+
+
+class _GapRun(NamedTuple):
+    """Hold a run on inputs with gaps: the gaps that host code accepts by input, the outputs, and the errors.
+
+    Without accepted gaps, there are no outputs and no errors.
+    """
+
+    gaps: dict[str, int]
+    outputs: Outputs
+    lines: list[str]
 
 
 def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs:
@@ -32,12 +46,12 @@ def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs
             continue
         order = sorted(range(value.ndim), key=value.stride)
         if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
-            strides, inner = [0] * value.ndim, (around or {}).get(name, ROWS)
-            step = 2 if inner == ELEMENTS else 1
+            strides, inner_axes = [0] * value.ndim, (around or {}).get(name, ROWS)
+            step = 2 if inner_axes == ELEMENTS else 1
             for number, axis in enumerate(order, 1):
                 strides[axis] = step
                 step *= value.shape[axis]
-                if inner == EVERY_OUTER_AXIS or number == abs(inner):
+                if inner_axes == EVERY_OUTER_AXIS or number == abs(inner_axes):
                     step += (32 * (len(copies) + 1)) // value.element_size()
             memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
             copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
@@ -57,9 +71,9 @@ def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
         def call(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
             frame = inspect.currentframe()
             caller = frame.f_back if frame else None
-            owner = (
-                owners.get(tensor.untyped_storage().data_ptr()) if caller and is_own(folder, caller.f_code.co_filename) else None
-            )
+            owner = None
+            if caller and is_own(folder, caller.f_code.co_filename):
+                owner = owners.get(tensor.untyped_storage().data_ptr())
             if owner and not (method is contiguous and tensor.shape != inputs[owner].shape):
                 read.append(owner)
             return method(tensor, *args, **named)
@@ -84,18 +98,16 @@ class LayoutChecker(Checker):
         matrices = with_gaps(self.inputs) if host_folder(self.op) else {}
         rows = dict.fromkeys(matrices, ROWS)
         widest = {name: ROWS if matrix.ndim == 2 else EVERY_OUTER_AXIS for name, matrix in matrices.items()}
-        accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, widest)
-        if accepted and accepted != rows and not lines:
-            accepted, outputs, lines = self._run_with_accepted_gaps(variant, config, rows)
-        return (outputs, lines) if accepted else self.run(variant, config)
+        run = self._run_with_accepted_gaps(variant, config, widest)
+        if run.gaps and run.gaps != rows and not run.lines:
+            run = self._run_with_accepted_gaps(variant, config, rows)
+        return (run.outputs, run.lines) if run.gaps else self.run(variant, config)
 
-    def _run_with_accepted_gaps(
-        self, variant: Variant, config: Config, gaps: dict[str, int]
-    ) -> tuple[dict[str, int], Outputs, list[str]]:
-        """Run a variant on inputs with gaps where host code accepts gaps; return the accepted gaps, outputs and errors.
+    def _run_with_accepted_gaps(self, variant: Variant, config: Config, gaps: dict[str, int]) -> _GapRun:
+        """Run a variant on inputs with gaps where host code accepts gaps.
 
         Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. If it
-        refuses the gaps of an input, gaps around one more axis are tried. If it accepts none, there are no outputs and no errors.
+        refuses the gaps of an input, gaps around one more axis are tried.
         """
         while gaps:
             gapped = copy(self)  # `compare` still gets the inputs without gaps
@@ -103,19 +115,24 @@ class LayoutChecker(Checker):
             with noting_layouts(gapped.inputs, host_folder(self.op)) as read:
                 outputs, lines = gapped.run(variant, config)
             if not lines:
-                return gaps, outputs, lines
+                return _GapRun(gaps, outputs, lines)
             last = next((name for name in reversed(read) if name in gaps), None)
             if lines[0].startswith(LAUNCH_FAILURE):  # the input that host code looked at last is refused
-                refused = {last: gaps[last] + 1} if last and 0 <= gaps[last] < self.inputs[last].ndim - 1 else {}
-                gaps = {name: inner for name, inner in gaps.items() if last and name != last} | refused
+                if last is None:
+                    return _GapRun({}, {}, [])
+                further = gaps[last] + 1
+                has_further = 0 < further < self.inputs[last].ndim
+                gaps = {name: inner_axes for name, inner_axes in gaps.items() if name != last}
+                gaps |= {last: further} if has_further else {}
             elif gaps.keys() <= set(read):
                 break
             else:
-                gaps = {name: inner for name, inner in gaps.items() if name in read}
-        outputs, without = self.run(variant, config) if gaps else ({}, [])
-        if without or not gaps:
-            return gaps, outputs, without
-        return gaps, outputs, [f"with gaps between rows of {', '.join(gaps)}, which host code accepts: {line}" for line in lines]
+                gaps = {name: inner_axes for name, inner_axes in gaps.items() if name in read}
+        if not gaps:
+            return _GapRun({}, {}, [])
+        outputs, lines_without = self.run(variant, config)
+        where = f"with gaps between rows of {', '.join(gaps)}, which host code accepts"
+        return _GapRun(gaps, outputs, lines_without or [f"{where}: {line}" for line in lines])
 
     def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
         """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.
@@ -124,4 +141,4 @@ class LayoutChecker(Checker):
         """
         names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
         known.update(names)
-        return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS})[2]]
+        return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS}).lines]
