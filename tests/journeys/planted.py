@@ -53,8 +53,8 @@ PLANTS = (
     Plant(
         "unknown_architecture",
         "kerneltune/device.py",
-        'f"sm_{p.major}{p.minor}"',
-        'f"sm{p.major}{p.minor}"',
+        'f"sm_{gpu.major}{gpu.minor}"',
+        'f"sm{gpu.major}{gpu.minor}"',
         "tune_two",
     ),
     Plant(  # in the interpreter the name and the folder are the same word
