@@ -89,7 +89,8 @@ class _PairRun:
     """Check pairs of a variant, and report what was checked.
 
     Attributes:
-        done: the checked pairs. The default config of each case counts as checked, because each case has a record of its check.
+        done: the checked pairs. The default config of each case counts as checked, because each case has a record of its check;
+            it runs here if no other pair of the case has run.
         failures: the outcomes of failed pairs.
         checkers: the checker of each case of which a pair was due; None if the case has no inputs or no expected values.
     """
@@ -104,7 +105,7 @@ class _PairRun:
     def check(self, pair: Pair, is_leading: bool) -> None:
         """Check a pair; a leading pair, and the first pair of a case, run twice."""
         config, case = pair
-        tell(Outcome("failed", "", config, case))
+        tell(Outcome("failed", "", config, case))  # names the pair if this process dies
         is_first = case not in self.checkers
         if is_first:
             self.checkers[case] = None
