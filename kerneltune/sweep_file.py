@@ -1,7 +1,6 @@
 """Read sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
 
-Operators are passed in: this module knows no operator and runs nothing. Every error names file, line, field and value.
-The size of a file and its number of cases are limited. Reading takes time linear in both.
+This module knows no operator. Every error names file, line, field and value. Time is linear in the size and in the cases.
 """
 
 import fnmatch

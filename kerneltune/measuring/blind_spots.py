@@ -38,7 +38,7 @@ def blind_spots(op: Op, variant: Variant, cases: Sequence[Case]) -> list[str]:
 
 
 def _ignored(op: Op, variant: Variant, cases: Sequence[Case], name: str, offered: Sequence[Any]) -> list[str]:
-    """Return a text if no value of a type, a mode or an option changes the inputs of any case, or what the reference returns."""
+    """Return a text if every value of an option, a type or a mode gives the same inputs, or the same results."""
     others = list[tuple[Case, Case]]()
     num_equal = 0
     for case, value in itertools.product(cases, offered):
@@ -68,7 +68,7 @@ def _are_results_equal(op: Op, variant: Variant, *cases: Case) -> bool:
 
 
 def _one_type(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a text for each output of 16 bits that has one type in cases of every type, and is wider in the reference."""
+    """Yield a text for each output that is bf16, or fp16, in all cases, though the reference returns more bits."""
     types: dict[str, set[tuple[torch.dtype, torch.dtype]]] = {}
     smallest = {case.dtype: case for case in reversed(cases) if case.quant == cases[0].quant}
     for case in smallest.values() if len(smallest) > 1 else ():

@@ -86,7 +86,7 @@ def int4_fp8_grouped_gemm(
 
     Args:
         x: (N, K) fp16 or bf16, the tokens of group after group, or the result of `cast_tokens`.
-        weight: (E M, K), from `pack`: the weights of E groups, one below the other; M a multiple of 64.
+        weight: (E M, K), from `pack`: the rows of group e are e M to (e + 1) M. M is a multiple of 64.
         offs: (E,) int32, the row of x at which each group ends, ascending. Rows behind the last group are not written.
         config: None takes the best known config.
 
@@ -168,8 +168,8 @@ def default(case: Case) -> Int4GroupedConfig:
 def _is_early(N: int, load: _Load, blocks: int) -> bool:
     """Return whether programs begin while the cast of x runs.
 
-    SMs that the cast occupies get fewer programs than others, and the last programs end late: up to 1.9 times the time. That
-    costs nothing where the cast is short, or where an SM gets many programs.
+    An SM on which the cast still runs gets fewer programs, so that other SMs get more, and the launch takes up to 1.9 times as
+    long. An early begin costs nothing where the cast is short, or where an SM gets many programs.
     """
     if N <= 8 or (N <= 64 and load.launched <= blocks):
         return True
