@@ -35,9 +35,6 @@ def pool(rows: Iterable[Record]) -> list[Record]:
     The pooled time is the geometric mean of the processes' medians. Its interval is resampled by process, then by round. The
     pooled noise floor is the median of the processes' noise floors: noise that only one process met does not hide a slowdown. A
     row that failed or was skipped in any process has that status in the pooled record.
-
-    Raises:
-        ValueError: rows of the same key differ in GPU, versions, source or config, or hold no samples.
     """
     return [_pooled(group) for group in grouped(rows, lambda row: row.key).values()]
 
@@ -72,9 +69,10 @@ class Change:
 
     Attributes:
         log: log(new time / old time); a time that is a tiny part of the other has a log, but no slowdown above -1.
-        low, high: 95 % interval of the slowdown; `unseen` is a slowdown between processes that the interval may lack.
+        low, high: 95 % interval of the slowdown.
         p: p-value of the hypothesis that the new side is not slower.
         basis: words for the processes that the interval comes from, such as `5 and 3 processes`; empty for one process a side.
+        between_processes: fraction by which unchanged code may differ between two processes, where the interval lacks it.
     """
 
     old: Record
@@ -84,7 +82,7 @@ class Change:
     high: float
     p: float
     basis: str
-    unseen: float = 0.0
+    between_processes: float = 0.0
 
     @property
     def slowdown(self) -> float:

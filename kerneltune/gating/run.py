@@ -30,11 +30,7 @@ def run_gate(
     """Return the verdict, and the new records, pooled over the processes and over the further measurements of suspects.
 
     A row of the baseline that the selection leaves out is not reported as missing. `margin` None takes the sweep file's margin.
-
-    Raises:
-        ValueError: no GPU, or a process that crashed.
     """
-    device.require_gpu(_COMMAND)
     kept = [record for record in baseline if _selected(record, plan)]
     gpu, devices = device.current().name, sorted({record.device for record in kept if record.status == "passed"})
     if not devices:
@@ -58,9 +54,6 @@ def run_processes(
     """Return the selected rows of each fresh process; `keys`, if given, restricts them further.
 
     A suspect is measured beside the same variants as the first time, so the result has all rows of its case.
-
-    Raises:
-        ValueError: no GPU, or a process that crashed.
     """
     device.require_gpu(_COMMAND)
     progress.stage("measure", processes)

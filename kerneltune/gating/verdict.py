@@ -1,6 +1,6 @@
 """Compare two sets of records and judge each row: pass, regression or ambiguous.
 
-`_verdict_of` has the table of verdicts, `rows.slower_groups` the rule for a variant as a whole, docs/gate.md the reasons. Only
+`_verdict_of` has the rules of a row, `rows.slower_groups` the rule for a variant as a whole, docs/gate.md the reasons. Only
 changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is.
 
 Records with samples are compared by process (see stats). If both sides have one process each, or a side has no samples, the
@@ -33,10 +33,10 @@ _WIDEST = 0.03
 _SIGMAS_PER_MAD = 1.4826
 _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 12, 0.03, 3.0
 """Fewest rows of one process a side whose spread widens intervals; largest spread that counts; spreads that an interval gains."""
-_UNSEEN = 0.0566
+_BETWEEN_PROCESSES = 0.0566
 """Fraction by which two processes with the same code may differ: two standard deviations of a ratio of two times, each with 2 %
 noise. Fewer than _SPREAD_ROWS rows of one process a side do not show this difference. Each of them is a regression only above
-(1 + limit) (1 + _UNSEEN) - 1. In simulated runs of 3 unchanged rows, 3 of 1,000 runs fail; without this rule 228 fail."""
+(1 + limit) (1 + _BETWEEN_PROCESSES) - 1. In simulated runs of 3 unchanged rows, 3 of 1,000 runs fail; without this rule 228."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
@@ -127,12 +127,7 @@ def gate(
         defaults: operator -> the default of every option; called only if a side has an option that the other side lacks.
         stale: a line for each variant whose new records were measured with other code or configs than the checkout's; they
             fail the gate.
-
-    Raises:
-        ValueError: the margin is below 0 or not finite.
     """
-    if not math.isfinite(margin) or margin < 0:
-        raise ValueError(f"margin: {margin!r}: expected a finite fraction of 0 or more")
     obstacle = _obstacle(baseline, new)
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
@@ -179,9 +174,6 @@ def confirm(
         judge: function that compares new records with the baseline, such as a partial `gate`.
         new: records of the processes, a row of each or pooled.
         remeasure: function that measures rows again, and returns records as `new` holds them.
-
-    Raises:
-        ValueError: the margin is bad, or records cannot be pooled.
     """
     measured, pooled = list(new), pool(new)
     verdict = judge(pooled)
@@ -203,9 +195,8 @@ def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
             return f"nothing compared: {name} has no records"
         if all(record.device == INTERPRETER for record in records):
             return f"{name} holds records of the interpreter, whose times mean nothing"
-    aspects: dict[str, Callable[[Record], str]] = {"device": lambda r: r.device, "policy": lambda r: r.policy}
-    for name, aspect in aspects.items():
-        old, fresh = {aspect(record) for record in baseline}, {aspect(record) for record in new}
+    for name in ("device", "policy"):
+        old, fresh = ({getattr(record, name) for record in side} for side in (baseline, new))
         if not old & fresh:
             return f"not comparable: baseline has {name} {', '.join(sorted(old))}, new has {', '.join(sorted(fresh))}"
     return ""
@@ -227,13 +218,9 @@ def _added(records: Iterable[Record]) -> str:
 
 def _widened(changes: list[Change]) -> list[Change]:
     """Widen the intervals of rows with one process a side by the spread of the slowdowns of all these rows, if they show it."""
-
-    def is_lone(change: Change) -> bool:
-        return not change.basis and not _same_measurement(change.old, change.new)
-
-    logs = [change.log for change in changes if is_lone(change)]
+    logs = [change.log for change in changes if not change.basis]
     if len(logs) < _SPREAD_ROWS:
-        return [replace(change, unseen=_UNSEEN) if is_lone(change) else change for change in changes]
+        return [change if change.basis else replace(change, between_processes=_BETWEEN_PROCESSES) for change in changes]
     middle = median(logs)
     factor = math.exp(_SPREADS * min(_MOST_SPREAD, _SIGMAS_PER_MAD * median(abs(log - middle) for log in logs)))
 
@@ -241,7 +228,7 @@ def _widened(changes: list[Change]) -> list[Change]:
         low, high = (1 + change.slowdown) / factor - 1, (1 + change.slowdown) * factor - 1
         return replace(change, low=min(change.low, low), high=max(change.high, high))
 
-    return [wider(change) if is_lone(change) else change for change in changes]
+    return [change if change.basis else wider(change) for change in changes]
 
 
 def _too_short(changes: Sequence[Change], margin: float) -> str:
@@ -259,8 +246,9 @@ def _too_short(changes: Sequence[Change], margin: float) -> str:
 
 def _change(old: Record, new: Record, process_shift: Shift | None) -> Change:
     """Return the change of a row that both sides have timed; process_shift: None where a side lacks several processes."""
-    if _same_measurement(old, new):
-        return Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
+    same = ("date", "time_us", "ci_low_us", "ci_high_us", "n", "unit", "commit", "samples_us")
+    if all(getattr(old, name) == getattr(new, name) for name in same):  # a measurement is never slower than itself
+        return Change(old, new, 0.0, 0.0, 0.0, 1.0, "the same measurement")
     if process_shift is not None:
         basis = f"{len(old.samples_us or ())} and {len(new.samples_us or ())} processes"
         return Change(old, new, process_shift.log, *process_shift.bounds, process_shift.p_slower, basis)
@@ -286,12 +274,6 @@ def _not_compared(old: Record | None, new: Record | None, new_setups: Collection
     return GateRow(new or old, "missing", None, _one_line(note, reason), note)
 
 
-def _same_measurement(old: Record, new: Record) -> bool:
-    """Return whether both sides hold the same measurement; a measurement is never slower than itself."""
-    names = ("date", "time_us", "ci_low_us", "ci_high_us", "n", "unit", "commit", "samples_us")
-    return all(getattr(old, name) == getattr(new, name) for name in names)
-
-
 def _judged(change: Change, margin: float, note: str) -> GateRow:
     """Return a compared row; only a row that is slower or ambiguous keeps the note."""
     verdict, reason = _verdict_of(change, margin)
@@ -303,44 +285,29 @@ def _judged(change: Change, margin: float, note: str) -> GateRow:
 
 
 def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
-    """Return the verdict on a row and its reason: the first case of the table that holds.
+    """Return the verdict on a row and its reason.
 
-    | slowdown                                                               | verdict    |
-    |------------------------------------------------------------------------|------------|
-    | more than 0.5 µs, surely above the limit                               | regression |
-    | more than 0.5 µs, above the margin                                     | ambiguous  |
-    | more than 0.5 µs, surely above 0, perhaps above the limit              | ambiguous  |
-    | perhaps more than 0.5 µs, surely above the limit                       | ambiguous  |
-    | interval wider than ± margin, than ± _WIDEST and than ± 0.5 µs         | ambiguous  |
-    | above the limit and surely above 0, therefore by at most 0.5 µs        | slower     |
-    | more than 0.5 µs, surely above the noise floor, within the margin      | slower     |
-    | more than 0.5 µs faster, surely by more than the limit                 | faster     |
-    | any other                                                              | pass       |
-
-    The limit is the larger of margin and noise floor. A slowdown is surely above a value if its interval is, and if it is not by
-    chance: its p-value, corrected over all rows, is at most ALPHA.
+    The limit is the larger of margin and noise floor. A row is surely slower by a fraction if its interval lies above it, and if
+    the row is not slower by chance: its p-value, corrected over all rows, is at most ALPHA.
     """
-    limit = max(margin, change.floor)
-    old_us = us_of(change.old)
-    half_width = (change.high - change.low) / 2
-    not_by_chance = change.p <= ALPHA and change.low > 0
-    is_long = change.us > MIN_CHANGE_US
-    tolerated = f"tolerated {margin:.1%}"
-    if is_long and not_by_chance and (1 + change.low) / (1 + change.unseen) > 1 + limit:
+    limit, tolerated, old_us = max(margin, change.floor), f"tolerated {margin:.1%}", us_of(change.old)
+    half_width, most_us = (change.high - change.low) / 2, change.high * old_us
+    is_long, is_surely_slower = change.us > MIN_CHANGE_US, change.p <= ALPHA and change.low > 0
+    if is_long and is_surely_slower and (1 + change.low) / (1 + change.between_processes) > 1 + limit:
         return "regression", f"at least {change.low:.1%} slower, {tolerated}"
     if is_long and change.slowdown > margin:
         return "ambiguous", _why_ambiguous(change, margin)
-    if is_long and not_by_chance and change.high > limit:
+    if is_long and is_surely_slower and change.high > limit:
         return "ambiguous", f"up to {change.high:+.1%}, {tolerated}: measure more"
-    if not_by_chance and change.low > limit and change.high * old_us > MIN_CHANGE_US:
-        up_to = f"{change.us:.2f} µs, up to {change.high * old_us:.2f}, tolerated {MIN_CHANGE_US}"
+    if is_surely_slower and change.low > limit and most_us > MIN_CHANGE_US:
+        up_to = f"{change.us:.2f} µs, up to {most_us:.2f}, tolerated {MIN_CHANGE_US}"
         return "ambiguous", f"at least {change.low:.1%} slower, {tolerated}; {up_to}: measure more"
     if half_width > max(_WIDEST, margin) and half_width * old_us > MIN_CHANGE_US:
         return "ambiguous", f"known to ±{half_width:.1%} only: measure more"
-    if not_by_chance and change.slowdown > limit:
+    if is_surely_slower and change.slowdown > limit:  # by at most 0.5 µs, else it is ambiguous
         least_judged = f"{MIN_CHANGE_US / old_us:+.1%} of this row"
         return "slower", f"{change.us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {least_judged}"
-    if is_long and not_by_chance and change.low > change.floor:
+    if is_long and is_surely_slower and change.low > change.floor:
         return "slower", f"within the {tolerated}"
     return ("faster" if -change.us > MIN_CHANGE_US and change.high < -limit else "pass"), ""
 
@@ -358,9 +325,8 @@ def _why_ambiguous(change: Change, margin: float) -> str:
         return f"{beyond}, but within the noise floor of {change.floor:.1%}: measure {records} afresh on an idle GPU"
     if change.p > ALPHA:
         return f"{beyond}, perhaps by chance: measure more"
-    return (
-        f"{beyond}, a regression from {(1 + max(margin, change.floor)) * (1 + change.unseen) - 1:.1%} on: measure more processes"
-    )
+    least = (1 + max(margin, change.floor)) * (1 + change.between_processes) - 1
+    return f"{beyond}, a regression from {least:.1%} on: measure more processes"
 
 
 def _other_versions(change: Change) -> list[str]:

@@ -182,8 +182,3 @@ def test_run_of_a_case_that_fails_its_check_fails(
     monkeypatch.setattr(sweep_run, "compare_in_worker", wrong)
     verdict, _measured = run(selection, baseline)
     assert (verdict.exit_code, verdict.reason) == (1, "2 failed")
-
-
-def test_run_without_a_gpu_raises(selection: Selection) -> None:
-    with pytest.raises(ValueError, match=r"^gate --run needs a GPU: in the interpreter nothing can be timed$"):
-        run(selection, [])
