@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,8 +22,6 @@ from kerneltune.nearness import Group, Place, group_of, ranked
 from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_of_class, out_of_range
 
 SCHEMA = 1
-_NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*")|-?\b(?:NaN|Infinity)\b')
-"""A text, or a NaN or infinity, which JSON lacks. NaN and infinity are read as null, so that only their entry is bad."""
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
 Source = Literal["own", "near", "default"]
@@ -84,11 +83,7 @@ class CacheEntry:
 
 
 def entry_from(op: str, values: Mapping[str, Any]) -> CacheEntry:
-    """Return the entry of an operator with these fields, axes and options as mappings.
-
-    Raises:
-        ValueError: a line with the field, its value and the expected values.
-    """
+    """Return the entry of an operator with these fields, axes and options as mappings."""
     return _entry(op, files.checked(values, _EntryRow))
 
 
@@ -139,11 +134,7 @@ def _warn_of(reasons: Sequence[object]) -> None:
 
 
 def load_strict(path: Path) -> list[CacheEntry]:
-    """Return all entries of a file.
-
-    Raises:
-        ValueError: a line with the file, the line or entry, the field and the value.
-    """
+    """Return all entries of a file; an entry that cannot be read is an error."""
     entries, errors = _scan(path)
     if errors:
         raise errors[0]
@@ -202,8 +193,9 @@ def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     """Return the good entries of a file, and an error for each bad entry."""
     try:
         data = files.read_bytes(path, _MAX_BYTES)
-        if b"NaN" in data or b"Infinity" in data:
-            data = _NO_NUMBER.sub(lambda match: match[1] or b"null", data)
+        if b"NaN" in data or b"Infinity" in data:  # are no JSON: null in their place is at most a mistake of their entry
+            with suppress(ValueError, RecursionError):
+                data = json.dumps(json.loads(data, parse_constant=lambda _: None)).encode()
     except ValueError as error:
         return [], [error]
     try:
