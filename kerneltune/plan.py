@@ -26,10 +26,10 @@ _TO_A_PERCENT = SearchLimits(until_gain=0.01)
 class Selection:
     """Select a part of a family: operator names, patterns of case names, dtypes, quant modes, patterns of variant names.
 
-    An empty tuple selects everything.
+    An empty tuple selects everything. The family is empty where records or configs of any family are selected.
     """
 
-    family: str
+    family: str = ""
     ops: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()

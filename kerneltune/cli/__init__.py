@@ -36,7 +36,6 @@ from kerneltune.cli import (
 from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.files import RESULTS
 from kerneltune.processes import WorkerStoppedError
-from kerneltune.sweep_file import NO_FAMILY, families
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own click, whose UsageError has no public name
 
@@ -130,15 +129,10 @@ def _refused(error: Exception) -> typer.Exit:
     if option is not None and hasattr(error, "possibilities"):
         text = f"{text.rstrip('.')}{_holders(option)}"
     elif missing == "family" and text.startswith("Missing"):
-        text = without_family()
+        text = options.without_family()
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)
-
-
-def without_family() -> str:
-    """Return the message of a command that was called without a family."""
-    return f"Missing argument 'family': expected one of {', '.join(families())}{NO_FAMILY}"
 
 
 def _holders(option: str) -> str:

@@ -39,19 +39,19 @@ def command(
     measures X twice: the difference is noise.
     """
     if a is not None and b is None:  # a single name is B, a single file has A and B
-        if _is_file(a):
-            source = [*(source or []), Path(a)]
-        else:
-            b = a
+        source, b = ([*(source or []), Path(a)], None) if _is_file(a) else (source, a)
         a = None
     are_files = _is_file(a) and _is_file(b)
     if source and (run or are_files):
         raise ValueError(f"from: {str(source[0])!r}: expected only where A or B is a variant, and without --run")
-    _require_two(a, b, run)
     selection = replace(selection, family=family or "")
     if run:
-        assert a is not None and b is not None
+        if a is None or b is None:
+            raise ValueError("a: missing: expected A and B where --run is given")
         sides = _measured(a, b, selection, policy, results, output)
+    elif a is not None and a == b:
+        hint = "expected another variant or file, or --run to measure a variant twice"
+        raise ValueError(f"b: {b!r}: the same records as A: {hint}")
     else:
         records = [] if are_files else _loaded(source or (), family, results)
         if a is None and b is None:
@@ -69,21 +69,12 @@ def command(
     deliver(_render((a, b), tables, style), output)
 
 
-def _require_two(a: str | None, b: str | None, run: bool) -> None:
-    """Raise ValueError where A and B are the same records, or --run lacks one of them."""
-    if run and (a is None or b is None):
-        raise ValueError("a: missing: expected A and B where --run is given")
-    if a is not None and a == b and not run:
-        hint = "expected another variant or file, or --run to measure a variant twice"
-        raise ValueError(f"b: {b!r}: the same records as A: {hint}")
-
-
 def _default_names(b: str | None, records: Sequence[Record]) -> tuple[str, str]:
     """Return the names of A and B where A is not given, and perhaps B."""
-    default_a, default_b = default_pair([record for record in records if record.role != "part"])
-    if default_a == (b or default_b):
-        raise ValueError(f"nothing to compare: A and B are both {default_a}: name another variant")
-    return default_a, b or default_b
+    a, default_b = default_pair([record for record in records if record.role != "part"])
+    if a == (b or default_b):
+        raise ValueError(f"nothing to compare: A and B are both {a}: name another variant")
+    return a, b or default_b
 
 
 def _recorded(a: str, b: str, records: list[Record], selection: Selection, policy: str | None) -> Sides:
@@ -117,7 +108,7 @@ def _measured(a: str, b: str, selection: Selection, policy: str | None, results:
     from kerneltune.sweep_run import measure_live
 
     selection.require_match("op", ops)
-    for name in (a, b):  # a pattern may match several variants
+    for name in (a, b):  # a whole name: a pattern, as --variant takes it, could stand for several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in selection.ops or ops for v in ops[op].variants))
     selection = replace(selection, variants=tuple(dict.fromkeys((a, b))))
     with Reporter() as progress:

@@ -110,9 +110,6 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     Args:
         name: a file, `REV:PATH` with a path as git takes it, or `REV` for the file `counterpart` in that revision.
         counterpart: the records that are compared with the baseline.
-
-    Raises:
-        ValueError: neither a file nor a revision has this name, or it has no record or a broken one.
     """
     if (name and Path(name).exists()) or (name.endswith(SUFFIX) and ":" not in name):
         return load_some(Path(name))

@@ -148,7 +148,7 @@ def selection(without: Collection[str] = ()) -> Callable[[Callable[..., None]], 
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(arguments.pop(name) or ())) for name in names}
-            command(selection=Selection("", **lists), **arguments)
+            command(selection=Selection(**lists), **arguments)
 
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(command).parameters.values():
@@ -198,6 +198,11 @@ def config_of(variant: Variant, field: str, text: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{field}: {text!r}: {error}") from error
     return variant.config_from(values)
+
+
+def without_family() -> str:
+    """Return the message of a command that was called without a family."""
+    return f"Missing argument 'family': expected one of {', '.join(sweep_file.families())}{sweep_file.NO_FAMILY}"
 
 
 def family_of(op: str) -> str:

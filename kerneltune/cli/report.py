@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 from kerneltune import cache
-from kerneltune.cache import CacheEntry
 from kerneltune.cli import options as o
 from kerneltune.cli.console import STDOUT, deliver, note
 from kerneltune.cli.files import record_files, selected, tables_of_devices
 from kerneltune.device import slug
 from kerneltune.plan import Selection
-from kerneltune.records import Record, load
+from kerneltune.records import load
 from kerneltune.reporting.naming import by_family, source
 from kerneltune.reporting.page import Sources, page
 from kerneltune.reporting.picture import speedups
@@ -71,10 +70,11 @@ def _sources(paths: Sequence[Path], selection: Selection, pair: tuple[str | None
     own = {family: tables_of_devices(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
     default_pair(records, *pair)  # an unknown variant is an error before anything is written
+    folders = dict.fromkeys((record.op, slug(record.device)) for record in records)
     return Sources(
         records=records,
         pair=pair,
-        entries=_entries(records, configs),
+        entries=[entry for op, device in folders for entry in cache.load(op, device, configs)],
         command=" ".join(["kerneltune", *sys.argv[1:]]),
         files=[_short(path) for path in paths],
         own=own,
@@ -85,12 +85,6 @@ def _short(path: Path) -> str:
     """Return the path relative to the current folder, or the file's name alone: a page names no folder of this machine."""
     whole = path.absolute()
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
-
-
-def _entries(records: Sequence[Record], configs: Path | None) -> list[CacheEntry]:
-    """Return the cached configs of the records' operators and devices."""
-    folders = dict.fromkeys((record.op, slug(record.device)) for record in records)
-    return [entry for op, device in folders for entry in cache.load(op, device, configs)]
 
 
 def _markdown(sources: Sources, picture: Path | None, folder: Path) -> str:

@@ -62,6 +62,7 @@ def command(
     Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if every row is skipped, or if --stale
     finds no records.
     """
+    o.refuse("expected only with --check-only", mutate=mutate and not check_only)
     folder = o.capture_folder(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}
     fields["mode"] = "check" if check_only else ("tune" if tune and not quick else "measure")
@@ -72,9 +73,7 @@ def command(
         ops = o.load_ops()
         return _renew(ops, replace(selection, family=family), o.make_options(configs=configs, results=results, **fields))
     if not family:
-        from kerneltune.cli import without_family
-
-        raise ValueError(without_family())
+        raise ValueError(o.without_family())
     file = family
     if folder:
         o.use_capture(folder)
@@ -193,8 +192,6 @@ def _show_mutations(plan: Plan) -> None:
     from kerneltune.cpu_checks import mutate_outputs
     from kerneltune.measuring.mutations import MEANING
 
-    if plan.options.mode != "check":
-        raise ValueError("mutate: True: expected only with --check-only")
     outcomes = mutate_outputs(plan)
     for outcome in outcomes:
         show_wrapped(outcome.reason)
