@@ -281,7 +281,9 @@ def _judged(change: Change, margin: float, note: str) -> GateRow:
         return GateRow(change.new, verdict, change)
     basis = change.basis or ("" if verdict == "faster" else "one process a side")
     note = "" if verdict == "faster" else note
-    return GateRow(change.new, verdict, change, _one_line(note, reason, *_other_versions(change), basis), note)
+    names = [name for name in other_run(change.old, change.new) if name in ("driver", "torch", "triton")]
+    versions = [f"{name} {getattr(change.old, name)} → {getattr(change.new, name)}" for name in names]  # which may cost time
+    return GateRow(change.new, verdict, change, _one_line(note, reason, *versions, basis), note)
 
 
 def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
@@ -327,12 +329,6 @@ def _why_ambiguous(change: Change, margin: float) -> str:
         return f"{beyond}, perhaps by chance: measure more"
     least = (1 + max(margin, change.floor)) * (1 + change.between_processes) - 1
     return f"{beyond}, a regression from {least:.1%} on: measure more processes"
-
-
-def _other_versions(change: Change) -> list[str]:
-    """Return the changed versions of driver, torch and triton, which may have changed a kernel's time."""
-    names = [name for name in other_run(change.old, change.new) if name in ("driver", "torch", "triton")]
-    return [f"{name} {getattr(change.old, name)} → {getattr(change.new, name)}" for name in names]
 
 
 def _one_line(*parts: str) -> str:
