@@ -51,9 +51,6 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
         folder: folder of host code whose branches are noted.
         largest: `id` of a tensor on device `meta` -> its largest whole number. Offsets that are computed from its values must
             not overflow if the values rise along the tensor from 0 to the largest.
-
-    Raises:
-        RuntimeError: the interpreter of this Triton lacks a function that is replaced.
     """
     from triton import knobs
 
@@ -108,17 +105,13 @@ def _untimed() -> dict[tuple[Any, str], Any]:
     return {(Autotuner, "_bench"): untimed}
 
 
-class LaunchedError(Exception):
-    """Report that host code launched a kernel, which was refused."""
-
-
 @contextmanager
 def refusing_launches(folder: str) -> Iterator[None]:
-    """Raise LaunchedError in place of a launch of an interpreted kernel; what host code keeps is forgotten as by `unlaunched`."""
+    """Raise RuntimeError in place of a launch of an interpreted kernel; what host code keeps is forgotten as by `unlaunched`."""
     from triton.runtime.interpreter import GridExecutor
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
-        raise LaunchedError
+        raise RuntimeError("launched")
 
     with replaced({(GridExecutor, "__call__"): refuse}), _forgetting(folder):
         yield

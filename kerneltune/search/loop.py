@@ -77,11 +77,19 @@ class Candidates:
     first: Sequence[Config] = ()
 
     def in_order(self, limits: SearchLimits) -> list[Config]:
-        """Return all configs in the order in which a search tries them before the first times are known."""
-        first = dict.fromkeys(self.first)
-        others = [config for config in self.pool if config not in first]
-        guesses = () if limits.sampler == "random" else list(first)
-        return [*first, *_drawn(others, guesses, limits.seed)]
+        """Return all configs in the order in which a search tries them before the first times are known.
+
+        After the first configs comes a random order, in which a config that differs little from one of them probably comes early.
+        """
+        first, rng = dict.fromkeys(self.first), random.Random(limits.seed)
+        guesses = [knobs_of(guess).values() for guess in first] if limits.sampler != "random" else []
+
+        def draw_time(config: Config) -> float:
+            values = knobs_of(config).values()
+            num_changed = min((sum(map(operator.ne, values, guess)) for guess in guesses), default=0)
+            return rng.expovariate(1.0) * _LESS_LIKELY**num_changed
+
+        return [*first, *sorted((config for config in self.pool if config not in first), key=draw_time)]
 
 
 class Evaluator(Protocol):
@@ -149,18 +157,6 @@ def explore(
 def times_of(evaluations: Mapping[Config, Evaluation]) -> dict[Config, float]:
     """Return config -> time; configs without a time are left out."""
     return {config: evaluation.time_us for config, evaluation in evaluations.items() if evaluation.time_us is not None}
-
-
-def _drawn(configs: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
-    """Return configs in random order; a config that differs little from a guess probably comes early."""
-    rng, guessed = random.Random(seed), [knobs_of(guess).values() for guess in guesses]
-
-    def draw_time(config: Config) -> float:
-        values = knobs_of(config).values()
-        num_changed = min((sum(map(operator.ne, values, guess)) for guess in guessed), default=0)
-        return rng.expovariate(1.0) * _LESS_LIKELY**num_changed
-
-    return sorted(configs, key=draw_time)
 
 
 class SearchState:

@@ -65,21 +65,14 @@ def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     chosen = tasks
     if options.retune != "all" and not options.exhaustive:
         states = [_state(task, options) for task in tasks]
-        if not options.retune:
-            _note_kept(states, progress)
+        for state, text in () if options.retune else _KEPT.items():
+            if state in states:
+                progress.note(f"{states.count(state)} of {len(states) - states.count('lacking')} cached configs {text}")
         searched = ("lacking", "stale", "outdated") if options.retune else ("lacking",)
         chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
     for task in chosen:
         checked_space(task)
     return chosen, len(tasks) - len(chosen)
-
-
-def _note_kept(states: Sequence[str], progress: Progress) -> None:
-    """Pass a note to the progress for each state of cached configs that are kept although something has changed."""
-    num_cached = len(states) - states.count("lacking")
-    for state, text in _KEPT.items():
-        if state in states:
-            progress.note(f"{states.count(state)} of {num_cached} cached configs {text}")
 
 
 def _tasks(plan: Plan) -> list[Task]:
