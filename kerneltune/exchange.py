@@ -142,9 +142,6 @@ def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     """Return the entries of a file that a writer of `WRITERS` wrote; run nothing of the file.
 
     device: folder of a GPU, so that a file of another GPU is an error; None for any GPU.
-
-    Raises:
-        ValueError: a file of another format, operator or GPU, or a file that cannot be read.
     """
     read_entries = _from_json if path.suffix == ".json" else _from_source
     (file_op, file_gpu), entries = read_entries(path, op.name)

@@ -63,9 +63,6 @@ def code_digest(target: Any) -> str:
 
     Args:
         target: a function, a Triton kernel, a class, an object that wraps a function, or a `functools.partial` of these.
-
-    Raises:
-        ValueError: the source of the callable cannot be read.
     """
     return _digest_once(target) if inspect.isfunction(target) else _digest(target)  # equal objects of a class may run other code
 

@@ -81,11 +81,7 @@ def listed(
 
 
 def write_index(operators: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:
-    """Write the index of operators, which are given by module: a line for each operator.
-
-    Raises:
-        ValueError: the file cannot be written; an earlier file stays as it was.
-    """
+    """Write the index of operators, which are given by module: a line for each operator."""
     lines = [
         f"  {msgspec.json.encode(module).decode()}: [\n    "
         + ",\n    ".join(msgspec.json.encode(facts_of(op)).decode() for op in ops)
@@ -104,11 +100,7 @@ def _read(path: Path) -> dict[str, tuple[OpFacts, ...]]:
 
 
 def check_contract(op: Op) -> None:
-    """Check that an operator does not contradict itself.
-
-    Raises:
-        ValueError: the operator contradicts itself; the message is one line with operator, variant, field and value.
-    """
+    """Raise ValueError with operator, variant, field and value if an operator contradicts itself."""
     for mistake in (*_mistaken_forms(op), *_missing_functions(op), *_mistaken_names(op)):
         raise ValueError(f"{op.name}: {mistake}")
     for variant in op.variants:
@@ -179,8 +171,9 @@ def _check_variant(op: Op, variant: Variant) -> None:
         raise ValueError(f"{where}: config: {mistake}")
     if variant.default is None:
         raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
-    reasons = []
-    for case in _trial_cases(op):
+    reasons, options = [], tuple((name, values[0]) for name, values in op.options.items())
+    for size in _SIZES:
+        case = Case("contract", tuple((axis, size) for axis in op.axes), op.dtypes[0], op.quants[0], options)
         subject = f"{where} {case.label}"
         try:
             is_supported = _check_knobs(subject, variant, variant.default, variant.config, case)
@@ -210,10 +203,7 @@ def _mistake_in_config(config: type[Any]) -> str | None:
 def check_case(op: Op, case: Case) -> None:
     """Check an operator's functions on a case of a sweep: the traffic, and the space and default of each variant with knobs.
 
-    Space and default are checked on the case, and on the case as calls look it up.
-
-    Raises:
-        ValueError: a function fails or contradicts the contract; the message is one line, `FILE:LINE: field: …`.
+    Space and default are checked on the case, and on the case as calls look it up. A mistake is `FILE:LINE: field: …`.
     """
     subject = f"{op.name} {case.label}"
     traffic = _ask(subject, "traffic", op.traffic, case)
@@ -288,9 +278,3 @@ def _mistake_in_space(space: Space, knobs: Mapping[str, type]) -> str | None:
             if type(value) is not knobs[knob]:  # no file of configs would keep the value
                 return f"{knob!r}: {value!r} of type {type(value).__name__}: expected {knobs[knob].__name__}"
     return None
-
-
-def _trial_cases(op: Op) -> Iterator[Case]:
-    options = tuple((name, values[0]) for name, values in op.options.items())
-    for size in _SIZES:
-        yield Case("contract", tuple((axis, size) for axis in op.axes), op.dtypes[0], op.quants[0], options)

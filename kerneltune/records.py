@@ -194,10 +194,7 @@ def load(path: Path) -> list[Record]:
 def parse(lines: Iterable[bytes], name: str, key: RecordKey | None = row_key) -> list[Record]:
     """Return all records on lines of JSON, oldest first; errors call the lines `name`.
 
-    key: None for a journal, where rows repeat.
-
-    Raises:
-        ValueError: a line is broken, or two lines share a key.
+    key: function whose value no two lines may share; None for a journal, where rows repeat.
     """
     records: list[Record] = []
     line_of: dict[object, int] = {}
@@ -313,12 +310,11 @@ def newest_by(records: Iterable[Record], key: RecordKey) -> dict[object, Record]
     A failure, and a case that is no longer supported, replace a time. Because a failed import says nothing about the peer, its
     record replaces none.
     """
-    return {row: _newest(alike) if len(alike) > 1 else alike[0] for row, alike in grouped(records, key).items()}
-
-
-def _newest(alike: Sequence[Record]) -> Record:
-    launched = [record for record in alike if not _is_failed_import(record)]
-    return max(reversed(launched or alike), key=lambda record: datetime.fromisoformat(record.date))
+    found: dict[object, Record] = {}
+    for row, alike in grouped(records, key).items():
+        launched = [record for record in alike if not _is_failed_import(record)]
+        found[row] = max(reversed(launched or alike), key=lambda record: datetime.fromisoformat(record.date))
+    return found
 
 
 def _is_failed_import(record: Record) -> bool:

@@ -101,7 +101,8 @@ def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> l
 def find(plans: Sequence[Plan], gpu: str) -> Stale:
     """Find the stale configs and records of a GPU, named by its folder, in the plans of families.
 
-    Families without records are skipped, except the selected family once the GPU has any record.
+    Families without records are skipped, except the selected family once the GPU has any record. If a family or cases are
+    selected, a config counts only if one of their cases looks it up.
     """
     first = plans[0]
     folder = first.options.results / gpu
@@ -113,7 +114,8 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     for name, op in first.ops.items():
         path = cache.path_of(name, gpu, first.options.configs)
         for entry in cache.load_strict(path) if path.exists() else ():
-            if _matches(first.selection, entry, ranks):
+            is_used = (entry.op, entry.case) in ranks or not (first.selection.family or first.selection.cases)
+            if is_used and replace(first.selection, cases=()).matches(entry.key):
                 cached[name] += 1
                 if any(variant.name == entry.variant and is_stale(variant, entry) for variant in op.variants):
                     stale.append(entry)
@@ -128,12 +130,6 @@ def _lookup_ranks(plans: Sequence[Plan]) -> _Ranks:
     for plan, sweep_case in sorted(selected, key=lambda pair: not pair[0].sweep.is_headline(pair[1])):
         ranks.setdefault((sweep_case.op, plan.ops[sweep_case.op].case_of_call(sweep_case.case)), len(ranks))
     return ranks
-
-
-def _matches(selection: Selection, entry: CacheEntry, ranks: _Ranks) -> bool:
-    """Return whether a config is selected; if a family or cases are selected, one of their cases must look the config up."""
-    is_used = (entry.op, entry.case) in ranks or not (selection.family or selection.cases)
-    return is_used and replace(selection, cases=()).matches(entry.key)
 
 
 def _family(plan: Plan, folder: Path) -> StaleFamily:
@@ -196,11 +192,7 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
 
 
 def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | None) -> list[str]:
-    """Return a line for each own variant that has timed rows of other code than `ops`, and a line for rows of other configs.
-
-    Raises:
-        ValueError: `ops` lacks an operator of the rows.
-    """
+    """Return a line for each own variant that has timed rows of other code than `ops`, and a line for rows of other configs."""
     timed = [row for row in rows if row.status == "passed" and row.role != "peer"]
     lines = []
     for (name, variant), variant_rows in grouped(timed, lambda row: (row.op, row.variant)).items():

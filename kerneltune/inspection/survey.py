@@ -58,9 +58,6 @@ def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = No
     """Compile every config for every target; a config that cannot be compiled is a row with its error.
 
     Equal kernels of different configs come from Triton's disk cache.
-
-    Raises:
-        ValueError: the workers cannot import a function of a variant.
     """
     rows = []
     jobs = [compile_job(task, config) for task, config in runs]
