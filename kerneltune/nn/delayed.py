@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kerneltune.compat import apply_to_tensors
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.nn.recipes import Fp8Operand, Recipe
+from kerneltune.nn.recipes import Fp8Operand
 from kerneltune.ops import fp8
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
@@ -42,7 +42,7 @@ class DelayedScaling(nn.Module):
 
     scales: Tensor
     history: Tensor
-    # as of a Recipe
+    # as of any recipe
     keep_weights, is_rowwise, uses_amax = True, False, False
 
     def __init__(self, num_experts: int, history: int = 16, *, device: torch.device | str | None = None) -> None:
@@ -73,8 +73,12 @@ class DelayedScaling(nn.Module):
         self.history[0].zero_()
         self.known = self.known or usable.is_meta or bool(usable.all())
 
+    def can_write(self, skip: Tensor | None) -> bool:
+        """Return whether the scales are known: their cast reads a flag, if there is any."""
+        return self.known
+
     def cast_rows(
-        self, x: Tensor, offs: Tensor | None, along: bool = True, down: bool = True, is_gradient: bool = False
+        self, x: Tensor, offs: Tensor | None, *, for_product: bool = True, for_dw: bool = True, is_gradient: bool = False
     ) -> Fp8Operand:
         """Cast x (M, K), rows or their gradient in groups that end at offs, in both layouts whatever is asked for."""
         mine = _GRADS if is_gradient else _ROWS
@@ -86,7 +90,7 @@ class DelayedScaling(nn.Module):
             self._remember(mine, cast.scale)
         return Fp8Operand(cast.q, cast.scale, cast.q_t, cast.scale)
 
-    def cast_weights(self, b: Tensor, both: bool = True, amax: Tensor | None = None) -> Fp8Operand:
+    def cast_weights(self, b: Tensor, *, for_dx: bool = True, amax: Tensor | None = None) -> Fp8Operand:
         """Cast a weight b (E, K, N) of either order in both layouts, whatever is asked for."""
         if b.is_contiguous():
             return self.cast_weights(b.mT).transposed()
@@ -145,10 +149,6 @@ class DelayedScaling(nn.Module):
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""
         return f"{self.num_experts}, history={self.history.shape[0]}"
-
-
-AnyRecipe = Recipe | DelayedScaling
-"""A recipe whose casts have fresh scales, or the scales of past steps."""
 
 
 class LayerScaling(DelayedScaling):

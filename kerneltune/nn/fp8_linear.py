@@ -91,7 +91,7 @@ class Fp8Linear(nn.Linear):
             return padded_y.clone()  # because FSDP2 loses its hooks where a caller changes a view in place
         b_t, how, dtype = self.weight.t()[None], self.fp8_recipe, output_dtype(x)
         if isinstance(how, Recipe):
-            y = fp8_product(x, b_t, how, dtype, casts=(None, self.fp8_kept.cast(b_t, how, x.requires_grad), None))
+            y = fp8_product(x, b_t, how, dtype, w_cast=self.fp8_kept.cast(b_t, how, x.requires_grad))
         else:
             y = _delayed_product(self, x, dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -18,31 +18,29 @@ from kerneltune.compat import assert_group_ends, scaled_mm, unsafe_view, untrace
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.nn.alignment import is_row_major, row_major
-from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
+from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group, recipe_of
+from kerneltune.nn.recipes import AnyRecipe, Fp8Operand, Recipe, Scaled, cast_tensorwise, one_group, recipe_of
 from kerneltune.nn.routing import Routing
 from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 from kerneltune.rounding import ALIGNED
 
 
-def multiply(x: Sequence[Any], w: Sequence[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply rows (M, K), in groups that end at offs, with w (E, K, N), or all rows with w (1, K, N); q and scale of both."""
-    (q, scale), (q_w, scale_w) = x[:2], w[:2]
+def multiply(x: Scaled, w: Scaled, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply rows (M, K), in groups that end at offs, with w (E, K, N), or all rows with w (1, K, N)."""
     if offs is None:
-        return _multiply_all(q, q_w[0], scale, scale_w, dtype)
-    y: Tensor = torch.ops.kerneltune.fp8_grouped_gemm(q, q_w, scale, scale_w, offs, out_dtype=dtype)
+        return _multiply_all(x.q, w.q[0], x.scale, w.scale, dtype)
+    y: Tensor = torch.ops.kerneltune.fp8_grouped_gemm(x.q, w.q, x.scale, w.scale, offs, out_dtype=dtype)
     return y
 
 
-def weight_gradient(dy: Sequence[Any], x: Sequence[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return dW (E, N, K), or (N, K) of all rows, of q_t and scale_t of dY and of X."""
-    (dy_t, scale_dy), (x_t, scale_x) = dy[-2:], x[-2:]
+def weight_gradient(dy_t: Scaled, x_t: Scaled, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return dW (E, N, K), or (N, K) of all rows, of the casts of dY and X down their columns."""
     if offs is None:
-        return _multiply_all(dy_t.t(), x_t, scale_dy, scale_x, dtype)
+        return _multiply_all(dy_t.q.t(), x_t.q, dy_t.scale, x_t.scale, dtype)
     ops = torch.ops.kerneltune
-    made: Tensor = ops.fp8_grouped_gemm(dy_t.t(), x_t, scale_dy, scale_x, offs, out_dtype=dtype, aligned=True)
-    return made
+    dw: Tensor = ops.fp8_grouped_gemm(dy_t.q.t(), x_t.q, dy_t.scale, x_t.scale, offs, out_dtype=dtype, aligned=True)
+    return dw
 
 
 def _multiply_all(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,7 +52,7 @@ def _multiply_all(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype:
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or K % ALIGNED or dtype == torch.float32:
         scale_b = scale_b.reshape(1, -1) if scale_b.numel() > 1 else scale_b.view(1)
-        return multiply((a, scale_a.reshape(-1)), (b[None], scale_b), one_group(a), dtype)
+        return multiply(Scaled(a, scale_a.reshape(-1)), Scaled(b[None], scale_b), one_group(a), dtype)
     if scale_a.numel() == 1 and scale_b.numel() == 1:
         scales = scale_a.view(()), scale_b.view(())
     else:
@@ -71,7 +69,8 @@ def input_gradient(
     An operator of its own, as `late_weight_gradient` is, because the compiler would move casts that do not depend on dY to
     the forward pass and keep them.
     """
-    return multiply((q, scale), Recipe(scaling, pow2).cast_weights(b.mT, False), offs, dtype)
+    w, _ = Recipe(scaling, pow2).cast_weights(b.mT, for_dx=False).split()
+    return multiply(Scaled(q, scale), w, offs, dtype)
 
 
 @input_gradient.register_fake
@@ -84,8 +83,8 @@ def late_weight_gradient(
     dy_t: Tensor, scale: Tensor, x: Tensor, scaling: str, pow2: bool, x_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     """Return dW (N, K) of all rows, of the cast of dY and of x (…, K), which is cast here in x_dtype as in the forward pass."""
-    cast = Recipe(scaling, pow2).cast_rows(rows_of(x, x_dtype), None, along=False)
-    return weight_gradient((dy_t, scale), cast, None, dtype)
+    _, x_t = Recipe(scaling, pow2).cast_rows(rows_of(x, x_dtype), None, for_product=False).split()
+    return weight_gradient(Scaled(dy_t, scale), x_t, None, dtype)
 
 
 @late_weight_gradient.register_fake
@@ -105,27 +104,32 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, v: Any, routing: Any, recipe: AnyRecipe, dtype: Any, casts: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, v: Any, recipe: AnyRecipe, dtype: Any, offs: Any, routing: Any, w_cast: Any, v_cast: Any
+    ) -> Tensor:
         """Return Y, and keep the operands of the gradients."""
-        (pairs, places, offs), (rows, of_w, of_v), keep = routing, casts, recipe.keep_weights
         for_x, for_w, for_v = ctx.needs_input_grad[:3]
-        for_h = for_x or for_w
-        if rows is None and places is not None:
-            rows = _cast_tokens(recipe, x, pairs, places, offs)
-        elif rows is None:
-            for_dw = for_w and (keep or offs is not None)
-            rows = recipe.cast_rows(rows_of(x, dtype if offs is None else x.dtype), offs, down=for_dw)
-        cast = recipe.cast_weights(w, for_x and keep) if of_w is None else of_w
+        for_h, keep = for_x or for_w, recipe.keep_weights  # h = X W; its gradient gives dX and dW
+        places = None
+        if routing is not None:
+            offs, places = routing.offs, routing.places
+            rows, x_t = _cast_tokens(recipe, x, routing).split()
+        elif offs is not None:
+            rows, x_t = recipe.cast_rows(rows_of(x, x.dtype), offs, for_dw=for_w).split()
+        else:
+            rows, x_t = recipe.cast_rows(rows_of(x, dtype), None, for_dw=for_w and keep).split()
+        cast, w_t = (recipe.cast_weights(w, for_dx=for_x and keep) if w_cast is None else w_cast).split()
         y = multiply(rows, cast, offs, dtype)
-        kept = [*_for_backward(cast, w, for_x), *_for_backward(rows, x, for_w)]
-        h = y if v is not None and for_h else None
+        w_t, x_t = _for_backward(w_t, w, for_x), _for_backward(x_t, x, for_w)
+        h, v_t, gated_t = None, Scaled(), Scaled()
         if v is not None:
+            h = y if for_h else None
             del rows, cast  # so that only the operands of the second product are alive, beside the kept tensors
-            q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_2d(y, offs, layout="both" if for_v else "row")
-            cast = recipe.cast_weights(v, for_h and keep) if of_v is None else of_v
-            y = multiply((q, scale), cast, offs, dtype)
-            kept += [*_for_backward(cast, v, for_h), *((*q_t, scale) if for_v else (None, None))]
-        ctx.save_for_backward(offs, places, h, *kept)
+            gated, gated_t = cast_tensorwise(torch.ops.kerneltune.fp8_swiglu_2d, y, offs, for_dw=for_v).split()
+            cast, v_t = (recipe.cast_weights(v, for_dx=for_h and keep) if v_cast is None else v_cast).split()
+            y = multiply(gated, cast, offs, dtype)
+            v_t = _for_backward(v_t, v, for_h)
+        ctx.save_for_backward(offs, places, h, *w_t, *x_t, *v_t, *gated_t)
         ctx.recipe, ctx.shape = recipe, x.shape
         ctx.dtypes = dtype, x.dtype, w.dtype, None if v is None else v.dtype
         # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in
@@ -135,67 +139,67 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        offs, places, h, *kept = ctx.saved_tensors
+        offs, places, h, w, scale_w, x, scale_x, v, scale_v, gated, scale_gated = ctx.saved_tensors
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
-        recipe, (dtype, x_dtype, w_dtype, v_dtype), dv = ctx.recipe, ctx.dtypes, None
+        recipe, (dtype, x_dtype, w_dtype, v_dtype), dx, dw, dv = ctx.recipe, ctx.dtypes, None, None, None
         for_x, for_w, for_v = ctx.needs_input_grad[:3]
-        last = (for_x, for_w) if v_dtype is None else (for_x or for_w, for_v)
-        dy: list[Any] = list(recipe.cast_rows(row_major(grads[0].reshape(-1, grads[0].shape[-1])), offs, *last, is_gradient=True))
-        if v_dtype is not None:
-            v, gated, kept = kept[4:6], kept[6:], kept[:4]
-            dh: list[Any] = []
-            if for_x or for_w:
-                of_gated = _input_gradient(recipe, dy, v, offs, dtype)
-                q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_bwd_2d(of_gated, h, offs, layout="both" if for_w else "row")
-                dh = [q, scale, *(q_t or [None]), scale]
-                del of_gated, h, q, q_t
-            dv = _weight_gradient(recipe, dy, gated, offs, dtype, v_dtype) if for_v else None
-            dy = dh
-        w, x = kept[:2], kept[2:]
-        del kept
-        dx = _input_gradient(recipe, dy, w, offs, x_dtype) if for_x else None
+        for_h, has_v = for_x or for_w, v_dtype is not None
+        needs = {"for_product": for_h if has_v else for_x, "for_dw": for_v if has_v else for_w}
+        dy, dy_t = recipe.cast_rows(row_major(grads[0].reshape(-1, grads[0].shape[-1])), offs, **needs, is_gradient=True).split()
+        if has_v:
+            dh = dh_t = Scaled()
+            if for_h:
+                dgated = _input_gradient(recipe, dy, Scaled(v, scale_v), offs, dtype)
+                del dy, v
+                dh, dh_t = cast_tensorwise(torch.ops.kerneltune.fp8_swiglu_bwd_2d, dgated, h, offs, for_dw=for_w).split()
+                del dgated, h
+            if for_v:
+                dv = _weight_gradient(recipe, dy_t, Scaled(gated, scale_gated), offs, dtype, v_dtype)
+            dy, dy_t = dh, dh_t
+            del dh, dh_t
+        if for_x:
+            dx = _input_gradient(recipe, dy, Scaled(w, scale_w), offs, x_dtype)
+        del dy, w
         if dx is not None:
             dx = dx.view(ctx.shape) if places is None else torch.ops.kerneltune.moe_combine(dx, places, offs, None)
-        dw = _weight_gradient(recipe, dy, x, offs, dtype, w_dtype) if for_w else None
-        return dx, dw, dv, None, None, None, None
+        if for_w:
+            dw = _weight_gradient(recipe, dy_t, Scaled(x, scale_x), offs, dtype, w_dtype)
+        return dx, dw, dv, None, None, None, None, None, None
 
 
-def _cast_tokens(recipe: AnyRecipe, x: Tensor, pairs: Tensor, places: Tensor, offs: Tensor) -> Fp8Operand:
+def _cast_tokens(recipe: AnyRecipe, x: Tensor, routing: Routing) -> Fp8Operand:
     """Cast tokens (T, K) with one scale and copy them to their experts, in both layouts."""
-    q, scale, *_ = recipe.cast_rows(x, None, down=False)
-    q, q_t = torch.ops.kerneltune.moe_permute_fp8(q, pairs, offs, places.shape[1])
-    return Fp8Operand(q, scale, q_t, scale)
+    rows, _ = recipe.cast_rows(x, None, for_dw=False).split()
+    q, q_t = torch.ops.kerneltune.moe_permute_fp8(rows.q, routing.pairs, routing.offs, routing.places.shape[1])
+    return Fp8Operand(q, rows.scale, q_t, rows.scale)
 
 
-def _for_backward(cast: Fp8Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the tensors that the backward pass reads: the cast for it and its scale, or the source, to be cast there."""
+def _for_backward(cast: Scaled, source: Tensor, is_wanted: bool) -> Scaled:
+    """Return the operand that the backward pass reads: a cast; or the source without a scale, to be cast there."""
     if not is_wanted:
-        return None, None
-    return (source, None) if cast.q_t is None else (cast.q_t, cast.scale_t)
+        return Scaled()
+    return Scaled(source) if cast.q is None else cast
 
 
-def _input_gradient(recipe: Any, dy: list[Any], w: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return dX (M, K) of cast rows and of a weight as `_for_backward` returns it; both lists lose their first tensor."""
-    (q, scale), (w_t, scale_w) = dy[:2], w
-    if not torch.compiler.is_compiling():  # torch 2.11 lets traced code change no list of saved tensors
-        dy[0] = w[0] = None
-    if scale_w is not None:
-        return multiply((q, scale), (w_t, scale_w), offs, dtype)
-    made: Tensor = input_gradient(q, scale, w_t, offs, recipe.scaling, recipe.pow2, dtype)
-    return made
+def _input_gradient(recipe: Any, dy: Scaled, w_t: Scaled, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return dX (M, K) of cast rows and of a weight as `_for_backward` returns it."""
+    if w_t.scale is not None:
+        return multiply(dy, w_t, offs, dtype)
+    dx: Tensor = input_gradient(*dy, w_t.q, offs, recipe.scaling, recipe.pow2, dtype)
+    return dx
 
 
 def _weight_gradient(
-    recipe: Any, dy: list[Any], x: list[Any], offs: Tensor | None, x_dtype: torch.dtype, dtype: torch.dtype
+    recipe: Any, dy_t: Scaled, x_t: Scaled, offs: Tensor | None, x_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     """Return dW (E, K, N), column-major, of cast rows and of the rows of `_for_backward`, which are cast in x_dtype here."""
-    made: Tensor
-    if x[1] is None:
-        made = late_weight_gradient(*dy[2:], x[0], recipe.scaling, recipe.pow2, x_dtype, dtype)
+    dw: Tensor
+    if x_t.scale is None:
+        dw = late_weight_gradient(*dy_t, x_t.q, recipe.scaling, recipe.pow2, x_dtype, dtype)
     else:
-        made = weight_gradient(dy, x, offs, dtype)
-    return made.t()[None] if offs is None else made.transpose(1, 2)
+        dw = weight_gradient(dy_t, x_t, offs, dtype)
+    return dw.t()[None] if offs is None else dw.transpose(1, 2)
 
 
 def fp8_product(
@@ -205,22 +209,25 @@ def fp8_product(
     dtype: torch.dtype,
     *,
     v: Tensor | None = None,
-    routing: Sequence[Tensor | None] = (None, None, None),
-    casts: Sequence[Fp8Operand | None] = (None, None, None),
+    offs: Tensor | None = None,
+    routing: Routing | None = None,
+    w_cast: Fp8Operand | None = None,
+    v_cast: Fp8Operand | None = None,
 ) -> Tensor:
     """Multiply with autograd: Y = X W, or Y = swiglu(X W) V.
 
     Args:
-        x: rows (M, K); tokens (T, K) with pairs and places; (…, K) without offs.
+        x: rows (M, K); tokens (T, K) with a routing; (…, K) without offs.
         w, v: (E, K, N) and (E, N / 2, N2), of either order.
         recipe: recipe of the casts.
         dtype: type of the result.
-        routing: pairs, places and offs of a Routing; offs alone for rows that are sorted; none of them for a single group.
-        casts: earlier casts of x, w and v; None for an operand that is cast here.
+        offs: ends of the groups of sorted rows; None for a single group, and with a routing.
+        routing: places of the rows of tokens, which are copied to their experts here.
+        w_cast, v_cast: earlier casts of w and v; None for a weight that is cast here.
     """
     if not torch.is_grad_enabled():  # so that no cast of a gradient is made
         x, w, v = x.detach(), w.detach(), None if v is None else v.detach()
-    y: Tensor = _Product.apply(x, w, v, tuple(routing), recipe, dtype, tuple(casts))  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x, w, v, recipe, dtype, offs, routing, w_cast, v_cast)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -284,8 +291,8 @@ def fp8_grouped_mm(
     elif debugging():
         assert_group_ends(offs, A.shape[0])
     dtype = out_dtype or A.dtype
-    multiply = _untraced_product if isinstance(how, DelayedScaling) else fp8_product
-    return multiply(A, B_t, how, dtype, routing=(None, None, offs), casts=(None, cast, None))
+    product = _untraced_product if isinstance(how, DelayedScaling) else fp8_product
+    return product(A, B_t, how, dtype, offs=offs, w_cast=cast)
 
 
 def fp8_routed_mm(
@@ -319,8 +326,9 @@ def fp8_routed_mm(
         if w.shape[2] % 2 or v.shape[1] != half.shape[1]:
             raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {tuple(w.shape)} and {tuple(v.shape)}")
         check_product(half, v, routing.offs, recipe)
-    casts = [_earlier_cast(x, b_t, recipe, known) for b_t, known in zip(matrices, weights, strict=False)]
-    return fp8_product(x, w, recipe, x.dtype, v=v, routing=routing, casts=(None, *casts, None)[:3])
+    w_cast = _earlier_cast(x, w, recipe, weights[0])
+    v_cast = None if v is None else _earlier_cast(x, v, recipe, weights[1])
+    return fp8_product(x, w, recipe, x.dtype, v=v, routing=routing, w_cast=w_cast, v_cast=v_cast)
 
 
 def _earlier_cast(

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kerneltune.compat import apply_to_tensors, leave_out_of_broadcasts, preserved_versions, untraced, version
-from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
-from kerneltune.nn.recipes import Fp8Operand
+from kerneltune.nn.recipes import AnyRecipe, Fp8Operand
 
 
 @dataclass(eq=False)
@@ -191,8 +190,7 @@ class KeptWeights(nn.Module):
 
     def _write(self, held: Fp8Operand, b_t: Tensor, recipe: AnyRecipe, skip: Tensor | None = None) -> None:
         """Write b_t (E, K, N) into the buffers, which get a new version; not where the flag on the device is set."""
-        can_write = recipe.known if isinstance(recipe, DelayedScaling) else skip is None
-        if can_write and not torch.compiler.is_compiling():
+        if recipe.can_write(skip) and not torch.compiler.is_compiling():
             recipe.write_weights(held, b_t.detach(), self._amax_on(b_t.device), skip)
             torch.autograd.graph.increment_version(list(held))
             return

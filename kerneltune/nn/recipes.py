@@ -1,7 +1,8 @@
 """Cast rows and weights to fp8 by a recipe with fresh scales; `delayed.py` has the scales of past steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.ops import fp8
 
 SCALINGS = ("tensorwise", "rowwise")
+
+
+class Scaled(NamedTuple):
+    """Hold an operand of one product: fp8 values and the factors of the values."""
+
+    q: Any = None
+    scale: Any = None
 
 
 class Fp8Operand(NamedTuple):
@@ -33,6 +41,46 @@ class Fp8Operand(NamedTuple):
     def transposed(self) -> "Fp8Operand":
         """Return the operand of the transposed weight."""
         return Fp8Operand(self.q_t, self.scale_t, self.q, self.scale)
+
+    def split(self) -> tuple[Scaled, Scaled]:
+        """Return the operands of the two products: q and its scale, and q_t and its scale."""
+        return Scaled(self.q, self.scale), Scaled(self.q_t, self.scale_t)
+
+
+class AnyRecipe(Protocol):
+    """Cast the operands of a weight's products: what a Recipe and a DelayedScaling have in common."""
+
+    @property
+    def keep_weights(self) -> bool:
+        """Return whether the forward pass casts the weights for dX, too."""
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Return whether a weight has a scale for each column."""
+
+    @property
+    def uses_amax(self) -> bool:
+        """Return whether a cast of weights in both layouts is faster with the largest magnitudes of the cast before."""
+
+    def can_write(self, skip: Tensor | None) -> bool:
+        """Return whether `write_weights` supports a flag on the device, or None for no flag."""
+
+    def cast_rows(
+        self, x: Tensor, offs: Tensor | None, *, for_product: bool = True, for_dw: bool = True, is_gradient: bool = False
+    ) -> Fp8Operand:
+        """Cast rows x (M, K) or their gradient, in groups that end at offs, for the product with a weight, and for dW."""
+
+    def cast_weights(self, b: Tensor, *, for_dx: bool = True, amax: Tensor | None = None) -> Fp8Operand:
+        """Cast a weight b (E, K, N) of either order for the forward product, and for dX.
+
+        amax: of `fp8_tensorwise_3d`, where `uses_amax` and `for_dx`; else ignored.
+        """
+
+    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: Tensor | None) -> None:
+        """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order.
+
+        skip: one value, not 0 to leave `into` as it is; None where `can_write` refuses a flag.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +107,7 @@ class Recipe:
 
     @property
     def is_rowwise(self) -> bool:
-        """Return whether a weight has a scale for each column."""
+        """Return whether each row of an operand has a scale."""
         return self.scaling == "rowwise"
 
     @property
@@ -67,8 +115,12 @@ class Recipe:
         """Return whether a cast of weights in both layouts is faster with the largest magnitudes of the cast before."""
         return self.scaling == "tensorwise" and self.pow2 and self.keep_weights
 
+    def can_write(self, skip: Tensor | None) -> bool:
+        """Return whether there is no flag, because casts with fresh scales read none."""
+        return skip is None
+
     def cast_rows(
-        self, x: Tensor, offs: Tensor | None, along: bool = True, down: bool = True, is_gradient: bool = False
+        self, x: Tensor, offs: Tensor | None, *, for_product: bool = True, for_dw: bool = True, is_gradient: bool = False
     ) -> Fp8Operand:
         """Cast x (M, K) along its rows for the product with a weight, and down its columns for dW.
 
@@ -76,31 +128,29 @@ class Recipe:
         """
         ops, options = torch.ops.kerneltune, {"pow2": self.pow2, "inverse": True}
         if not self.is_rowwise:
-            layout = "both" if along and down else "row" if along else "col"
-            *made, scale = ops.fp8_tensorwise_2d(x, layout=layout, offs=offs, **options)
-            return Fp8Operand(made[0] if along else None, scale, made[-1] if down else None, scale)
-        if not down:
+            return cast_tensorwise(ops.fp8_tensorwise_2d, x, offs=offs, for_product=for_product, for_dw=for_dw, **options)
+        if not for_dw:
             q, scale = ops.fp8_rowwise_2d(x, **options)
             return Fp8Operand(q, scale.view(-1))
         ends = one_group(x) if offs is None else offs
         shape, options["aligned"] = (ends.shape[0], x.shape[1]), offs is not None
-        if not along:
+        if not for_product:
             q_t, scale_t = ops.fp8_group_colwise(x, ends, **options)
             return Fp8Operand(q_t=q_t, scale_t=scale_t.view(shape))
         q, scale, q_t, scale_t = ops.fp8_group_both(x, ends, **options)
         return Fp8Operand(q, scale.view(-1), q_t, scale_t.view(shape))
 
-    def cast_weights(self, b: Tensor, both: bool = True, amax: Tensor | None = None) -> Fp8Operand:
-        """Cast a weight b (E, K, N) of either order for the forward product, and with `both` for dX.
+    def cast_weights(self, b: Tensor, *, for_dx: bool = True, amax: Tensor | None = None) -> Fp8Operand:
+        """Cast a weight b (E, K, N) of either order for the forward product, and for dX.
 
-        amax: of `fp8_tensorwise_3d`; ignored under `rowwise`, and without `both` or pow2.
+        amax: of `fp8_tensorwise_3d`; ignored under `rowwise`, and without `for_dx` or pow2.
         """
         if not torch.compiler.is_compiling() and not (b.is_cuda or INTERPRETED or b.is_meta):
             raise ValueError(f"weights must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got weights on {b.device}")
         is_contiguous, ops, options = b.is_contiguous(), torch.ops.kerneltune, {"pow2": self.pow2, "inverse": True}
         w = b.mT if is_contiguous else b
         E, _, N = w.shape
-        if both:
+        if for_dx:
             if self.is_rowwise:
                 q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, **options)
                 made = Fp8Operand(q, scale.view(E, N), q_t, scale_t)
@@ -118,7 +168,7 @@ class Recipe:
         q, scale = ops.fp8_colwise_3d(w, **options)
         return Fp8Operand(q, scale.view(E, N))
 
-    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: Tensor | None = None) -> None:
+    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order."""
         if b.is_contiguous():
             b, into = b.mT, into.transposed()
@@ -128,6 +178,20 @@ class Recipe:
         else:
             out = fp8.SegmentOutput(into.q, into.q_t, into.scale)
             fp8.fp8_tensorwise_3d(b, layout="both", pow2=self.pow2, inverse=True, amax=amax, out=out)
+
+
+def cast_tensorwise(
+    cast: Callable[..., Any], *operands: Tensor | None, for_product: bool = True, for_dw: bool = True, **options: Any
+) -> Fp8Operand:
+    """Cast rows along, for a product, and down their columns, for dW, by an operator with a tensor-wise scale.
+
+    cast: the operator; returns q, q_t or both by its layout, and the scale.
+    """
+    layout = "both" if for_product and for_dw else "row" if for_product else "col"
+    *made, scale = cast(*operands, layout=layout, **options)
+    along = Scaled(made[0], scale) if for_product else Scaled()
+    down = Scaled(made[-1], scale) if for_dw else Scaled()
+    return Fp8Operand(*along, *down)
 
 
 def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
