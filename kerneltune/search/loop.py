@@ -113,16 +113,9 @@ class Evaluator(Protocol):
 def explore(
     candidates: Candidates, limits: SearchLimits, evaluator: Evaluator, known: Mapping[Config, Evaluation] = MappingProxyType({})
 ) -> dict[Config, Evaluation]:
-    """Try candidates until a budget is used, the expected gain is small, or no config is left.
+    """Try candidates until a budget is used, the expected gain is small, or no config is left; return all evaluations.
 
-    Args:
-        candidates: the configs.
-        limits: limits of the search.
-        evaluator: evaluates the configs.
-        known: evaluations of an earlier search, which count as tried.
-
-    Returns:
-        The evaluations in their order, known evaluations first.
+    known: evaluations of an earlier search, which count as tried and come first.
     """
     state = SearchState(candidates, limits, evaluator)
     for config, evaluation in known.items():

@@ -1,8 +1,7 @@
 """Predict the times of untried configs of a finite space, and the gain that is left, by a Gaussian process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +12,7 @@ from scipy.special import ndtr
 from threadpoolctl import ThreadpoolController
 
 Array = NDArray[np.float64]
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 NEAR, FAR = 0.3, 0.7
 """Distance above the best log time at which log times are cut, because very slow configs say little about fast configs.
@@ -28,21 +26,12 @@ _UNLIKELY = 1e-6
 _JOINT = 256
 _DRAWS = 128
 _REFIT_EVERY = 4
+_BLAS = ThreadpoolController()
 
 
-@cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-def _on_one_core(function: Callable[P, R]) -> Callable[P, R]:
+def _on_one_core(function: F) -> F:
     """Limit BLAS to one core: for matrices of some hundred rows, two cores take six times as long and disturb the compilers."""
-
-    @wraps(function)
-    def limited(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _blas().limit(limits=1, user_api="blas"):
-            return function(*args, **kwargs)
-
+    limited: F = _BLAS.wrap(limits=1, user_api="blas")(function)
     return limited
 
 
@@ -53,13 +42,7 @@ class Surrogate:
     """
 
     def __init__(self, pool: Sequence[Mapping[str, Any]], seed: int = 0, worst: float = NEAR) -> None:
-        """Take the space.
-
-        Args:
-            pool: knob values of every config.
-            seed: seed of the draws.
-            worst: distance above the best log time at which log times are cut.
-        """
+        """Take the knob values of every config; worst: distance above the best log time at which log times are cut."""
         self._worst = worst
         self._points = _coordinates(pool)
         self._rng = np.random.default_rng(seed)

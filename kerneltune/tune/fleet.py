@@ -36,13 +36,9 @@ class Fleet:
     def __init__(
         self, gpus: Sequence[str], options: Options, progress: Progress, make: Callable[..., TuningSession] = TuningSession
     ) -> None:
-        """Start no process yet.
+        """Take GPUs in the form of CUDA_VISIBLE_DEVICES; start no process yet.
 
-        Args:
-            gpus: GPUs in the form of CUDA_VISIBLE_DEVICES.
-            options: options of the run.
-            progress: observer of the run.
-            make: importable function that makes the session in a GPU's process.
+        make: importable function that makes the session in a GPU's process.
         """
         self._progress = progress
         self._workers: dict[str, Worker] = {}
