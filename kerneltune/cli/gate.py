@@ -101,8 +101,7 @@ def _judged_file(
     records = load_some(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
     selected([*against, *records], selection)  # a name that neither side has is an error
-    records = [record for record in records if selection.matches(record.key)]
-    against = [record for record in against if selection.matches(record.key)]
+    records, against = ([record for record in side if selection.matches(record.key)] for side in (records, against))
     families = {record.family or new.stem for record in records}
     if margin is None and len(families) == 1:
         margin = gate_margin(families.pop())

@@ -117,7 +117,8 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
     if measures:
         o.require_folders(options)
     plans = stale.plans_of(ops, selection, options)
-    slugs = [gpu.slug] if gpu.is_gpu else _slugs_of_files(plans, options)
+    files = [path for plan in plans for path in options.results.glob(f"*/{plan.family}.jsonl")] + o.config_files(options.configs)
+    slugs = [gpu.slug] if gpu.is_gpu else sorted({path.parent.name for path in files})
     stales = [stale.find(plans, slug) for slug in slugs]
     table = _stale_table(stales)
     if table.rows:
@@ -133,14 +134,6 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
                 note(f"{gpu_stale.gpu}: {family.plan.family}: {orphans} of no case of {family.plan.sweep.path}")
     if measures:
         _measure_stale(ops, stales[0])
-
-
-def _slugs_of_files(plans: Sequence[Plan], options: Options) -> list[str]:
-    """Return the folder names of the GPUs that have cached configs, or records of a family."""
-    files = o.config_files(options.configs)
-    for plan in plans:
-        files += options.results.glob(f"*/{plan.family}.jsonl")
-    return sorted({path.parent.name for path in files})
 
 
 def _measure_stale(ops: Mapping[str, Op], gpu_stale: "Stale") -> None:

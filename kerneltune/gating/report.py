@@ -77,18 +77,12 @@ def gate_junit(verdict: Verdict) -> str:
     """
     suite = ElementTree.Element("testsuite", name="kerneltune gate", package="kerneltune", id="0", hostname="localhost", time="0")
     suite.set("timestamp", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"))
-    ElementTree.SubElement(
-        ElementTree.SubElement(suite, "properties"), "property", name="exit code", value=f"{verdict.exit_code}"
-    )
+    properties = ElementTree.SubElement(suite, "properties")
+    ElementTree.SubElement(properties, "property", name="exit code", value=f"{verdict.exit_code}")
     remarks = [f"note: {note}" for note in verdict.notes]
     for row in verdict.rows:
-        test = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=_xml(row.record.op),
-            name=_xml(f"{row.record.label} {row.record.variant}"),
-            time=f"{(row.record.time_us or 0.0) / 1e6:.9f}",
-        )
+        name, seconds = _xml(f"{row.record.label} {row.record.variant}"), f"{(row.record.time_us or 0.0) / 1e6:.9f}"
+        test = ElementTree.SubElement(suite, "testcase", classname=_xml(row.record.op), name=name, time=seconds)
         tag, text = None if row.note else _TAGS.get(row.verdict), _message(row)
         if tag == "skipped":
             ElementTree.SubElement(test, tag)

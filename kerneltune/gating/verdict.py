@@ -121,7 +121,6 @@ def gate(
     """Compare the newest record of every row.
 
     Args:
-        baseline, new: records of the two sides, in any order.
         margin: tolerated slowdown, a fraction.
         peers: judge peers as well; if False, rows of peers are notes.
         defaults: operator -> the default of every option; called only if a side has an option that the other side lacks.
