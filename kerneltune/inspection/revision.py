@@ -47,11 +47,8 @@ def changes_since(
     Return the rows of the revision whose config is changed or missing in this checkout, and the changed configs of this checkout.
 
     Args:
-        revision: the git revision to compare with.
         runs: all judged configs of this checkout.
-        gpu: folder of the GPU model in `configs/`.
         arguments: options of `kerneltune inspect` in the revision, without operator and variant.
-        progress: observer, told of each compiled variant.
     """
     with unpacked(revision) as tree:
         digests, ops = _digests_of(tree), {task.op.name for task, _ in runs}

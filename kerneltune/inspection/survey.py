@@ -25,11 +25,7 @@ _COMPILE_S = 1.0
 
 
 def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
-    """Return every cached config of these operators for a GPU model, in the cache's order.
-
-    Args:
-        root: the folder of the cache; None for the folder that kernels look in, and the packaged files as well.
-    """
+    """Return every cached config of these operators for a GPU model, in the cache's order; root: as in `cache.read_roots`."""
     runs = []
     for op in ops:
         for entry in cache.load(op.name, gpu, root):

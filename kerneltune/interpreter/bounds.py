@@ -74,11 +74,7 @@ class NotJudgedError(Exception):
 
 
 def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
-    """Return the parts of the interpreter, (owner, name), that are replaced while kernels must have defined behaviour.
-
-    Args:
-        largest: see `modes.strict`.
-    """
+    """Return the parts of the interpreter, (owner, name), that are replaced in the mode `modes.strict`."""
     from triton.runtime import interpreter
 
     guard = _Guard(interpreter, largest)

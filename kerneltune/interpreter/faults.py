@@ -54,8 +54,7 @@ def line_of(frame: Any = None) -> str:
 def time_limit(program: Callable[[], str]) -> Iterator[None]:
     """Raise KernelFaultError in a program that runs on after `begin_time`; in other threads than the main thread do nothing.
 
-    Args:
-        program: function that names the kernel and the program that runs.
+    program: function that names the kernel and the program that runs.
     """
 
     def end(_signal: int, frame: FrameType | None) -> None:

@@ -224,13 +224,7 @@ def slowest(rows: Sequence[Comparison]) -> list[str]:
 
 
 def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str = "") -> Table:
-    """Return the table of A against B: the summary, a row per case, and the origin of the records.
-
-    Args:
-        rows: the result of `ab_rows`.
-        a, b: the names of A and B; `best-peer` for the fastest peer of every case.
-        title: heading above the table.
-    """
+    """Return the table of A against B, by these names: the summary, a row per case, and the origin of the records."""
     case_part, names = case_columns([row.a for row in rows], Column("kind", shared=True))
     bounds = [bound_of(row.b) for row in rows if row.speedup is not None]
     is_mixed = len(set(bounds)) > 1
