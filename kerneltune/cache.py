@@ -322,10 +322,8 @@ class Chooser:
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly this case, with its config; None without an entry, or if its config is not valid."""
         entry = _entries(self, gpu).own.get(case)
-        if entry is None:
-            return None
-        config = self.variant.valid_config(case, entry.config)
-        return None if config is None else (entry, config)
+        config = self.variant.valid_config(case, entry.config) if entry else None
+        return None if entry is None or config is None else (entry, config)
 
     def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
         """Yield (entry, valid config, log2 distance) of each entry that can serve a case, also of its own, the nearest first.

@@ -262,12 +262,8 @@ def check(configs: o.ReadConfigs = None) -> None:
     if not entries:
         raise ValueError(f"no cached configs in {counted(len(files), 'file')} of {folders}")
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
-    timed = [entry for entry in entries if isinstance(entry.evidence.get("over_default"), list)]
-    slower = []
-    for entry in timed:
-        low, high = entry.evidence["over_default"]
-        if high < 1.0:
-            slower.append(f"{entry.key.label}: {low:.3f} to {high:.3f} of its default's speed")
+    timed = [(entry.key.label, *entry.evidence["over_default"]) for entry in entries if entry.evidence.get("over_default")]
+    slower = [f"{label}: {low:.3f} to {high:.3f} of its default's speed" for label, low, high in timed if high < 1.0]
     if timed:
         show_wrapped(f"{len(timed)} were timed in the same rounds as their default: {len(slower)} slower than it")
     for line in slower:
