@@ -129,10 +129,8 @@ def source_facts(records: Sequence[Record], between: str = " and ", fields: Sequ
 
 def source(records: Sequence[Record], fields: Sequence[str] = _RUN) -> str:
     """Return the GPU, the versions, the commits and the days of the records."""
-    return ", ".join(
-        value if name in ("device", "measured") else f"{name} {value}"
-        for name, value in source_facts(records, fields=fields).items()
-    )
+    facts = source_facts(records, fields=fields)
+    return ", ".join(value if name in ("device", "measured") else f"{name} {value}" for name, value in facts.items())
 
 
 _WHOLE_HASH = re.compile(r"\b([0-9a-f]{7})[0-9a-f]{33}\b")

@@ -310,13 +310,8 @@ def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
 def check_table(records: Sequence[Record]) -> Table:
     """Return one line per operator and variant: how many cases passed, failed with a config, and were skipped; no times."""
     statuses = ("checked", "failed", "skipped")
-    counted_columns = [Column(status, digits=0) for status in statuses]
-    columns = (
-        Column("op", wraps=True),
-        Column("variant"),
-        *counted_columns,
-        *(Column(n, wraps=True) for n in ("types", "modes")),
-    )
+    numbers = [Column(status, digits=0) for status in statuses]
+    columns = (Column("op", wraps=True), Column("variant"), *numbers, Column("types", wraps=True), Column("modes", wraps=True))
     lines, all_counts = [], Counter[str]()
     for (op, variant), group in grouped(records, lambda r: (r.op, r.variant)).items():
         counts = Counter[str]()

@@ -187,10 +187,8 @@ def _study_name(identity: Mapping[str, Any], offered: Mapping[str, Sequence[Any]
     """Return a readable name that only studies of the same identity and space share."""
     space = {name: list(map(repr, values)) for name, values in offered.items()}
     digest = sha256(json.dumps([identity, space], sort_keys=True).encode()).hexdigest()
-    sizes = pairs(identity["axes"])
-    return " ".join(
-        [identity["op"], identity["variant"], sizes, *(identity[n] for n in ("dtype", "quant", "policy")), digest[:8]]
-    )
+    kind = [identity[name] for name in ("dtype", "quant", "policy")]
+    return " ".join([identity["op"], identity["variant"], pairs(identity["axes"]), *kind, digest[:8]])
 
 
 def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) -> Iterator[Trial]:

@@ -137,11 +137,8 @@ def visible_gpus(selected: str) -> list[str]:
     """Return the GPUs of this host that this process may use, `all` or the first N, in the form of CUDA_VISIBLE_DEVICES."""
     import torch
 
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names is None:
-        visible = [str(index) for index in range(torch.cuda.device_count())]
-    else:
-        visible = [name for name in names.split(",") if name]  # torch may have counted before the variable was set
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")  # torch may have counted before the variable was set
+    visible = [*map(str, range(torch.cuda.device_count()))] if names is None else [name for name in names.split(",") if name]
     if selected == "all" and visible:
         return visible
     if not selected.isdecimal() or not 0 < int(selected) <= len(visible):
