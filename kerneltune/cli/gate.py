@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -72,7 +72,7 @@ def command(
         )  # fmt: skip
         if len(selection.ops) > 1:
             raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
-        _report(inspect.judge(baseline, selection, target, workers, configs), junit, markdown, annotations)
+        raise _reported(inspect.judge(baseline, selection, target, workers, configs), junit, markdown, annotations)
     o.refuse("expected only with --static", target=target, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
@@ -80,14 +80,14 @@ def command(
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
         o.refuse("expected only with --run", policy=policy, processes=processes, update=update, save=save)
-        _report(_judged_file(baseline, new, selection, margin, peers, allow_stale, configs), junit, markdown, annotations)
+        raise _reported(_judged_file(baseline, new, selection, margin, peers, allow_stale, configs), junit, markdown, annotations)
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
     for path in filter(None, (junit, markdown)):
         o.require_writable(path.parent)
     plan = o.make_plan(run or "", selection, results=results, policy=policy, peers=peers, configs=configs)
     if not update:
-        _report(_measured(baseline, plan, processes, margin, save), junit, markdown, annotations)
+        raise _reported(_measured(baseline, plan, processes, margin, save), junit, markdown, annotations)
     _update(baseline, plan, processes)
 
 
@@ -173,8 +173,8 @@ def _keep(path: Path, measured: list[Record]) -> None:
     note(f"wrote {path}")
 
 
-def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> NoReturn:
-    """Write and print the answer in every requested form; exit with its code, with 2 for a pass that cannot be written."""
+def _reported(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> typer.Exit:
+    """Write and print the answer in every requested form; return the exit with its code, with 2 for an unwritten pass."""
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = markdown == STDOUT
@@ -196,4 +196,4 @@ def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annot
         show(gate_markdown(verdict) if is_printed else gate_text(verdict, width()))
         if annotations:
             show(gate_annotations(verdict))
-    raise typer.Exit(code)
+    return typer.Exit(code)
