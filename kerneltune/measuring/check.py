@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -19,7 +19,7 @@ from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.modes import refusing_launches, strict
+from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
 from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, within_memory
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -320,6 +320,21 @@ def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | N
             except CaseError as error:
                 outcomes.append(error.outcome)
     return outcomes
+
+
+def check_obstacle(op: Op, case: Case) -> str:
+    """Return why a case has no inputs or no expected values, or why host code refuses its sizes; empty if it can be checked."""
+    try:
+        checker = Checker.make(op, case)
+    except CaseError as error:
+        return str(error)
+    with suppress(Exception), unlaunched():  # the check reports other errors
+        for variant in (variant for variant in op.variants if not (variant.is_peer or variant.unsupported(case))):
+            try:
+                variant.run(checker.inputs, variant.default_config(case))
+            except (ValueError, AssertionError) as error:
+                return first_line(error)
+    return ""
 
 
 def is_shipped(op: Op) -> bool:
