@@ -17,7 +17,8 @@ from kerneltune.measuring.assembly import TARGETS, Target
 from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.compare import ceiling_task, make_record
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
-from kerneltune.measuring.pairs import check_cost, configs_by_case, covering
+from kerneltune.measuring.covering import configs_by_case, covering
+from kerneltune.measuring.pairs import check_cost
 from kerneltune.plan import CHECK_POLICY, Plan
 from kerneltune.processes import WorkerStoppedError
 from kerneltune.progress import Progress

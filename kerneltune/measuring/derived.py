@@ -10,7 +10,8 @@ from kerneltune.errors import first_line
 from kerneltune.forked import Fork
 from kerneltune.interpreter.facts import Fact
 from kerneltune.measuring.check import check_obstacle
-from kerneltune.measuring.pairs import Setting, check_cost, settings
+from kerneltune.measuring.covering import Setting, settings
+from kerneltune.measuring.pairs import check_cost
 from kerneltune.measuring.smaller_sizes import MOST_COST, resized, with_smaller_sizes
 from kerneltune.spec import Case, Op
 

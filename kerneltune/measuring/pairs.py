@@ -1,66 +1,41 @@
-"""Choose and check pairs of config and check case, beside the default config of each case.
+"""Check pairs of config and check case, beside the default config of each case: by facts of launches, and covering pairs."""
 
-Every knob value meets every class of cases and every value of the other knobs, in few pairs: a covering array of interactions.
-First come pairs whose launches have facts that no default config has. These pairs, and a pair of each case, run twice.
-"""
-
-import functools
-import heapq
 import itertools
-import math
-import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import FirstSeen, host_folder, is_shipped
+from kerneltune.measuring.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
 from kerneltune.measuring.declarations import seeds_without_effect, wrong_traffic
 from kerneltune.measuring.layouts import LayoutChecker
 from kerneltune.measuring.lookups import look_up_failures
 from kerneltune.processes import tell
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.task import CaseError, Outcome, knob_pairs
+from kerneltune.task import CaseError, Outcome
 from kerneltune.wording import counted
-
-Pair = tuple[Config, Case]
-Value = tuple[str, object]
-"""A knob and its value."""
-Setting = tuple[str, Any]
-"""An element type, a mode or an option of a case: its name and its value."""
-Interaction = tuple[str | Value, ...]
-"""Name of a class of cases with a value, or `_OTHER_KNOBS` with two values."""
-
-_ALIGNMENT = 16
-"""A size that is no multiple of `_ALIGNMENT` leaves a tail in vectorized accesses and in tiles."""
-_WIDE = 4
-"""A case is wide if its largest axis is at least the largest axis of all cases divided by `_WIDE`."""
-
 
 _PROGRAM_COST = 0.2
 """MB of traffic that take the interpreter as long as a program: 8 ms per MB, 1.3 ms per program (RMSNorm, fp8 rows)."""
-_CLASS_WEIGHT = 16
-"""A mistake in a mask or a tail shows in a class of cases; few mistakes need certain values of two knobs."""
 COVERING_S = 40.0
 """Processor seconds for the pairs of a variant. RMSNorm's 70 pairs take the longest."""
-_OTHER_KNOBS = "values of other knobs"
 _MOST_FAILURES = 3
 """After this many failed pairs, a variant is not checked on further pairs."""
 
 
 def check_cost(op: Op, case: Case) -> float:
-    """Estimate the time of a check in the interpreter, in MB of traffic: a constant for the launch, plus the traffic."""
-    return 0.2 + op.traffic(case).total / 1e6
+    """Estimate the time of a check in the interpreter, in MB of traffic: the traffic, and a program."""
+    return _PROGRAM_COST + op.traffic(case).total / 1e6
 
 
 def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[[Case], float]) -> list[Outcome]:
-    """Check the covering pairs of a variant within a time limit; the pairs with new facts, and a pair of each case, run twice.
+    """Check pairs of a variant within a time limit; the pairs with new facts, and the first pair of each case, run twice.
 
+    First are pairs with new facts, then covering pairs, pairs with new whole blocks, and default configs of the remaining cases.
     Return the failed pairs, and last an outcome whose reason says how much was checked:
     `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`; without knobs, only if a case did not run twice.
 
@@ -71,12 +46,12 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
     configs = configs_by_case(variant, cases)
     by_cost = sorted(configs, key=cost)
     facts = _facts_in_fork(op, variant, by_cost)
-    leading = _with_new_facts(facts, wants_whole_blocks=False)
+    whole_blocks, leading = _with_new_facts(facts)
     covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), facts[case], config))
     defaults = ((configs[case][0], case) for case in by_cost)
     run = _PairRun(op, variant, configs)
     begun_s = time.thread_time()
-    for pair in itertools.chain(leading, covered, _with_new_facts(facts, wants_whole_blocks=True), defaults):
+    for pair in itertools.chain(leading, covered, whole_blocks, defaults):
         if pair in run.done and pair[1] in run.checkers:
             continue
         if time.thread_time() - begun_s > COVERING_S or len(run.failures) >= _MOST_FAILURES:
@@ -152,8 +127,8 @@ class _PairRun:
 
         Small tensors count little in the largest case.
         """
-        case = max(self.checkers, key=_elements, default=None)
-        if case is None or not _elements(case) or self._op.origin is not None:
+        case = max(self.checkers, key=num_elements, default=None)
+        if case is None or not num_elements(case) or self._op.origin is not None:
             return
         checker = self.checkers[case]
         if checker is None:
@@ -181,54 +156,6 @@ class _PairRun:
             return f"{line}; time limit before every knob value met: {missed}"
         num_once = len(configs) - len(self.checkers)
         return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
-
-
-def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
-    """Return the cases of each class: ragged in an axis, wide, tiny, first, and with each type, mode and value of an option."""
-    with_work = [case for case in cases if _elements(case)]
-    if not with_work:
-        return {}
-    width, least = max(map(_width, with_work)) / _WIDE, min(map(_elements, with_work))
-    axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
-    members_of = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
-    members_of["wide"] = [case for case in with_work if _width(case) >= width]
-    members_of["tiny"] = [case for case in with_work if _elements(case) == least]
-    members_of["first"] = with_work[:1]
-    cases_with: dict[Setting, list[Case]] = {}
-    for case in with_work:
-        for setting in settings(case):
-            cases_with.setdefault(setting, []).append(case)
-    for setting, members in cases_with.items():
-        if len(members) < len(with_work):
-            members_of["=".join(map(str, setting))] = members
-    return {name: members for name, members in members_of.items() if members}
-
-
-def settings(case: Case) -> tuple[Setting, ...]:
-    """Return the element type, the quantization mode and the options of a case, with their names."""
-    return ("dtype", case.dtype), ("quant", case.quant), *case.options
-
-
-def _elements(case: Case) -> int:
-    return math.prod(size for _axis, size in case.axes)
-
-
-def _is_ragged(case: Case, axis: str) -> bool:
-    size = dict(case.axes).get(axis, 0)
-    return size > 1 and size % _ALIGNMENT != 0
-
-
-def _width(case: Case) -> int:
-    return max((size for _axis, size in case.axes), default=0)
-
-
-def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
-    """Return the valid configs of each supported case, the default among them even where the space does not offer it."""
-    configs = {}
-    for case in cases:
-        if variant.unsupported(case) is None:
-            configs[case] = list(dict.fromkeys([variant.default_config(case), *variant.configs(case)]))
-    return configs
 
 
 def facts_by_config(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) -> dict[Config, LaunchFacts]:
@@ -268,27 +195,26 @@ def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case
     return {case: {} for case in cases}
 
 
-def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]], wants_whole_blocks: bool) -> list[Pair]:
+def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple[list[Pair], list[Pair]]:
     """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
 
-    wants_whole_blocks: whether only facts of whole blocks count, whose size is the value of a knob, or only all other facts.
+    The first list has the pairs with a new whole block, whose size is the value of a knob; the second, with any other new fact.
     """
 
     def counted_facts(config: Config, launch_facts: LaunchFacts) -> set[Fact]:
         sizes = {str(value) for _knob, value in knob_values(config)}
-        if wants_whole_blocks:
-            return {fact for fact in launch_facts if fact.kind == "whole" and fact.where in sizes}
-        return {fact for fact in launch_facts if fact.kind != "whole"}
+        return {fact for fact in launch_facts if fact.kind != "whole" or fact.where in sizes}
 
-    defaults = [next(iter(by_config.items())) for by_config in facts.values() if by_config]
-    known = {fact for default in defaults for fact in counted_facts(*default)}
-    pairs = list[Pair]()
+    known = set[Fact]().union(*(counted_facts(*next(iter(by_config.items()))) for by_config in facts.values() if by_config))
+    whole, others = list[Pair](), list[Pair]()
     for case, by_config in facts.items():
         for config, launch_facts in by_config.items():
-            pair_facts = counted_facts(config, launch_facts)
-            pairs += [(config, case)] if pair_facts - known else []
-            known |= pair_facts
-    return pairs
+            new = counted_facts(config, launch_facts) - known
+            known |= new
+            kinds = {fact.kind for fact in new}
+            whole += [(config, case)] if "whole" in kinds else []
+            others += [(config, case)] if kinds - {"whole"} else []
+    return whole, others
 
 
 def _cost_of_pair(case_cost: float, facts: Mapping[Config, LaunchFacts], config: Config) -> float:
@@ -300,77 +226,3 @@ def _cost_of_pair(case_cost: float, facts: Mapping[Config, LaunchFacts], config:
     for value in knob_values(config) - knob_values(default):
         factor *= next((facts[other].num_programs / base for other in facts if value in knob_values(other)), 1.0)
     return case_cost + _PROGRAM_COST * base * factor
-
-
-def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, Case], float]) -> Iterator[Pair]:
-    """Yield pairs until every knob value has met every class of cases, and then every value of the other knobs.
-
-    The default config of each case counts as checked. The next pair is the pair with the most new interactions, for its cost; an
-    interaction with a class counts as `_CLASS_WEIGHT` interactions of two values.
-
-    Args:
-        configs: the configs of each case, its default first.
-        cost: the cost of a check of a pair.
-    """
-    classes_of, covered = _classes_by_case(list(configs)), set[Interaction]()
-    for case, (default, *_others) in configs.items():
-        covered |= _interactions(default, classes_of[case])
-    pairs = [(config, case) for case, (_default, *rest) in configs.items() if classes_of[case] for config in rest]
-    random.Random(0).shuffle(pairs)
-    heap = [(-math.inf, number) for number in range(len(pairs))]
-    while heap:
-        _bound, number = heapq.heappop(heap)  # an upper bound: the number of new interactions of a pair only falls
-        config, case = pairs[number]
-        new = _interactions(config, classes_of[case]) - covered
-        added = sum(1 if name == _OTHER_KNOBS else _CLASS_WEIGHT for name, *_values in new)
-        entry = (-added / cost(config, case), number)
-        if added and heap and entry > heap[0]:
-            heapq.heappush(heap, entry)
-        elif added:
-            covered |= new
-            yield config, case
-
-
-def _interactions(config: Config, class_names: frozenset[str]) -> frozenset[Interaction]:
-    """Return each knob value with the name of each class; with the name `_OTHER_KNOBS`, each two knob values."""
-    values = sorted(knob_values(config))
-    interactions: set[Interaction] = {(name, value) for name in class_names - {_OTHER_KNOBS} for value in values}
-    if _OTHER_KNOBS in class_names:
-        interactions |= {(_OTHER_KNOBS, *two) for two in itertools.combinations(values, 2)}
-    return frozenset(interactions)
-
-
-def _classes_by_case(cases: Sequence[Case]) -> dict[Case, frozenset[str]]:
-    """Return the names of the classes of each case, and `_OTHER_KNOBS` if values of two knobs shall meet in the case.
-
-    They shall not meet in an empty case, in a tiny case that is not wide, or, if other cases remain, in a wide case with a size
-    of 1: with every tile size it has one tile in that axis.
-    """
-    members_of = classes(cases)
-    names_of = {case: {name for name, members in members_of.items() if case in members} for case in cases}
-    large = {case for case, names in names_of.items() if names and ("tiny" not in names or "wide" in names)}
-    thick = {case for case in large if "wide" not in names_of[case] or all(size > 1 for _axis, size in case.axes)}
-    for case in thick or large:
-        names_of[case].add(_OTHER_KNOBS)
-    return {case: frozenset(names) for case, names in names_of.items()}
-
-
-def uncovered(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
-    """Yield a line for each class of cases that some knob values did not meet, and one for pairs of values that did not meet."""
-    classes_of = _classes_by_case(list(configs))
-
-    def interactions_of(pairs: Iterable[Pair]) -> set[Interaction]:
-        return {interaction for config, case in pairs for interaction in _interactions(config, classes_of[case])}
-
-    possible = interactions_of((config, case) for case, case_configs in configs.items() for config in case_configs)
-    num_possible = Counter(name for name, *_values in possible)
-    num_left = Counter(name for name, *_values in possible - interactions_of(done))
-    for name in (*classes(list(configs)), _OTHER_KNOBS):
-        if num_left[name]:
-            yield f"{name} ({num_left[name]} of {num_possible[name]} left)"
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def knob_values(config: Config) -> frozenset[Value]:
-    """Return the `knob_pairs` of a config as a set; empty for a variant without knobs."""
-    return frozenset(knob_pairs(config))

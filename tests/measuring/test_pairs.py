@@ -10,7 +10,7 @@ import triton.language as tl
 from mistaken_ops import case_of
 
 from kerneltune.kernel_lib.agreement import close
-from kerneltune.measuring import pairs
+from kerneltune.measuring import covering, pairs
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 from kerneltune.task import Outcome
@@ -355,35 +355,36 @@ def test_coverage_at_the_time_limit_names_classes_left_out(monkeypatch: pytest.M
 
 def test_covering_pairs_every_knob_value_with_every_class_in_at_most_17_pairs() -> None:
     variant = op_with("").variants[0]
-    configs = pairs.configs_by_case(variant, CASES)
-    chosen = list(pairs.covering(configs, cost_of_pair))
+    configs = covering.configs_by_case(variant, CASES)
+    chosen = list(covering.covering(configs, cost_of_pair))
     done = {*chosen, *((listed[0], case) for case, listed in configs.items())}
-    assert list(pairs.uncovered(configs, done)) == []
+    assert list(covering.uncovered(configs, done)) == []
     assert len(chosen) == len(set(chosen)) <= 17
     assert len({config for config, case in done if case["M"] * case["N"] > 1}) == 12
     assert not any(case["M"] == 0 for _config, case in chosen)
-    assert list(pairs.uncovered(configs, done - {chosen[-1]}))
+    assert list(covering.uncovered(configs, done - {chosen[-1]}))
 
 
 def test_covering_pairs_values_of_two_knobs_in_a_case_of_several_tiles() -> None:
     odd, row = case_of("odd", 7, 33), case_of("row", 1, 64)
     configs = {case: [Rows(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4)] for case in (odd, row)}
-    chosen = list(pairs.covering(configs, cost_of_pair))
+    chosen = list(covering.covering(configs, cost_of_pair))
     assert {config for config, case in chosen if case is odd} == set(configs[odd][1:])
-    assert list(pairs.uncovered(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
+    assert list(covering.uncovered(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
 
 
 def test_classes_name_ragged_axes_wide_tiny_and_first_cases() -> None:
-    names = {name: [case.name for case in members] for name, members in pairs.classes(CASES).items()}
+    names = {name: [case.name for case in members] for name, members in covering.classes(CASES).items()}
     assert names == {"ragged M": ["odd", "wide"], "ragged N": ["odd"], "wide": ["wide"], "tiny": ["one"], "first": ["one"]}
-    assert pairs.classes([*CASES, replace(CASES[1], dtype="float16")])["dtype=float16"] == [replace(CASES[1], dtype="float16")]
+    assert covering.classes([*CASES, replace(CASES[1], dtype="float16")])["dtype=float16"] == [replace(CASES[1], dtype="float16")]
 
 
 def test_covering_has_no_pairs_of_unsupported_cases_or_variants_without_knobs() -> None:
     variant = op_with("").variants[0]
     ragged = replace(variant, unsupported=lambda case: "ragged" if case["N"] % 16 else None)
-    assert set(pairs.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}
-    assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda inputs, _: inputs), CASES), cost_of_pair)) == []
+    assert set(covering.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}
+    configs = covering.configs_by_case(Variant("eager", lambda inputs, _: inputs), CASES)
+    assert list(covering.covering(configs, cost_of_pair)) == []
 
 
 @interpreted
