@@ -6,7 +6,7 @@ This module names no operator and prints nothing: a `Progress` shows its stages 
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -173,10 +173,8 @@ class _SweepRun:
             if (record.config or {}) == knobs_of(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
                 self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
         if self.wrong:  # the times of the first table go now, as an interrupt may end the run
-            rows = [
-                self._with_config(task) for sweep_case in plan.headline() for task in plan.tasks(sweep_case.op, sweep_case.case)
-            ]
-            self.write([row for row in rows if isinstance(row, Record)])
+            tasks_of = [plan.tasks(sweep_case.op, sweep_case.case) for sweep_case in plan.headline()]
+            self.write([row for tasks in tasks_of for row in self._with_configs(tasks)[1]])
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 
@@ -227,7 +225,8 @@ class _SweepRun:
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
         self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(sweep_cases)}")
-        measured = self.measure(headlines, Journal(None), "measure the first table", slow)
+        fast = self.plan.without({(sweep_case.op, name) for sweep_case in headlines for name in slow})
+        measured = replace(self, plan=fast).measure(headlines, Journal(None), "measure the first table")
         self.write(measured)
         first_table(measured)
 
@@ -244,20 +243,17 @@ class _SweepRun:
         path.unlink(missing_ok=True)
         return SweepResult(measured, files)
 
-    def measure(
-        self, sweep_cases: Sequence[SweepCase], journal: Journal, stage: str = "measure", without: Collection[str] = ()
-    ) -> list[Record]:
-        """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again.
+    def measure(self, sweep_cases: Sequence[SweepCase], journal: Journal, stage: str = "measure") -> list[Record]:
+        """Measure every case beside its peers; a case that the journal has is not measured again.
 
         Where no config of a variant is valid in a case, the variant has a failed row, which is not kept in the journal.
         """
-        tasks_of = [self.plan.tasks(sweep_case.op, sweep_case.case) for sweep_case in sweep_cases]
-        runs_of = [
-            [self._with_config(task) for task in tasks if task.variant.name not in without] * self.repeat for tasks in tasks_of
-        ]
-        failed = [row for case_runs in runs_of for row in case_runs if isinstance(row, Record)]
-        runnable = [[run for run in case_runs if isinstance(run, Run)] for case_runs in runs_of]
-        work = [(runs, journal.finished(runs)) for runs in filter(None, runnable)]
+        work, failed = list[tuple[list[Run], list[Record] | None]](), list[Record]()
+        for sweep_case in sweep_cases:
+            runs, rows_without_config = self._with_configs(self.plan.tasks(sweep_case.op, sweep_case.case))
+            failed += rows_without_config * self.repeat
+            if runs:
+                work.append((runs * self.repeat, journal.finished(runs * self.repeat)))
         lacking = [runs for runs, rows in work if rows is None]
         to_launch = (run for runs in lacking for run in (*runs, self._ceiling(runs[0].task)))
         to_compile = [run for run in to_launch if run is not None and run.config is not None]
@@ -282,21 +278,24 @@ class _SweepRun:
     def _ceiling(self, task: Task) -> Run | None:
         """Return the run of the streaming operator that moves as many bytes as a task's case; None if no such run is valid."""
         ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
-        run = None if ceiling is None else self._with_config(ceiling)
-        return run if isinstance(run, Run) else None
+        runs, _failed = self._with_configs([] if ceiling is None else [ceiling])
+        return runs[0] if runs else None
 
-    def _with_config(self, task: Task) -> Run | Record:
-        """Pair a task with the config of a call, None in a case that is not supported.
+    def _with_configs(self, tasks: Iterable[Task]) -> tuple[list[Run], list[Record]]:
+        """Pair tasks with the configs of a call, None in a case that is not supported.
 
-        Return a failed row if no config is valid, or if the variant failed its check.
+        Return the runs, and failed rows of tasks for which no config is valid, or whose variant failed its check.
         """
-        try:
-            if reason := self.wrong.get((task.op.name, task.variant.name)):
-                raise ValueError(reason)
-            unsupported = task.variant.unsupported(task.case)
-            return Run(task, None if unsupported else task.config_of_call(self.plan.options.configs))
-        except ValueError as error:
-            return make_record(self.plan.family, Run(task, None), Outcome("failed", str(error)))
+        runs, failed = list[Run](), list[Record]()
+        for task in tasks:
+            try:
+                if reason := self.wrong.get((task.op.name, task.variant.name)):
+                    raise ValueError(reason)
+                unsupported = task.variant.unsupported(task.case)
+                runs.append(Run(task, None if unsupported else task.config_of_call(self.plan.options.configs)))
+            except ValueError as error:
+                failed.append(make_record(self.plan.family, Run(task, None), Outcome("failed", str(error))))
+        return runs, failed
 
     def _compile(self, runs: Sequence[Run], purpose: str) -> None:
         """Compile runs, each with a config, on all cores, before they are checked or measured."""
