@@ -47,7 +47,7 @@ def obstacle(task: Task) -> str | None:
     """Return why a task cannot be timed: its case does not fit the GPU, or no call would find the L2 cold; None if it can."""
     try:
         _num_input_sets(task)
-    except ValueError as error:
+    except SkippedError as error:
         return str(error)
     return memory_obstacle(task.op, task.case)
 
@@ -70,7 +70,7 @@ def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Ou
     outcomes = dict(untimed)
     runs_by_name = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
     try:
-        outcomes |= _unchecked(runs[0].task, runs_by_name)
+        outcomes |= _check_variants(runs[0].task, runs_by_name)
         torch.cuda.empty_cache()
         contenders, failed = _contenders({name: run for name, run in runs_by_name.items() if name not in outcomes})
         outcomes |= failed
@@ -81,8 +81,12 @@ def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Ou
     return Compared(samples, outcomes)
 
 
-def _unchecked(task: Task, runs: Mapping[str, Run]) -> dict[str, Outcome]:
-    """Return the outcomes of variants that fail a check; raise CaseError if none of the case can be checked or timed."""
+def _check_variants(task: Task, runs: Mapping[str, Run]) -> dict[str, Outcome]:
+    """Check the variants of a case; return an outcome for each that is not timed: `failed`, or `skipped` if not supported.
+
+    Raises:
+        CaseError: no variant of the case can be checked or timed.
+    """
     if (reason := obstacle(task)) is not None:
         raise SkippedError(reason)
     checker = Checker.make(task.op, task.case, "cuda")
@@ -137,15 +141,11 @@ def _sample(contenders: dict[str, Contender], ceiling: Run | None) -> dict[str, 
     """Time the contenders, and in the same rounds the ceiling, if its inputs fit in memory."""
     if ceiling is not None:
         tell(CEILING)
+        task, config = ceiling
         with suppress(SkippedError):
-            contenders[CEILING] = within_memory(partial(_contender_of, *ceiling))
+            contenders[CEILING] = within_memory(lambda: contender(task.variant, config, input_sets(task), POLICIES[task.policy]))
     tell("")
     return within_memory(partial(time_contenders, contenders))
-
-
-def _contender_of(task: Task, config: Config) -> Contender:
-    """Make a contender with inputs of its own."""
-    return contender(task.variant, config, input_sets(task), POLICIES[task.policy])
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
@@ -159,10 +159,7 @@ def input_sets(task: Task) -> list[Inputs]:
     Raises:
         SkippedError: the memory is too small for the sets, or no call would find the L2 cold.
     """
-    try:
-        count = _num_input_sets(task)
-    except ValueError as error:
-        raise SkippedError(str(error)) from None
+    count = _num_input_sets(task)
     return within_memory(lambda: [task.op.inputs(task.case, device="cuda", seed=i) for i in range(count)])
 
 

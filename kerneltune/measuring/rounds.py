@@ -16,6 +16,7 @@ import torch
 from kerneltune import device
 from kerneltune.compat import sleep_on_gpu
 from kerneltune.stats import Samples, ratio_interval
+from kerneltune.task import SkippedError
 
 _MIN_CALLS = 10
 """Fewest calls in a sample."""
@@ -56,7 +57,7 @@ def num_input_sets(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: in
     hot policy takes a single set.
 
     Raises:
-        ValueError: the sets do not fit in half the free memory, or their number exceeds `_MOST_SETS`.
+        SkippedError: the sets do not fit in half the free memory, or their number exceeds `_MOST_SETS`.
     """
     if not policy.cold:
         return 1
@@ -64,7 +65,7 @@ def num_input_sets(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: in
     num_fitting = max(1, free_bytes // (2 * max(set_bytes, 1)))
     if least > min(num_fitting, _MOST_SETS):
         limit = f"more than {_MOST_SETS:,}" if least > _MOST_SETS else f"half of the free memory holds {num_fitting:,}"
-        raise ValueError(f"a cold L2 takes {least:,} input sets of {set_bytes:,} bytes, {limit}: only policy hot can time it")
+        raise SkippedError(f"a cold L2 takes {least:,} input sets of {set_bytes:,} bytes, {limit}: only policy hot can time it")
     return min(least + 1, num_fitting)
 
 
