@@ -304,7 +304,7 @@ class Chooser:
         gpu = gpu or device.current_slug()
         own = self.own(case, gpu)
         if own is not None:
-            return Choice(own[1], "own", str)
+            return Choice(own[1], "own", lambda: "")
         nearest = next(self.near(case, gpu, self.op.max_distance), None)
         if nearest is not None:
             entry, config, distance = nearest

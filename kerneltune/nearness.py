@@ -16,8 +16,8 @@ Bands = Mapping[str, tuple[int, ...]]
 NO_BANDS: Bands = {}
 
 _SIXTEEN_BIT = {"bfloat16", "float16"}
-_NO_NUMBER = 1.0
-"""Distance between two values of an option that have no log2 distance."""
+_OTHER_DISTANCE = 1.0
+"""Distance between two values of an option that are no positive integers, such as 0, often a switch."""
 
 
 class Nearness(NamedTuple):
@@ -98,5 +98,5 @@ def band_of(ends: tuple[int, ...], size: int) -> int:
 
 
 def _value_distance(a: object, b: object) -> float:
-    """Return the log2 distance between positive integers; a fixed distance for other values, such as 0, often a switch."""
-    return log2_distance([a], [b]) if type(a) is int and type(b) is int and min(a, b) > 0 else _NO_NUMBER
+    """Return the log2 distance between positive integers, and `_OTHER_DISTANCE` between other values."""
+    return log2_distance([a], [b]) if type(a) is int and type(b) is int and min(a, b) > 0 else _OTHER_DISTANCE

@@ -322,9 +322,9 @@ class Op:
             serves cases farther away.
         free_options: options along which a cached config may serve another value at the same sizes, if the cache has no config
             for the case's own value.
-        unseen_options: options whose value a call without `config=` does not know, such as the distribution of tokens over
-            groups; the call looks up a config for their first value. None: all free options.
-        as_called: case -> the case that a call looks up; None if the two differ in unseen options alone.
+        unseen_options: options that the arguments of a call do not tell, such as the distribution of tokens over groups; a call
+            without `config=` looks up a config for their first value. None: all free options.
+        as_called: case -> the case that a call without `config=` looks up; None for the case with first values of unseen options.
         bands: free axis -> the last size of each band except the last band; a cached config serves sizes of its own band only.
         policy: timing policy in place of `cold`; `eager` if no CUDA graph can hold a call.
         flops: case -> floating-point operations of one call, for a roofline; None for an operator that is only bound by memory.
