@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -20,13 +20,11 @@ from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
+from kerneltune.measuring.consistency import FirstSeen
 from kerneltune.measuring.memory import memory_obstacle, out_of_memory_reason, within_memory
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
-
-T = TypeVar("T")
-
 
 LAUNCH_FAILURE = "the launch failed"
 _NEAR = 2.0**-16
@@ -49,22 +47,6 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-
-
-class FirstSeen:
-    """Remember the first answer to each question about outputs, and its case. Checkers of several cases share it.
-
-    Questions: is an output written over an input, what is its element type, is it the reference's element type? A question names
-    the function of the variant, settings of the case and the output.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[object, ...], tuple[object, Case]] = {}
-
-    def differing(self, question: tuple[object, ...], answer: object, case: Case) -> tuple[object, Case] | None:
-        """Return the first answer with its case, if the answer in this case is another; else None."""
-        first = self._first.setdefault(question, (answer, case))
-        return first if first[0] != answer else None
 
 
 class Checker:
@@ -147,48 +129,15 @@ class Checker:
                 return False
         return True
 
-    def _sometimes_in_place(self, variant: Variant, outputs: Outputs) -> list[str]:
-        """Return a line for an output that a variant writes over an input in this case, and not in an earlier case, or inversely.
-
-        So a copy by `contiguous()` or `to(dtype)` is found, which copies only some tensors. Modes may differ.
-        """
-        input_of = names_by_storage(self.inputs)
+    def _are_over_inputs(self, outputs: Outputs) -> dict[str, bool]:
+        """Return output -> whether it is written over an input, without outputs that are unchanged or unrestored inputs."""
+        input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
         for name, tensor in outputs.items():
-            if not isinstance(tensor, torch.Tensor) or not tensor.numel():
-                continue
-            owner = input_of.get(tensor.untyped_storage().data_ptr())
-            if owner and (owner not in self.inputs_before or same_bits(self.inputs[owner], self.inputs_before[owner])):
-                continue  # unknown, or an input that is returned
-            if differing := self._first_seen.differing((variant.run, self.case.quant, name), owner is not None, self.case):
-                in_place, elsewhere = (self.case, differing[1]) if owner else (differing[1], self.case)
-                texts = [f"{case.name} {case.dtype} {case.quant}" for case in (in_place, elsewhere)]
-                return [f"outputs: {name} is written over an input in case {texts[0]}, and not in case {texts[1]}"]
-        return []
-
-    def _other_types(self, variant: Variant, outputs: Outputs) -> list[str]:
-        """Return a line for an output whose element type is wider than the reference's, or depends on the config or the sizes.
-
-        A reference may compute in fp32 for a variant that returns 16 bits, and may give other whole numbers in every case.
-        """
-        type_and_mode = self.case.dtype, self.case.quant
-        for name, tensor in outputs.items():
-            expected = self.expected.get(name)
-            if not isinstance(tensor, torch.Tensor) or not isinstance(expected, torch.Tensor):
-                continue
-            dtype, in_reference = tensor.dtype, expected.dtype
-            same_type = variant.run, type_and_mode, self.case.options, name, "type"
-            if differing := self._first_seen.differing(same_type, dtype, self.case):
-                return [f"{name}: {dtype}, and {differing[0]} with another config or in case {differing[1].name}"]
-            are_floats = dtype.is_floating_point and in_reference.is_floating_point
-            if are_floats and dtype != in_reference and dtype.itemsize >= in_reference.itemsize:
-                return [f"{name}: {dtype}, expected {in_reference} as of the reference"]
-            if not (is_whole(dtype) and is_whole(in_reference)):
-                continue
-            same_relation = variant.run, type_and_mode, name, "reference's type"
-            if differing := self._first_seen.differing(same_relation, dtype == in_reference, self.case):
-                equal = f"equal types in case {differing[1].name}, or inversely"
-                return [f"{name}: {dtype}, {in_reference} in the reference; {equal}"]
-        return []
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                owner = input_of.get(tensor.untyped_storage().data_ptr())
+                if not owner or (owner in self.inputs_before and not same_bits(self.inputs[owner], self.inputs_before[owner])):
+                    are_over_inputs[name] = owner is not None
+        return are_over_inputs
 
     @classmethod
     def make(cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool) -> Self:
@@ -261,7 +210,9 @@ class Checker:
             if any(fact.kind == "division" for fact in facts) and self._nearly_agree(outputs):
                 causes.append("division")
             return outputs, [*lines, *sorted(str(fact) for fact in facts if fact.kind in causes)]
-        return outputs, self._sometimes_in_place(variant, outputs) or self._other_types(variant, outputs)
+        seen = self._first_seen
+        lines = seen.other_place(variant, self.case, self._are_over_inputs(outputs))
+        return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
 
     def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Run a variant for the second time, as `run` does; a subclass may change the layout of inputs."""
@@ -287,11 +238,6 @@ class Checker:
 def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
     """Return the address of each tensor's storage -> the name of the tensor, the last of several that share the storage."""
     return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
-def is_whole(dtype: torch.dtype) -> bool:
-    """Return whether elements are whole numbers; `torch.bool` has none."""
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerneltune.interpreter.races import touching
-from kerneltune.measuring.check import Checker, is_whole, same_bits
+from kerneltune.measuring.check import Checker, same_bits
+from kerneltune.measuring.consistency import is_whole
 from kerneltune.spec import Case, Config, Op, Variant
 
 _NEAR_TRAFFIC = 1.25

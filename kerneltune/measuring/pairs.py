@@ -9,7 +9,8 @@ from dataclasses import replace
 from kerneltune.forked import Fork, ForkCrashedError
 from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.interpreter.modes import unlaunched
-from kerneltune.measuring.check import FirstSeen, host_folder, is_shipped
+from kerneltune.measuring.check import host_folder, is_shipped
+from kerneltune.measuring.consistency import FirstSeen
 from kerneltune.measuring.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
 from kerneltune.measuring.declarations import seeds_without_effect, wrong_traffic
 from kerneltune.measuring.layouts import LayoutChecker

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker, FirstSeen, broken_context
+from kerneltune.measuring.check import Checker, broken_context
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
+from kerneltune.measuring.consistency import FirstSeen
 from kerneltune.measuring.memory import out_of_memory_reason, within_memory
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import WorkerStoppedError
