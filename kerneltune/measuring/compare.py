@@ -1,7 +1,7 @@
 """Check the variants of one case, time them in rounds interleaved with the ceiling, and make records of the outcomes."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -115,26 +115,17 @@ def _contenders(runs: Mapping[str, Run]) -> tuple[dict[str, Contender], dict[str
     """Capture variants of one case, the first variant twice; return the outcomes of variants that cannot be captured, too."""
     contenders, failed = dict[str, Contender](), dict[str, Outcome]()
     inputs = input_sets(next(iter(runs.values())).task) if runs else []
-    for name, run in runs.items():
+    for name, (task, config) in runs.items():
         tell(name)
+        names, capture = (name,) if contenders else (name, SELF), partial(contender, task.variant, config, inputs)
         try:
-            contenders |= _capture((name,) if contenders else (name, SELF), run, inputs)
-        except CaseError as error:
+            contenders |= within_memory(partial(dict, ((its, capture(POLICIES[task.policy])) for its in names)))
+        except SkippedError as error:
             failed[name] = error.outcome
+        except Exception as error:  # an error of another package under capture is a result
+            failed[name] = Outcome("failed", f"cannot be timed: {first_line(error)}")
+            _require_context(failed[name].reason)
     return contenders, failed
-
-
-def _capture(names: Iterable[str], run: Run, inputs: Sequence[Inputs]) -> dict[str, Contender]:
-    """Return a contender of a run per name; raise CaseError if the variant cannot be captured."""
-    policy = POLICIES[run.task.policy]
-    try:
-        return within_memory(lambda: {name: contender(run.task.variant, run.config, inputs, policy) for name in names})
-    except SkippedError:
-        raise
-    except Exception as error:  # an error of another package under capture is a result
-        reason = f"cannot be timed: {first_line(error)}"
-    _require_context(reason)
-    raise CaseError(reason)
 
 
 def _sample(contenders: dict[str, Contender], ceiling: Run | None) -> dict[str, Samples]:
