@@ -97,48 +97,6 @@ class Checker:
         if device == "cpu":
             meta_inputs(op, case)
 
-    def _restorable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the inputs whose values are copied: a run that changes them is found, and each run has the same inputs."""
-        for name, value in self.inputs.items():
-            if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
-                yield name, value
-
-    def _overwritten(self, outputs: object) -> list[str]:
-        """Return a line for each input that a run changed.
-
-        Inputs that are also outputs may change, and, unless `keeps_all`, vectors of few elements. A change by torch counts even
-        if it left all values as they were, such as a `clamp_` to wide limits.
-        """
-        output_storages = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
-        lines = list[str]()
-        for name, value in self._restorable():
-            is_changeable = not self._keeps_all and value.ndim <= 1 and value.numel() <= _MOST_CHANGEABLE
-            if is_changeable or value.untyped_storage().data_ptr() in output_storages:
-                continue
-            if version(value) != self._versions[name] or not same_bits(value, self.inputs_before[name]):
-                lines.append(f"inputs: {name} was overwritten, and is no output")
-        return lines
-
-    def _nearly_agree(self, outputs: object) -> bool:
-        """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
-        for name, expected in self.expected.items():
-            output = outputs.get(name) if isinstance(outputs, Mapping) else None
-            if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor) or output.shape != expected.shape:
-                continue
-            if not torch.allclose(output.double(), expected.double(), rtol=_NEAR, atol=0.0, equal_nan=True):
-                return False
-        return True
-
-    def _are_over_inputs(self, outputs: Outputs) -> dict[str, bool]:
-        """Return output -> whether it is written over an input, without outputs that are unchanged or unrestored inputs."""
-        input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
-        for name, tensor in outputs.items():
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                owner = input_of.get(tensor.untyped_storage().data_ptr())
-                if not owner or (owner in self.inputs_before and not same_bits(self.inputs[owner], self.inputs_before[owner])):
-                    are_over_inputs[name] = owner is not None
-        return are_over_inputs
-
     @classmethod
     def make(cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool) -> Self:
         """Return the checker of a case.
@@ -181,18 +139,6 @@ class Checker:
             return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"]
         return []
 
-    def outputs(self, variant: Variant, config: Config) -> Outputs:
-        """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
-        for name, before in self.inputs_before.items():
-            if not same_bits(self.inputs[name], before):
-                self.inputs[name].copy_(before)
-        self._versions = {name: version(self.inputs[name]) for name in self.inputs_before}
-        with poisoned_memory(), strict(host_folder(self.op)):
-            outputs = variant.run(self.inputs, config)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return outputs
-
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Return the outputs of a run, empty if it failed, and its errors."""
         try:
@@ -218,6 +164,18 @@ class Checker:
         """Run a variant for the second time, as `run` does; a subclass may change the layout of inputs."""
         return self.run(variant, config)
 
+    def outputs(self, variant: Variant, config: Config) -> Outputs:
+        """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
+        for name, before in self.inputs_before.items():
+            if not same_bits(self.inputs[name], before):
+                self.inputs[name].copy_(before)
+        self._versions = {name: version(self.inputs[name]) for name in self.inputs_before}
+        with poisoned_memory(), strict(host_folder(self.op)):
+            outputs = variant.run(self.inputs, config)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return outputs
+
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
@@ -233,6 +191,48 @@ class Checker:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
             return list(lines)
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
+
+    def _overwritten(self, outputs: object) -> list[str]:
+        """Return a line for each input that a run changed.
+
+        Inputs that are also outputs may change, and, unless `keeps_all`, vectors of few elements. A change by torch counts even
+        if it left all values as they were, such as a `clamp_` to wide limits.
+        """
+        output_storages = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
+        lines = list[str]()
+        for name, value in self._restorable():
+            is_changeable = not self._keeps_all and value.ndim <= 1 and value.numel() <= _MOST_CHANGEABLE
+            if is_changeable or value.untyped_storage().data_ptr() in output_storages:
+                continue
+            if version(value) != self._versions[name] or not same_bits(value, self.inputs_before[name]):
+                lines.append(f"inputs: {name} was overwritten, and is no output")
+        return lines
+
+    def _restorable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the inputs whose values are copied: a run that changes them is found, and each run has the same inputs."""
+        for name, value in self.inputs.items():
+            if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
+                yield name, value
+
+    def _nearly_agree(self, outputs: object) -> bool:
+        """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
+        for name, expected in self.expected.items():
+            output = outputs.get(name) if isinstance(outputs, Mapping) else None
+            if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor) or output.shape != expected.shape:
+                continue
+            if not torch.allclose(output.double(), expected.double(), rtol=_NEAR, atol=0.0, equal_nan=True):
+                return False
+        return True
+
+    def _are_over_inputs(self, outputs: Outputs) -> dict[str, bool]:
+        """Return output -> whether it is written over an input, without outputs that are unchanged or unrestored inputs."""
+        input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
+        for name, tensor in outputs.items():
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                owner = input_of.get(tensor.untyped_storage().data_ptr())
+                if not owner or (owner in self.inputs_before and not same_bits(self.inputs[owner], self.inputs_before[owner])):
+                    are_over_inputs[name] = owner is not None
+        return are_over_inputs
 
 
 def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
