@@ -40,15 +40,13 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
         return {}
     width, least = max(map(_width, with_work)) / _WIDE, min(map(num_elements, with_work))
     axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
-    members_of = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
+    ragged_axes = {case: {axis for axis, size in case.axes if size > 1 and size % _ALIGNMENT} for case in with_work}
+    members_of = {f"ragged {axis}": [case for case in with_work if axis in ragged_axes[case]] for axis in axes}
     members_of["wide"] = [case for case in with_work if _width(case) >= width]
     members_of["tiny"] = [case for case in with_work if num_elements(case) == least]
     members_of["first"] = with_work[:1]
-    cases_with: dict[Setting, list[Case]] = {}
-    for case in with_work:
-        for setting in settings(case):
-            cases_with.setdefault(setting, []).append(case)
-    for setting, members in cases_with.items():
+    for setting in dict.fromkeys(setting for case in with_work for setting in settings(case)):
+        members = [case for case in with_work if setting in settings(case)]
         if len(members) < len(with_work):
             members_of["=".join(map(str, setting))] = members
     return {name: members for name, members in members_of.items() if members}
@@ -62,11 +60,6 @@ def settings(case: Case) -> tuple[Setting, ...]:
 def num_elements(case: Case) -> int:
     """Return the product of a case's sizes; 1 without an axis."""
     return math.prod(size for _axis, size in case.axes)
-
-
-def _is_ragged(case: Case, axis: str) -> bool:
-    size = dict(case.axes).get(axis, 0)
-    return size > 1 and size % _ALIGNMENT != 0
 
 
 def _width(case: Case) -> int:

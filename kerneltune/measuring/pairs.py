@@ -129,10 +129,8 @@ class _PairRun:
         Small tensors count little in the largest case.
         """
         case = max(self.checkers, key=num_elements, default=None)
-        if case is None or not num_elements(case) or self._op.origin is not None:
-            return
-        checker = self.checkers[case]
-        if checker is None:
+        checker = self.checkers[case] if case else None
+        if case is None or checker is None or not num_elements(case) or self._op.origin is not None:
             return
         for field, judge in {"traffic": wrong_traffic, "inputs": seeds_without_effect}.items():
             texts = judge(checker, self._variant, self._configs[case][0])

@@ -200,11 +200,9 @@ def _variants_with_facts(op: Op, cases: Iterable[Case]) -> list[Variant]:
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             break
-        variants = [
-            variant
-            for variant in variants
-            if variant.unsupported(case) or facts_by_config(op, variant, case, _default_alone(variant, case))
-        ]
+        supporting = [variant for variant in variants if not variant.unsupported(case)]
+        unknown = [its for its in supporting if not facts_by_config(op, its, case, _default_alone(its, case))]
+        variants = [variant for variant in variants if variant not in unknown]
     return variants
 
 
