@@ -70,8 +70,7 @@ def _one_type(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
         with suppress(Exception):  # the check of the case says why
             checker = Checker(op, case, "cpu")
             for name, value in checker.outputs(variant, variant.default_config(case)).items():
-                pair = value.dtype, checker.expected[name].dtype
-                types[name] = types.get(name, set()) | {pair}
+                types.setdefault(name, set()).add((value.dtype, checker.expected[name].dtype))
     for name, ((given, wanted), *others) in types.items():
         if not others and given.itemsize == 2 and given.is_floating_point and wanted in (torch.float32, torch.float64):
             yield f"{name} is {given} for every dtype"

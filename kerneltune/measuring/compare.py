@@ -191,8 +191,7 @@ def noise_floor(samples: dict[str, Samples]) -> float | None:
     """Return how far from 1 the interval of a variant against itself reaches."""
     if SELF not in samples:
         return None
-    first = next(iter(samples.values()))
-    interval = ratio_interval(first, samples[SELF])
+    interval = ratio_interval(next(iter(samples.values())), samples[SELF])
     return max(abs(interval.low - 1), abs(interval.high - 1))
 
 

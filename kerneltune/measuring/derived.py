@@ -20,6 +20,8 @@ _LONG = 64
 _MOST_PAIRED, _MOST_PAIRS, _TRIED = 8, 16, 8
 """Most cases of an operator in which values of settings meet, most pairs of values that are tried, and cases tried for a pair."""
 
+ValuePair = tuple[Setting, Setting]
+
 
 class Derived(NamedTuple):
     """Hold derived check cases, a text for each value of bench cases without a case, and the facts of bench cases."""
@@ -73,17 +75,12 @@ class _Deriver:
                 self.unchecked.append(f"{_text(value)} ({obstacle})")
 
     def add_pairs_of_values(self) -> None:
-        """Derive cases in which values of settings meet that meet in no check case; pairs that meet in bench cases come first.
+        """Derive cases in which values of settings meet that meet in no check case.
 
         Each case is the cheapest of the cases with the most new pairs. Sizes of 1, which hide mistakes, are left out.
         """
-        checks = [*self.check, *self.cases]
-        met, met_in_bench = _pairs_of_values(checks), _pairs_of_values(self.bench)
-        values = dict.fromkeys(value for case in checks for value in settings(case))
-        names = [name for name, _value in settings(self.by_cost[0])]
-        possible = (sorted(pair, key=lambda value: names.index(value[0])) for pair in itertools.combinations(values, 2))
-        pairs = [(one, other) for one, other in possible if one[0] != other[0] and (one, other) not in met]
-        missing, obstacles = sorted(pairs, key=lambda pair: pair not in met_in_bench), dict[tuple[Setting, ...], str]()
+        met_in_bench, obstacles = _pairs_of_values(self.bench), dict[ValuePair, str]()
+        missing = sorted(_new_pairs([*self.check, *self.cases]), key=lambda pair: pair not in met_in_bench)
         cheapest = sorted(self.by_cost, key=partial(check_cost, self.op))
         thick = [case for case in cheapest if all(size > 1 for _axis, size in case.axes)]
         num_before = len(self.cases)
@@ -134,9 +131,17 @@ class _Deriver:
         return Fork(partial(check_obstacle, self.op, case)).result()
 
 
-def _pairs_of_values(cases: Iterable[Case]) -> set[tuple[Setting, ...]]:
+def _pairs_of_values(cases: Iterable[Case]) -> set[ValuePair]:
     """Return each two values of settings that meet in a case."""
     return {pair for case in cases for pair in itertools.combinations(settings(case), 2)}
+
+
+def _new_pairs(cases: Sequence[Case]) -> list[ValuePair]:
+    """Return the pairs of values of two settings that each have a case and have no case together."""
+    met, names = _pairs_of_values(cases), [name for name, _value in settings(cases[0])]
+    values = dict.fromkeys(value for case in cases for value in settings(case))
+    pairs = [sorted(pair, key=lambda value: names.index(value[0])) for pair in itertools.combinations(values, 2)]
+    return [(one, other) for one, other in pairs if one[0] != other[0] and (one, other) not in met]
 
 
 def _size(case: Case) -> int:

@@ -27,21 +27,20 @@ _SMALLER_SIZES_S = 180
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 
-Found = tuple[list[Case], set[Fact]]
-"""The derived cases, and all facts of bench cases."""
 
+def with_smaller_sizes(
+    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]
+) -> tuple[list[Case], set[Fact]]:
+    """Return derived cases, and all facts of bench cases.
 
-def with_smaller_sizes(op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]) -> Found:
-    """Derive cases in a fork, as host code of a bench case may take too long, which a fact says, or end its process.
-
-    If host code ends the fork, there are no cases and no facts, as the check of addresses says why.
+    Host code runs in a fork. If it takes too long, a fact says so; if it ends the fork, the check of addresses says why.
 
     Args:
         by_cost: the check cases with elements, of medium cost first; none of a captured kernel, whose values are fixed.
         check: all check cases, derived cases among them; none if `by_cost` has none.
     """
 
-    def work() -> Found:
+    def work() -> tuple[list[Case], set[Fact]]:
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         if hard == resource.RLIM_INFINITY or hard > _SMALLER_SIZES_S + 5:  # a lower limit of the user's stays
             resource.setrlimit(resource.RLIMIT_CPU, (_SMALLER_SIZES_S, _SMALLER_SIZES_S + 5))  # then SIGXCPU, and SIGKILL
@@ -78,7 +77,7 @@ class _SizeSearch:
     def _cost(self, case: Case) -> float:
         return check_cost(self.op, case)
 
-    def run(self) -> Found:
+    def run(self) -> tuple[list[Case], set[Fact]]:
         """Search with default configs on all bench cases; then with configs around the default, on a bench case per set of facts.
 
         A variant that calls `torch.bincount`, for example, is left out: its launches depend on values.
