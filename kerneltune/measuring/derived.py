@@ -44,7 +44,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> Deriv
         deriver.add_new_values()
         deriver.add_pairs_of_values()
         deriver.add_longest_axes()
-    smaller, facts = with_smaller_sizes(op, deriver.by_cost, [*deriver.check, *deriver.cases], bench)
+    smaller, facts = with_smaller_sizes(op, deriver.medium_first, [*deriver.check, *deriver.cases], bench)
     return Derived([*deriver.cases, *smaller], deriver.unchecked, facts)
 
 
@@ -53,15 +53,15 @@ class _Deriver:
 
     Attributes:
         check, bench: the check cases, none of a captured kernel, and the bench cases.
-        by_cost: the check cases with elements, of medium cost first.
+        medium_first: the check cases with elements: of medium cost, then the costlier, last the cheaper cases.
         most_cost: largest cost of a derived case.
         cases: the cases derived so far.
         unchecked: a text for each value, and pair of values, without a case.
     """
 
-    def __init__(self, op: Op, check: Sequence[Case], bench: Sequence[Case], by_cost: Sequence[Case]) -> None:
-        self.op, self.check, self.bench, self.by_cost = op, check, bench, by_cost
-        self.most_cost = MOST_COST * max(map(partial(check_cost, op), by_cost), default=0.0)
+    def __init__(self, op: Op, check: Sequence[Case], bench: Sequence[Case], medium_first: Sequence[Case]) -> None:
+        self.op, self.check, self.bench, self.medium_first = op, check, bench, medium_first
+        self.most_cost = MOST_COST * max(map(partial(check_cost, op), medium_first), default=0.0)
         self.cases, self.unchecked = list[Case](), list[str]()
 
     def add_new_values(self) -> None:
@@ -71,7 +71,7 @@ class _Deriver:
         """
         known = {value for case in self.check for value in settings(case)}
         for value in dict.fromkeys(value for case in self.bench for value in settings(case) if value not in known):
-            if obstacle := self._add_first(_with_values(case, value) for case in self.by_cost):
+            if obstacle := self._add_first(_with_values(case, value) for case in self.medium_first):
                 self.unchecked.append(f"{_text(value)} ({obstacle})")
 
     def add_pairs_of_values(self) -> None:
@@ -81,14 +81,14 @@ class _Deriver:
         """
         met_in_bench, obstacles = _pairs_of_values(self.bench), dict[ValuePair, str]()
         missing = sorted(_new_pairs([*self.check, *self.cases]), key=lambda pair: pair not in met_in_bench)
-        cheapest = sorted(self.by_cost, key=partial(check_cost, self.op))
+        cheapest = sorted(self.medium_first, key=partial(check_cost, self.op))
         thick = [case for case in cheapest if all(size > 1 for _axis, size in case.axes)]
         num_before = len(self.cases)
         for _pair in range(_MOST_PAIRS):
             if not missing or len(self.cases) - num_before == _MOST_PAIRED:
                 break
             pair, *missing = missing
-            candidates = [_with_values(case, *pair) for case in thick or self.by_cost]
+            candidates = [_with_values(case, *pair) for case in thick or self.medium_first]
             candidates.sort(key=lambda case: -len(_pairs_of_values([case]).intersection(missing)))
             if obstacle := self._add_first(candidates[:_TRIED]):
                 obstacles[pair] = obstacle
@@ -101,8 +101,8 @@ class _Deriver:
 
     def add_longest_axes(self) -> None:
         """Give the longest size of a check case to each axis that is the longest in bench cases alone."""
-        in_checks = set(map(_longest, self.by_cost))
-        oblong = [case for case in self.by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
+        in_checks = set(map(_longest, self.medium_first))
+        oblong = [case for case in self.medium_first if _longest(case) and min(size for _axis, size in case.axes) > 1]
         by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
         for axis in dict.fromkeys(map(_longest, self.bench)):
             if axis and axis not in in_checks:

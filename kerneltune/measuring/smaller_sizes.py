@@ -29,22 +29,22 @@ _LAUNCHES_S = 10.0
 
 
 def with_smaller_sizes(
-    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]
+    op: Op, medium_first: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]
 ) -> tuple[list[Case], set[Fact]]:
     """Return derived cases, and all facts of bench cases.
 
     Host code runs in a fork. If it takes too long, a fact says so; if it ends the fork, the check of addresses says why.
 
     Args:
-        by_cost: the check cases with elements, of medium cost first; none of a captured kernel, whose values are fixed.
-        check: all check cases, derived cases among them; none if `by_cost` has none.
+        medium_first: the check cases with elements, of medium cost first; none of a captured kernel, whose values are fixed.
+        check: all check cases, derived cases among them; none if `medium_first` has none.
     """
 
     def work() -> tuple[list[Case], set[Fact]]:
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         if hard == resource.RLIM_INFINITY or hard > _SMALLER_SIZES_S + 5:  # a lower limit of the user's stays
             resource.setrlimit(resource.RLIMIT_CPU, (_SMALLER_SIZES_S, _SMALLER_SIZES_S + 5))  # then SIGXCPU, and SIGKILL
-        return _SizeSearch(op, by_cost, check, bench).run()
+        return _SizeSearch(op, medium_first, check, bench).run()
 
     try:
         return Fork(work).result()
@@ -64,14 +64,14 @@ class _SizeSearch:
         found: the derived cases.
     """
 
-    def __init__(self, op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]) -> None:
+    def __init__(self, op: Op, medium_first: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]) -> None:
         self.op, self.check, self.bench = op, check, bench
-        self.bases = list(dict.fromkeys([*(_without_ones(case, by_cost) for case in by_cost), *by_cost]))
+        self.bases = list(dict.fromkeys([*(_without_ones(case, medium_first) for case in medium_first), *medium_first]))
         cheapest = sorted(self.bases, key=self._cost)
         longer = [base for base in cheapest if 1 not in dict(base.axes).values()]
         self.few_bases = list(dict.fromkeys([*self.bases[:1], *longer[:1], *cheapest[:1]]))
         self.steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
-        self.costliest = max(map(self._cost, by_cost), default=0.0)
+        self.costliest = max(map(self._cost, medium_first), default=0.0)
         self.found = list[Case]()
 
     def _cost(self, case: Case) -> float:
