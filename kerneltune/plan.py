@@ -114,7 +114,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of a command: the selected part of a family's sweep, and the options of the run.
+    """Hold the work of a command: the selected part of a family's sweep, and the options of the run.
 
     Attributes:
         ops: operators by name.

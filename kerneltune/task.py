@@ -94,12 +94,12 @@ def knobs_of(config: Config) -> dict[str, Any]:
     return {} if config is None else {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-def knob_pairs(config: Config) -> "Knobs":
+Knobs = tuple[tuple[str, Any], ...]
+
+
+def knob_pairs(config: Config) -> Knobs:
     """Return the knobs of a config and their values as hashable pairs."""
     return tuple(knobs_of(config).items())
-
-
-Knobs = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)

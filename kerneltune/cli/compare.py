@@ -114,7 +114,7 @@ def _measured(a: str, b: str, selection: Selection, policy: str | None, results:
     with Reporter() as progress:
         measured = measure_live(load_plan(ops, selection, options), progress, "compare --run", repeat=1 + (a == b))
     if a == b:
-        return measured[::2], measured[1::2]
+        return measured[::2], measured[1::2]  # the two rows of a case follow each other
     return [record for record in measured if record.variant == a], [record for record in measured if record.variant == b]
 
 
