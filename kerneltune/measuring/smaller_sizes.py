@@ -117,14 +117,15 @@ class _SizeSearch:
         return by_facts
 
     def _candidates(self, case: Case, wants_whole_blocks: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
-        """Return copies of a bench case with smaller sizes, without copies that cost too much, in the order of their trial.
+        """Yield copies of a bench case with smaller sizes, without copies that cost too much, in the order of their trial.
 
         1. Near copies keep some sizes, and have other sizes of a base. Copies with a new size of 1 are last: a single row, for
            example of ids, hides mistakes that further rows show. Beside that, cheaper copies come first.
         2. Least copies have all sizes of a base but one: the least size with a new fact.
         3. Far copies are like near copies, and one of their sizes is far above the sizes of all bases.
 
-        For whole blocks, least copies come first, the cheapest before, because their loops are the shortest.
+        For whole blocks, least copies come first, the cheapest before, because their loops are the shortest. The search for least
+        sizes is part of the time that `_Launches.facts_of` has.
 
         Args:
             wants_whole_blocks: whether facts of whole blocks are sought.
@@ -136,7 +137,7 @@ class _SizeSearch:
             (far if any(size > _FAR * longest[axis] for axis, size in copy.axes) else near).append(copy)
         least = self._with_least_sizes(case, is_new)
         order = [sorted(least, key=self._doublings), near, far] if wants_whole_blocks else [near, least, far]
-        return (copy for copy in itertools.chain(*order) if self._cost(copy) <= MOST_COST * self.costliest)
+        yield from (copy for copy in itertools.chain(*order) if self._cost(copy) <= MOST_COST * self.costliest)
 
     def _order(self, case: Case, copy: Case) -> tuple[bool, int]:
         return any(size > copy[axis] == 1 for axis, size in case.axes), self._doublings(copy)
