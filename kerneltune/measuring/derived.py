@@ -109,7 +109,7 @@ class _Deriver:
                 self._add_first(_with_longest(case, axis) for case in by_size)
 
     def _add_first(self, cases: Iterable[Case]) -> str:
-        """Add the first case that can be checked; return why the last case cannot be checked, empty if a case was added."""
+        """Add the first case that can be checked; return an empty text then, else why the last case cannot be checked."""
         obstacle = "no check case to derive a case from"
         for case in cases:
             try:

@@ -124,8 +124,7 @@ class _SizeSearch:
         2. Least copies have all sizes of a base but one: the least size with a new fact.
         3. Far copies are like near copies, and one of their sizes is far above the sizes of all bases.
 
-        For whole blocks, least copies come first, the cheapest before, because their loops are the shortest. The search for least
-        sizes is part of the time that `_Launches.facts_of` has.
+        For whole blocks, least copies come first: their loops are the shortest. Their search counts in the time of `facts_of`.
 
         Args:
             wants_whole_blocks: whether facts of whole blocks are sought.
