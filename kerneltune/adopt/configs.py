@@ -27,7 +27,7 @@ from typing import Any
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value, identity_of
 from kerneltune.adopt.bytecode import functions_of
-from kerneltune.adopt.kernels import PLAIN_MARK, Launch, heuristics_of, jit_of
+from kerneltune.adopt.kernels import Launch, PlainKernel, heuristics_of, jit_of
 from kerneltune.wording import pairs
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -195,17 +195,12 @@ def split_options(kernel: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any
     return {name: kwargs.get(name) for name in options}, {name: kwargs[name] for name in kwargs if name not in options}
 
 
-def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return an autotuner that describes a kernel without an autotuner: a list of options, the program's options first.
+def plain_kernel(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> PlainKernel:
+    """Return a kernel without an autotuner, with configs of warps and stages around the options of a launch.
 
-    Capture, tuning and serving read this autotuner; nothing is launched through it.
-
-    Args:
-        kernel: the object under `triton.jit`.
-        options: the options of the program's launch, by name; None for an option that the launch does not give.
-        keys: names of the arguments whose values make classes of launches.
+    options: the options of the program's launch, by name; None for an option that the launch does not give.
     """
-    module, free = sys.modules["triton.runtime.autotuner"], free_options(kernel)
+    make, free = sys.modules["triton.runtime.autotuner"].Config, free_options(kernel)
     program_options = {name: options[name] for name in free if options.get(name) is not None}
     defaults = launch_defaults() if DEFAULTS.keys() - program_options.keys() else {}
     own = defaults | program_options | dict.fromkeys(DEFAULTS.keys() - free)
@@ -215,14 +210,8 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
     warps = own["num_warps"] or 0
     counts = [count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS]
     warps_and_stages = itertools.product((own["num_warps"], *counts), dict.fromkeys(stages))
-    configs = [module.Config({}, **{**own, "num_warps": count, "num_stages": stage}) for count, stage in warps_and_stages]
-    tuner = object.__new__(module.Autotuner)
-    keys = [name for name in keys if name in kernel.arg_names]  # the kernel may be another one of the module of a captured kernel
-    # the unwrapped method, because the program's autotuners are noted when they are made
-    make = inspect.unwrap(module.Autotuner.__init__)
-    make(tuner, kernel, list(kernel.arg_names), configs, keys, None, None)
-    setattr(tuner, PLAIN_MARK, True)
-    return tuner
+    configs = [make({}, **{**own, "num_warps": count, "num_stages": stage}) for count, stage in warps_and_stages]
+    return PlainKernel(kernel, kernel.fn, kernel.arg_names, keys, configs)
 
 
 def plain_configs(launch: Launch) -> list[Any]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -21,8 +21,6 @@ NO_ARGUMENT = ("grid", "warmup")
 """Arguments of a launch that are no arguments of its kernel."""
 FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
-PLAIN_MARK = "kerneltune_plain"
-"""Attribute of an autotuner that describes a kernel without an autotuner."""
 SERVED_ATTRIBUTE, RECORDED_ATTRIBUTE = "kerneltune_served", "_kerneltune_recorded"
 """Attributes of autotuners: the ServedList of the author's list, and by list of configs the RecordedClass of each launch."""
 _COPY_OF = "_kerneltune_copy_of"
@@ -89,24 +87,31 @@ def heuristics_of(value: Any) -> Iterator[tuple[Any, str, Any]]:
         yield from ((layer, *item) for item in (values.items() if isinstance(values, dict) else ()))
 
 
-def is_plain(autotuner: Any) -> bool:
-    """Return whether an autotuner describes a kernel that no autotuner wraps."""
-    return getattr(autotuner, PLAIN_MARK, False) is True
+@dataclass(eq=False)
+class PlainKernel:
+    """Describe a kernel without an autotuner under the names of an autotuner's attributes; nothing is launched through it.
+
+    Attributes:
+        fn: the object under `triton.jit`.
+        base_fn: the kernel's function.
+        keys: names of the arguments whose values make classes of launches.
+        configs: options of a launch, the program's options first.
+    """
+
+    fn: Any
+    base_fn: Any
+    arg_names: list[str]
+    keys: Sequence[str]
+    configs: list[Any]
+
+    def prune_configs(self, _named: Mapping[str, Any]) -> list[Any]:
+        """Return all configs, as an autotuner without the author's pruning does."""
+        return self.configs
 
 
 def is_by_autotuner(kwargs: Mapping[str, Any]) -> bool:
     """Return whether an autotuner launches an autotuned kernel, rather than the program: an autotuner gives all options."""
     return "num_ctas" in kwargs
-
-
-def run_of(autotuner: Any) -> Callable[..., Any]:
-    """Return the method that launches an autotuner's kernel with arguments that a capture has seen.
-
-    Of a kernel without an autotuner that is Triton's own: the arguments that a subclass of the program adds are captured.
-    """
-    kernel = autotuner.fn
-    runs = [vars(kind)["run"] for kind in type(kernel).__mro__ if kind.__module__.startswith("triton.") and "run" in vars(kind)]
-    return partial(runs[0], kernel) if is_plain(autotuner) and runs else kernel.run
 
 
 def members(value: Any) -> Iterator[Any]:
@@ -128,13 +133,11 @@ def home_of(autotuner: Any) -> KernelName | None:
     A program may autotune a kernel of another module. The kernel's own module need not be in `sys.modules`. Of several names the
     first that the module bound is returned, because a later name may be the variable of a loop that launches the kernel.
     """
-    name, unwrap = kernel_name(autotuner), autotuner_of
-    sought = autotuner.__dict__.get(_COPY_OF, autotuner)
-    if is_plain(autotuner):
-        unwrap, sought = jit_of, autotuner.fn
+    name, is_plain = kernel_name(autotuner), isinstance(autotuner, PlainKernel)
+    unwrap, sought = (jit_of, autotuner.fn) if is_plain else (autotuner_of, autotuner.__dict__.get(_COPY_OF, autotuner))
     own_globals = dict(autotuner.base_fn.__globals__)
     named_alike = unwrap(attribute(own_globals, name.name))
-    if named_alike is sought or (is_plain(autotuner) and getattr(named_alike, "fn", None) is sought.fn):  # the same kernel
+    if named_alike is sought or (is_plain and getattr(named_alike, "fn", None) is sought.fn):  # the same kernel
         return name
     users, kernel = [(name.module, own_globals)], jit_of(autotuner)
     own_module = sys.modules.get(name.module, kernel)
@@ -178,7 +181,7 @@ _signature_of = cache(inspect.signature)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Hold a launch of the program: an autotuner, and the arguments of its `run`."""
+    """Hold a launch of the program: an autotuner or a PlainKernel, and the arguments of its `run`."""
 
     autotuner: Any
     args: Sequence[Any]
@@ -188,6 +191,11 @@ class Launch:
     def name(self) -> KernelName:
         """Return the name of the kernel."""
         return kernel_name(self.autotuner)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no autotuner wraps the kernel."""
+        return isinstance(self.autotuner, PlainKernel)
 
     @property
     def keyword_arguments(self) -> dict[str, Any]:
@@ -264,10 +272,10 @@ class Launch:
         key has every argument, the key has the signs of floats, True for a positive float, and False for an argument that is not
         given.
         """
-        key, named, is_of_plain = list[Any](), self.named, is_plain(self.autotuner)
+        key, named = list[Any](), self.named
         for name in self.autotuner.keys:
             value = named.get(name)
-            if is_of_plain and (name not in named or isinstance(value, float)):
+            if self.is_plain and (name not in named or isinstance(value, float)):
                 sign = arguments.sign_of(value or 0.0)
                 key.append({"float": name in named and (sign == 1 or sign)})
             elif name in named:

@@ -14,7 +14,7 @@ from kerneltune.adopt.configs import (
     configs_digest,
     free_blocks,
     launch_defaults,
-    plain_tuner,
+    plain_kernel,
     split_options,
 )
 from kerneltune.adopt.counters import Counters
@@ -209,7 +209,7 @@ class ServedPlainKernel:
         options, others = split_options(launch.autotuner, launch.kwargs)
         values = tuple(options.values())
         if values not in self.by_options:
-            tuners = [(plain_tuner(launch.autotuner, options, kernel.key_names), kernel) for kernel in self.kernels]
+            tuners = [(plain_kernel(launch.autotuner, options, kernel.key_names), kernel) for kernel in self.kernels]
             self.by_options[values] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs_digest]
         for tuner, kernel in self.by_options[values]:
             described = Launch(tuner, launch.args, others)

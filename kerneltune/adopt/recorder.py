@@ -28,7 +28,7 @@ from kerneltune.adopt.bytecode import bytecode_digest, read_globals
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
-from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, is_plain, kernel_name
+from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
 from kerneltune.adopt.pointers import holds_addresses
 from kerneltune.errors import first_line
 
@@ -162,7 +162,7 @@ class Recorder:
         tuner = self._plain_tuners.get(key)
         if tuner is None:
             keys = [name for name in kernel.arg_names if name not in self.ignored]
-            tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, keys)
+            tuner = self._plain_tuners[key] = configs.plain_kernel(kernel, options, keys)
         return self.recorded_class(tuner, args, others)
 
     def _plain(self) -> list[str]:
@@ -197,7 +197,7 @@ class Recorder:
         num_keys: number of other keys of the launch's list of configs; none for an autotuner that is made for each launch.
         """
         name, tuner = launch.name, launch.autotuner
-        if not is_plain(tuner):
+        if not launch.is_plain:
             self._autotuned_functions.add(tuner.base_fn)
             self._subclass_of.pop(tuner.base_fn, None)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
@@ -402,7 +402,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
     described, storages = arguments.describe(tuner.arg_names, launch.args, launch.keyword_arguments)
     source_digest, configs_digest = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     global_values = read_globals(function)
-    signature = arguments.signature(described, ignored, has_signs=is_plain(tuner))
+    signature = arguments.signature(described, ignored, has_signs=launch.is_plain)
     parts = [name.module, name.name, source_digest, configs_digest, signature]
     if global_values:
         parts.append(json.dumps(global_values))
@@ -421,7 +421,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
         arguments=tuple(described),
         candidates=(),
         globals=global_values,
-        is_plain=is_plain(tuner),
+        is_plain=launch.is_plain,
     )
     return launch_class, storages
 
@@ -459,7 +459,7 @@ def _command() -> tuple[str, ...]:
 
 def _candidates(launch: Launch, allowed: Sequence[Any]) -> list[Candidate]:
     """Return the candidates of a class: the author's configs and the configs of `space=`, or the configs of a plain kernel."""
-    if is_plain(launch.autotuner):
+    if launch.is_plain:
         return [_candidate(launch, config) for config in configs.plain_configs(launch)]
     space = getattr(launch.autotuner, "kerneltune_space", None)
     added = configs.of_space(launch.autotuner.configs, space) if space else ()

@@ -23,7 +23,7 @@ import torch
 from kerneltune.adopt import arguments, kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
 from kerneltune.adopt.bytecode import bytecode_digest, read_globals
-from kerneltune.adopt.configs import StoredConfig, configs_digest, plain_tuner, to_triton_configs
+from kerneltune.adopt.configs import StoredConfig, configs_digest, plain_kernel, to_triton_configs
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, Launch
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
@@ -47,7 +47,7 @@ def live_kernel(launch_class: LaunchClass) -> Any:
     tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
     if launch_class.is_plain:
         options = launch_class.candidates[0].config.options
-        tuners = [plain_tuner(kernel, options, launch_class.key_names) for kernel in tuners]
+        tuners = [plain_kernel(kernel, options, launch_class.key_names) for kernel in tuners]
     tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == launch_class.kernel.name]
     same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == launch_class.bytecode_digest]
     is_other_bytecode = not same
@@ -338,7 +338,11 @@ class Replay:
             reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"
             raise ReplayError(f"{launch_class.kernel.text}: {stored.label}: {reason}")
         options = config.all_kwargs()
-        named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, kernels.run_of(autotuner)
+        named, hook, kernel = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn
+        run = kernel.run
+        if launch.is_plain:  # by Triton's own method, because a capture has the arguments that a subclass of the program adds
+            kinds = [kind for kind in type(kernel).__mro__ if kind.__module__.startswith("triton.")]
+            run = next((partial(vars(kind)["run"], kernel) for kind in kinds if "run" in vars(kind)), run)
         named_arguments = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
         device = self.storages[0].device if self.storages else "cpu"
 

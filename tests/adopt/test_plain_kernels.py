@@ -18,7 +18,7 @@ from test_capture_tuning import GPU, SizedBench
 from triton.backends.compiler import GPUTarget
 
 from kerneltune.adopt import kernels, program, startup, tuning
-from kerneltune.adopt.configs import plain_tuner
+from kerneltune.adopt.configs import plain_kernel
 from kerneltune.adopt.folder import CLASSES, LaunchClass
 from kerneltune.adopt.kernels import plan_key
 from kerneltune.adopt.operators import TUNED, case_of, operators_of
@@ -253,9 +253,9 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
     assert launched_options == [{"num_warps": 2}]
 
 
-def test_plain_tuner_of_a_kernel_with_a_product_varies_stages(module: Any) -> None:
-    tuner = plain_tuner(module.product, {"num_stages": 5}, ())
-    assert [config.num_stages for config in tuner.configs[:5]] == [5, 1, 2, 3, 4]
+def test_plain_kernel_with_a_product_varies_stages(module: Any) -> None:
+    kernel = plain_kernel(module.product, {"num_stages": 5}, ())
+    assert [config.num_stages for config in kernel.configs[:5]] == [5, 1, 2, 3, 4]
 
 
 def test_serving_plans_launches_with_and_without_an_optional_tensor_once_each(
