@@ -414,7 +414,9 @@ def plan_key(
         elif is_descriptor(value):
             parts.append(f"other({source})" if is_deciding else f"{source}.base.dtype")
         elif is_tensor(value):
-            parts += _tensor_parts(source, is_deciding and hasattr(value, "shape"), has_layout)
+            shape = [f"{source}.shape"] if is_deciding and hasattr(value, "shape") else []
+            layout = [f"{source}.stride()", f"{source}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
+            parts += [f"{source}.dtype", *shape, *layout]
             pointers.append(f"{source}.data_ptr()")
         elif is_deciding and type(value) in arguments.SCALAR_TYPES:
             parts += [source, f"{source}.__class__"] if isinstance(value, int | float) else [source]  # because True == 1 == 1.0
@@ -431,13 +433,6 @@ def plan_key(
     names = {"other": _other_key, "places": lambda pointers: tuple(map(pointers.index, pointers))}
     key_of: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", names)
     return key_of
-
-
-def _tensor_parts(source: str, has_shape: bool, has_layout: bool) -> list[str]:
-    """Return the parts of the key of a tensor: the element type, perhaps the shape, perhaps strides and alignment."""
-    shape = [f"{source}.shape"] if has_shape else []
-    layout = [f"{source}.stride()", f"{source}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
-    return [f"{source}.dtype", *shape, *layout]
 
 
 def all_but_floats(launch: Launch) -> set[str]:

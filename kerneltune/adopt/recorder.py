@@ -100,8 +100,8 @@ class Recorder:
         self._classes: dict[str, dict[str, RecordedClass]] = {}
         """The classes of each kernel by digest; a class that could not be written has an empty RecordedClass."""
         self._plain_functions: set[Any] = set()
-        self._autotuned_functions: set[Any] = set()
-        self._subclass_of: dict[Any, tuple[str, str]] = {}
+        self._subclass_of: dict[Any, str] = {}
+        """By autotuned function the subclass of Autotuner that has a `run` of its own; empty for any other autotuner."""
         self._bytecode_of: dict[tuple[str, str], str] = {}
         self._unread_times: list[tuple[str, Any, Any]] = []
         self._counters = Counters(root / LAUNCHES)
@@ -118,11 +118,11 @@ class Recorder:
 
     def on_new_autotuner(self, autotuner: Any) -> None:
         """Note an autotuned kernel that the program has made."""
-        kind, name = type(autotuner), kernel_name(autotuner).text
-        self._autotuned_functions.add(autotuner.base_fn)
-        self._notes.autotuned.setdefault(name, "")
+        kind, function = type(autotuner), autotuner.base_fn
+        self._notes.autotuned.setdefault(kernel_name(autotuner).text, "")
+        self._subclass_of.setdefault(function, "")
         if kind.run.__qualname__ != "Autotuner.run":
-            self._subclass_of[autotuner.base_fn] = name, f"{kind.__module__}.{kind.__qualname__}"
+            self._subclass_of[function] = f"{kind.__module__}.{kind.__qualname__}"
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
@@ -140,13 +140,12 @@ class Recorder:
         """Return the method that takes the place of `run` of a kernel: it notes the kernel, and records it under `plain`."""
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
-            function = kernel.fn
-            if function in self._subclass_of:
-                self._notes.autotuned |= [self._subclass_of[function]]
+            subclass = self._subclass_of.get(kernel.fn)
+            if subclass:
+                self._notes.autotuned[kernel_name(kernel).text] = subclass
+            if subclass or (subclass is not None and kernels.is_by_autotuner(kwargs)):
                 return original(kernel, *args, **kwargs)
-            if function in self._autotuned_functions and kernels.is_by_autotuner(kwargs):
-                return original(kernel, *args, **kwargs)
-            self._plain_functions.add(function)
+            self._plain_functions.add(kernel.fn)
             if not self.plain or kwargs.get("warmup"):
                 return original(kernel, *args, **kwargs)
             return self._launch(original, kernel, self._recorded_plain_class(kernel, args, kwargs), args, kwargs)
@@ -164,11 +163,6 @@ class Recorder:
             keys = [name for name in kernel.arg_names if name not in self.ignored]
             tuner = self._plain_tuners[key] = configs.plain_kernel(kernel, options, keys)
         return self.recorded_class(tuner, args, others)
-
-    def _plain(self) -> list[str]:
-        """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
-        names = {KernelName.of(function).text for function in self._plain_functions}
-        return sorted(name for name in names if not name.startswith(_MAKERS))
 
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
@@ -198,8 +192,7 @@ class Recorder:
         """
         name, tuner = launch.name, launch.autotuner
         if not launch.is_plain:
-            self._autotuned_functions.add(tuner.base_fn)
-            self._subclass_of.pop(tuner.base_fn, None)
+            self._subclass_of[tuner.base_fn] = ""
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return RecordedClass()
         classes, most = self._classes.setdefault(name.text, {}), self.most_classes
@@ -372,7 +365,8 @@ class Recorder:
                 for digest, launches in self._counters.by_name().items():
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
-                notes.plain = self._plain()
+                plain = {KernelName.of(function).text for function in self._plain_functions}
+                notes.plain = sorted(name for name in plain if not name.startswith(_MAKERS))
                 write_notes(self.root, f"{self._process_id}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
                 log.warning("kerneltune: notes not written: %s", first_line(error))
