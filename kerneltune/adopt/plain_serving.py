@@ -125,10 +125,12 @@ class ServedConfig:
     Attributes:
         choices: the choice that launches take, then the choices that replace it, in their order, if it fails to launch.
         slot: place of the count of these launches.
+        last_allowed: of a row of the table, the choices that the author's pruning left for the row's last launch.
     """
 
     choices: list[LaunchChoice]
     slot: int
+    last_allowed: "ServedConfig | None" = None
 
     @classmethod
     def of(cls, configs: Sequence[Any], slot: int) -> "ServedConfig":

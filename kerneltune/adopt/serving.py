@@ -44,7 +44,6 @@ class ServedList:
         by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
         by_author_key: the table's rows by author's key and element types.
         by_row: the config objects of the table's rows, see `allowed`, by the identities of the rows' configs.
-        last_allowed: by the same identities, the config objects that the author's pruning left for the row's last launch.
         author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
         shown: the list that `autotuner.configs` now holds: the author's list, or only the config for torch.compile.
         assigned: beside the author's list, the lists that the program has assigned to the autotuner.
@@ -58,7 +57,6 @@ class ServedList:
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[Group] = field(default_factory=LaunchMap)
     by_row: dict[int, ServedConfig] = field(default_factory=dict)
-    last_allowed: dict[int, ServedConfig] = field(default_factory=dict)
     author_choices: dict[Any, Any] | None = None
     shown: list[Any] | None = None
     assigned: dict[Any, "ServedList"] = field(default_factory=dict)
@@ -81,31 +79,31 @@ class ServedList:
         Launches share the configs of a row, so that each config fails once.
         """
         is_pruned = bool(launch.autotuner.early_config_prune)
-        row_id = id(stored)
-        served = self.by_row.get(row_id)
+        served = self.by_row.get(id(stored))
         if served is None:
-            served = self.by_row[row_id] = ServedConfig.of(self.objects_of(stored, is_pruned), self.slots[0])
+            served = self.by_row[id(stored)] = ServedConfig.of(self.objects_of(stored, is_pruned), self.slots[0])
         if is_pruned:
-            served = self._after_pruning(launch, row_id, [choice.config for choice in served.choices])
+            served = self._after_pruning(launch, served)
         return served if served.choices else None
 
-    def _after_pruning(self, launch: Launch, row_id: int, configs: Sequence[Any]) -> ServedConfig:
+    def _after_pruning(self, launch: Launch, row: ServedConfig) -> ServedConfig:
         """Return the configs of a row that the author's pruning, without the performance model, leaves for a launch.
 
         A config is found by its values, as a pruning may make new `Config`s.
         """
+        configs = [choice.config for choice in row.choices]
         try:
             remaining = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
         except Exception:  # triton.autotune too prunes once for a key, and reuses the choice
-            if row_id not in self.last_allowed:
+            if row.last_allowed is None:
                 raise
-            return self.last_allowed[row_id]
+            return row.last_allowed
         allowed = []
         for values in (config.all_kwargs() for config in configs):
             allowed += [config for config in remaining if config.all_kwargs() == values][:1]
         served = ServedConfig.of(allowed, self.slots[0])
         if served.choices:
-            self.last_allowed[row_id] = served
+            row.last_allowed = served
         return served
 
     def objects_of(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
