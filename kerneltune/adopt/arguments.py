@@ -326,11 +326,11 @@ def _split_storages(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tu
 def _argument(name: str, value: Any, live: dict[int, Any], is_positional: bool) -> Argument:
     if is_descriptor(value):
         block = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
-        return Argument(name, "descriptor", None, _tensor(value.base, live), block, is_positional)
+        return Argument(name, "descriptor", tensor=_tensor(value.base, live), block=block, is_positional=is_positional)
     if is_tensor(value):
-        return Argument(name, "tensor", None, _tensor(value, live), (), is_positional)
+        return Argument(name, "tensor", tensor=_tensor(value, live), is_positional=is_positional)
     try:
-        return Argument(name, "value", encode_value(value), None, (), is_positional)
+        return Argument(name, "value", encode_value(value), is_positional=is_positional)
     except NotRecordableError as error:
         raise NotRecordableError(f"argument {name}: {error}") from None
 
@@ -426,26 +426,24 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     """
     values = Values()
     kinds: dict[int, dict[str, Any]] = {}
-    data: list[tuple[int, Any, int, int, TensorLayout]] = []
-    for number, live in enumerate(storages):
-        tensors = views(arguments, number)
-        begin, end = span(tensors)
-        if not _are_indices(live, begin, end, tensors):
-            data.append((number, live, begin, end, tensors[0]))
+    tensors_of = [views(arguments, number) for number in range(len(storages))]
+    has_indices = list(map(_are_indices, storages, tensors_of))
+    for number in sorted(range(len(storages)), key=lambda number: not has_indices[number]):
+        live, (begin, end) = storages[number], span(tensors_of[number])
+        if has_indices[number]:
+            is_affordable = end - begin <= bytes_left - values.bytes
+            kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
+            if is_affordable and end > begin:
+                values.tensors[f"storage.{number}"] = _elements(live, "uint8", begin, end - begin).cpu().clone()
+            elif not is_affordable:
+                values.left_out += end - begin
             continue
-        is_affordable = end - begin <= bytes_left - values.bytes
-        kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
-        if is_affordable and end > begin:
-            values.tensors[f"storage.{number}"] = _elements(live, "uint8", begin, end - begin).cpu().clone()
-        elif not is_affordable:
-            values.left_out += end - begin
-    for number, live, begin, end, tensor in data:
         wanted = min(end - begin, SAMPLE_BYTES)
         is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - values.sampled)
         kept = wanted if is_affordable else min(wanted, _STATISTICS_BYTES)
         raw = _elements(live, "uint8", begin, kept).cpu().clone()
         kinds[number] = {"kept": "sample" if is_affordable else "statistics", "bytes": end - begin}
-        kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensor.dtype)
+        kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensors_of[number][0].dtype)
         if is_affordable and wanted:
             values.tensors[f"storage.{number}"] = raw
             values.sampled += wanted
@@ -453,12 +451,12 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     return values
 
 
-def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[TensorLayout]) -> bool:
+def _are_indices(live: Any, tensors: Sequence[TensorLayout]) -> bool:
     """Return whether a storage holds whole numbers that a kernel may read as indices, so that all of them must be kept.
 
     Few bytes are kept in any case. Many bytes of 8-bit whole numbers are weights.
     """
-    integers = [tensor for tensor in tensors if tensor.holds_integers]
+    integers, (begin, end) = [tensor for tensor in tensors if tensor.holds_integers], span(tensors)
     if not integers or end - begin <= SAMPLE_BYTES:
         return bool(integers)
     if all(tensor.element_bytes == 1 for tensor in integers):
