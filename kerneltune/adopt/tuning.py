@@ -285,15 +285,13 @@ def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
             reasons[launch_class.digest] = f"no config passed: {failure}" if tried else "not reached: run the command again"
             continue
         entry, best = stored
-        times: dict[StoredConfig, float] = {}
-        for knobs, time_us in times_of(tried).items():
-            times[candidate_of(task.variant.config_from(dict(knobs)), launch_class).config] = time_us
+        times_us = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
         tuned_class = TunedClass(
             launch_class,
             task,
             best=candidate_of(best, launch_class).config,
             author=launch_class.author_choice,
-            times=times,
+            times={candidate_of(config, launch_class).config: time_us for config, time_us in times_us.items()},
             evidence=dict(entry.evidence),
             cost_us=capture.cost_us(launch_class),
         )
