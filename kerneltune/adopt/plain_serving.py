@@ -151,7 +151,7 @@ class ServedPlainKernel:
     Attributes:
         kernels: the table's kernels of this code, each with other options of the program.
         counters: counts of the process.
-        slots: places of the counts of launches: served, missed.
+        served_slot, missed_slot: places of the counts of launches.
         autotuned: the functions that autotuners launch, too.
         by_launch: the served changes by the keys of launches.
         by_options: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
@@ -159,7 +159,8 @@ class ServedPlainKernel:
 
     kernels: list[TableKernel]
     counters: Counters
-    slots: tuple[int, ...]
+    served_slot: int
+    missed_slot: int
     autotuned: Collection[Any]
     by_launch: LaunchMap[ServedConfig] = field(default_factory=lambda: LaunchMap(has_signs=True))
     by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
@@ -182,7 +183,7 @@ class ServedPlainKernel:
             served.fall_back(kernel, choice, error)
             return self.launch(original, kernel, args, kwargs)
         result = original(kernel, *args, **kwargs)
-        self.counters.add(self.slots[1])
+        self.counters.add(self.missed_slot)
         return result
 
     def _resolve(self, launch: Launch) -> ServedConfig:
@@ -200,7 +201,9 @@ class ServedPlainKernel:
             choices.insert(0, choice)
         has_elements = any(0 not in getattr(value, "shape", ()) for value in launch.values if is_tensor(value))
         is_missed = choice is None and has_elements  # without elements nothing can be tuned
-        slot = self.counters.slot(BY_AUTOTUNER) if is_by_autotuner else self.slots[is_missed]
+        slot = self.missed_slot if is_missed else self.served_slot
+        if is_by_autotuner:
+            slot = self.counters.slot(BY_AUTOTUNER)
         return self.by_launch.remember(launch, key_names, ServedConfig(choices, slot))
 
     def _choice(self, launch: Launch) -> LaunchChoice | None:

@@ -39,7 +39,7 @@ class ServedList:
         configs: the list.
         kernel: the table's kernel; None where the table has none for this autotuner.
         is_tuned: whether the table's kernel was tuned with this list.
-        slots: places of the counts of launches: served, missed.
+        served_slot, missed_slot: places of the counts of launches.
         key_names: arguments in the keys of launches: the arguments of the author's key, and the sizes that decide between rows.
         by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
         by_author_key: the table's rows by author's key and element types.
@@ -52,7 +52,8 @@ class ServedList:
     configs: list[Any]
     kernel: TableKernel | None
     is_tuned: bool
-    slots: tuple[int, ...]
+    served_slot: int
+    missed_slot: int
     key_names: set[str]
     by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[Group] = field(default_factory=LaunchMap)
@@ -81,7 +82,7 @@ class ServedList:
         is_pruned = bool(launch.autotuner.early_config_prune)
         served = self.by_row.get(id(stored))
         if served is None:
-            served = self.by_row[id(stored)] = ServedConfig.of(self.objects_of(stored, is_pruned), self.slots[0])
+            served = self.by_row[id(stored)] = ServedConfig.of(self.objects_of(stored, is_pruned), self.served_slot)
         if is_pruned:
             served = self._after_pruning(launch, served)
         return served if served.choices else None
@@ -101,7 +102,7 @@ class ServedList:
         allowed = []
         for values in (config.all_kwargs() for config in configs):
             allowed += [config for config in remaining if config.all_kwargs() == values][:1]
-        served = ServedConfig.of(allowed, self.slots[0])
+        served = ServedConfig.of(allowed, self.served_slot)
         if served.choices:
             row.last_allowed = served
         return served
@@ -240,7 +241,7 @@ class Server:
             if kernel.fn not in served:
                 tuned, new = self._kernels_of(kernel.fn, is_plain=True), None
                 if tuned:
-                    new = ServedPlainKernel(tuned, self.counters, self._slots_of(kernel), self._autotuned)
+                    new = ServedPlainKernel(tuned, self.counters, *self._slots_of(kernel), self._autotuned)
                 served.setdefault(kernel.fn, new)
             plain = served[kernel.fn]
             if plain is None or kwargs.get("warmup"):  # which compiles, and launches nothing
@@ -314,11 +315,12 @@ class Server:
         is_tuned = kernel is not None and kernel.configs_digest == digest
         deciding_sizes = {name for group in (kernel.groups if kernel is not None else ()) for name in group.split}
         arguments_of_sizes = {re.split(r"[.[]", size)[0] for size in deciding_sizes}  # `x` of `x.0` and of `x[1].0`
-        return ServedList(configs, kernel, is_tuned, self._slots_of(autotuner), arguments_of_sizes.union(autotuner.keys))
+        return ServedList(configs, kernel, is_tuned, *self._slots_of(autotuner), arguments_of_sizes.union(autotuner.keys))
 
-    def _slots_of(self, kernel: Any) -> tuple[int, ...]:
+    def _slots_of(self, kernel: Any) -> tuple[int, int]:
         """Return the places of the counts of a kernel's launches: served, missed."""
-        return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
+        name = kernel_name(kernel).text
+        return self.counters.slot(f"{SERVED} {name}"), self.counters.slot(f"{MISSED} {name}")
 
     def _resolve(self, launch: Launch, served_list: ServedList) -> ServedConfig | None:
         """Return the config for launches of this key; None where the author's autotuner is to choose it."""
@@ -329,10 +331,10 @@ class Server:
             self.hits += 1
             return self._remember(launch, served_list, tuned)
         if len(served_list.configs) == 1:  # nothing to choose
-            return self._remember(launch, served_list, ServedConfig.of(served_list.configs, served_list.slots[0]))
+            return self._remember(launch, served_list, ServedConfig.of(served_list.configs, served_list.served_slot))
         with suppress(Exception):  # of the author's grid: the launch raises it again
             if 0 in (launch.grid(served_list.configs[0]) or ()):  # without tokens, for example: any config does for this launch
-                return ServedConfig.of(served_list.configs[:1], served_list.slots[0])
+                return ServedConfig.of(served_list.configs[:1], served_list.served_slot)
         return self._missed(launch, served_list)
 
     def _missed(self, launch: Launch, served_list: ServedList) -> ServedConfig | None:
@@ -349,7 +351,7 @@ class Server:
         if miss == "author":
             return None
         configs = self._untuned_configs(miss, launch, served_list)
-        return self._remember(launch, served_list, ServedConfig.of(configs, served_list.slots[1]))
+        return self._remember(launch, served_list, ServedConfig.of(configs, served_list.missed_slot))
 
     def _remember(self, launch: Launch, served_list: ServedList, served: ServedConfig) -> ServedConfig:
         """Serve a config to launches of this key from now on.
@@ -380,10 +382,10 @@ class Server:
             alone.cache = served_list.author_choices
         before = len(alone.cache)
         result = original(alone, *launch.args, **launch.kwargs)
-        self.counters.add(served_list.slots[1])
+        self.counters.add(served_list.missed_slot)
         self.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(launch.autotuner, name, alone.__dict__[name])
-        self._remember(launch, served_list, ServedConfig.of([alone.best_config], served_list.slots[1]))
+        self._remember(launch, served_list, ServedConfig.of([alone.best_config], served_list.missed_slot))
         return result
