@@ -93,7 +93,7 @@ class Recorder:
         """
         self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
         self.ignored, self.plain = frozenset(ignored), plain
-        self._plain_tuners: dict[tuple[Any, ...], Any] = {}
+        self._plain_kernels: dict[tuple[Any, ...], kernels.PlainKernel] = {}
         self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
         self._notes = ProcessNotes({})
@@ -158,11 +158,11 @@ class Recorder:
             return RecordedClass()
         options, others = configs.split_options(kernel, kwargs)
         key = (id(kernel), *options.values())
-        tuner = self._plain_tuners.get(key)
-        if tuner is None:
+        plain = self._plain_kernels.get(key)
+        if plain is None:
             keys = [name for name in kernel.arg_names if name not in self.ignored]
-            tuner = self._plain_tuners[key] = configs.plain_kernel(kernel, options, keys)
-        return self.recorded_class(tuner, args, others)
+            plain = self._plain_kernels[key] = configs.plain_kernel(kernel, options, keys)
+        return self.recorded_class(plain, args, others)
 
     def recorded_class(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedClass:
         """Return the class of a launch; the first launch of a class records it."""
