@@ -79,6 +79,8 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
+    for kernel in {each.kernel.text for each in classes}.intersection(notes.misnamed):  # of an earlier run: since then corrected
+        notes.refused.pop(kernel, None)
     failed = "each of its launches failed in the program" if files else ""
     for place, each in enumerate(classes):
         if each.digest not in notes.launches:

@@ -277,7 +277,7 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
         note(f"{kernel}: {reason}")
     plain = capture.plain()
     if plain:
-        note(f"plain @triton.jit, captured under --plain: {first_of(plain, _SHOWN)}")
+        note(f"plain @triton.jit, captured only under --plain: {first_of(plain, _SHOWN)}")
     for classes in capture.kernels().values():
         hint = seed_hint(classes)
         if hint:

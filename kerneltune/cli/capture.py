@@ -72,7 +72,7 @@ def command(
         error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")
         code = _BAD_INPUT
     elif not notes.launches:
-        more = f"; plain @triton.jit, captured under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
+        more = f"; plain @triton.jit, captured only under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
         if notes.has_compiled and not eager:
             more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""

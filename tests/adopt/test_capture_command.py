@@ -150,6 +150,15 @@ def test_capture_of_a_misnamed_knob_exits_with_2_until_it_is_corrected(tmp_path:
     assert "the program ended with 1 before it launched a kernel" in again.stderr
 
 
+def test_capture_of_a_corrected_kernel_drops_the_earlier_reason(tmp_path: Path) -> None:
+    (launch,) = captured(tmp_path, pattern="row_sum").classes
+    for kernel in (launch.kernel.text, "train.k"):
+        (tmp_path / "launches" / f"{kernel}.json").write_text(
+            json.dumps({"launches": {}, "refused": {kernel: "not captured: 'BLOK'"}, "misnamed": [kernel]})
+        )
+    assert read_capture(tmp_path).notes.refused == {"train.k": "not captured: 'BLOK'"}
+
+
 def _noting(root: Path, **notes: object) -> tuple[str, str, Path]:
     """Return a program that leaves the notes of a process in the capture that it runs in."""
     script = root / "program.sh"
