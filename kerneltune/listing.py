@@ -139,15 +139,15 @@ def _missing_functions(op: Op) -> Iterator[str]:
 
 def _mistaken_names(op: Op) -> Iterator[str]:
     """Yield `field: name: expected …` for each name that the operator lacks or has twice."""
-    for field, mentioned, existing in (
-        ("free_axes", op.free_axes, op.axes),
-        ("free_options", op.free_options, tuple(op.options)),
-        ("unseen_options", op.unseen_options or (), op.free_options),
-        ("bands", tuple(op.bands), op.free_axes),
+    for field, mentioned, source, existing in (
+        ("free_axes", op.free_axes, "axes", op.axes),
+        ("free_options", op.free_options, "options", tuple(op.options)),
+        ("unseen_options", op.unseen_options or (), "free_options", op.free_options),
+        ("bands", tuple(op.bands), "free_axes", op.free_axes),
     ):
         for name in mentioned:
             if name not in existing:
-                yield f"{field}: {name!r}: expected one of {', '.join(existing) or 'none'}"
+                yield f"{field}: {name!r}: expected one of {source}: {', '.join(existing) or 'none'}"
     if type(op.max_distance) not in (int, float) or not op.max_distance >= 0:
         yield f"max_distance: {op.max_distance!r}: expected a log2 distance, 0 or more"
     for axis, ends in op.bands.items():

@@ -128,11 +128,12 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
             ({"name": name}, f"{name}: name: {name!r}: expected letters, digits, '_', '-' and '.'")
             for name in ("", "a/b", "../up", "..", "a b")
         ),
-        ({"free_axes": ("K",)}, "copy: free_axes: 'K': expected one of M, N"),
+        ({"free_axes": ("K",)}, "copy: free_axes: 'K': expected one of axes: M, N"),
         ({"invalid": None}, "copy: variants: optimized: invalid: None: expected a function"),
         ({"inputs": "x"}, "copy: inputs: 'x': expected a function"),
-        ({"free_options": ("pad",)}, "copy: free_options: 'pad': expected one of layout"),
-        ({"bands": {"N": (64,)}}, "copy: bands: 'N': expected one of M"),
+        ({"free_options": ("pad",)}, "copy: free_options: 'pad': expected one of options: layout"),
+        ({"unseen_options": ("layout",)}, "copy: unseen_options: 'layout': expected one of free_options: none"),
+        ({"bands": {"N": (64,)}}, "copy: bands: 'N': expected one of free_axes: M"),
         ({"bands": {"M": (64, 16)}}, "copy: bands: M: (64, 16): expected rising sizes"),
         (
             {"variants": (Variant("a", make_dataclass("Run", [])()),)},
@@ -202,7 +203,7 @@ def test_plug_in_with_a_mistake_raises_when_it_loads(tmp_path: Path, monkeypatch
     load: Callable[[], object] = ops.load
     with pytest.raises(ValueError) as error:
         load()
-    expected = f"plug-in {tmp_path}/mistaken_operator.py: mistaken: free_axes: 'rows': expected one of read, write"
+    expected = f"plug-in {tmp_path}/mistaken_operator.py: mistaken: free_axes: 'rows': expected one of axes: read, write"
     assert str(error.value) == expected
 
 

@@ -47,7 +47,9 @@ def _errors(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]
             return [f"{_CALL} fails: {statement_in(host_folder(op), error)}{first_line(error)}"]
     tuned = op.case_of_call(case)
     if looked_up and _without_free_options(op, tuned) not in [_without_free_options(op, asked) for asked in looked_up]:
-        return [f"{_CALL} looks up {looked_up[0].label}, where configs are stored for {tuned.label}"]
+        untold = [name for name, value in tuned.options if (name, value) not in looked_up[0].options]
+        hint = f"; an option that no argument of a call tells belongs in free_options: {', '.join(untold)}" if untold else ""
+        return [f"{_CALL} looks up {looked_up[0].label}, where configs are stored for {tuned.label}{hint}"]
     return [f"{_CALL}: {line}" for line in checker.disagreements(outputs)] if looked_up else []
 
 
