@@ -191,7 +191,9 @@ def _show_mutations(plan: Plan) -> None:
     show_wrapped(MEANING)
     outputs, num_failed = counted(len(outcomes), "output"), sum(outcome.status == "failed" for outcome in outcomes)
     if num_failed:
-        show_wrapped(f"{num_failed} of {outputs} not checked: compare accepts a mistake beyond any tolerance")
+        show_wrapped(
+            f"{num_failed} of {outputs} not checked enough: compare accepts a wrong element, a wrong row or a zeroed tail"
+        )
         raise typer.Exit(1)
     show_wrapped(f"compare checks all {outputs}")
 
