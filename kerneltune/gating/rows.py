@@ -126,7 +126,7 @@ def slower_groups(changes: Sequence[Change]) -> tuple[list[str], list[str]]:
         least = shift.least(_FALSE_ALARM / len(groups))
         if least > _GROUP_MARGIN:
             has_two_units = any("unit" in other_run(change.old, change.new) for change in rows)
-            basis = "" if any(change.basis for change in rows) else "; one process a side"
+            basis = "" if all(change.basis for change in rows) else "; one process a side"
             line = (
                 f"{name} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
                 f"(at least {least:+.1%}), tolerated {_GROUP_MARGIN:.0%}{basis}"

@@ -35,6 +35,13 @@ def test_gate_of_all_rows_2_percent_slower_fails_the_variant() -> None:
     assert "::error title=kerneltune gate::rmsnorm_fwd optimized on NVIDIA H200" in gate_annotations(answer)
 
 
+def test_gate_of_a_slower_variant_with_a_row_that_was_not_measured_again_says_one_process_a_side() -> None:
+    noise = 1 + np.random.default_rng(0).normal(0, 0.003, ROWS)
+    old, new = family(noise), family(1.02 * noise)
+    (line,) = gate(old, [old[0], *new[1:]], 0.03).failures
+    assert line.endswith("tolerated 1%; one process a side")
+
+
 def test_gate_of_one_variant_of_four_2_percent_slower_fails_it() -> None:
     noise = np.random.default_rng(3).normal(0, 0.003, (8, ROWS))
     variants = ("baseline", "pr593", "optimized", "split")
