@@ -101,7 +101,7 @@ class Recorder:
         """The classes of each kernel by digest; a class that could not be written has an empty RecordedClass."""
         self._plain_functions: set[Any] = set()
         self._subclass_of: dict[Any, str] = {}
-        """By autotuned function the subclass of Autotuner that has a `run` of its own; empty for any other autotuner."""
+        """Map an autotuned function to the subclass of Autotuner that has a `run` of its own, to "" for any other autotuner."""
         self._bytecode_of: dict[tuple[str, str], str] = {}
         self._unread_times: list[tuple[str, Any, Any]] = []
         self._counters = Counters(root / LAUNCHES)
