@@ -21,10 +21,10 @@ import torch.utils._triton
 import triton
 from triton.runtime import autotuner, interpreter
 
+from kerneltune.checking.check import poisoned_memory
 from kerneltune.errors import first_line
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import corrected, strict
-from kerneltune.measuring.check import poisoned_memory
 
 LAUNCHED: set[str] = set()
 CALLS: dict[str, Callable[[], Any]] = {}

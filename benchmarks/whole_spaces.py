@@ -23,7 +23,7 @@ from kept_trials import ROOT, Row, TrialBlock, path_of, read, write
 from kerneltune import device, ops, sweep_file
 from kerneltune.measuring.assembly import TARGETS
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
-from kerneltune.processes import start_server
+from kerneltune.processes.start import start_server
 from kerneltune.spec import Config
 from kerneltune.task import Evaluation, Task, knob_pairs, provenance
 from kerneltune.tune.candidates import checked_space

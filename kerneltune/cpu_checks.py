@@ -1,6 +1,6 @@
 """Check a sweep without a GPU: its cases and cases derived from them, pairs of config and case, addresses, compilation.
 
-Checks run in forks of this process, see `measuring/jobs.py`. A process with a GPU imports this module only to perturb outputs.
+Checks run in forks of this process, see `checking/jobs.py`. A process with a GPU imports this module only to perturb outputs.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kerneltune import records
-from kerneltune.forked import Fork
+from kerneltune.checking.addresses import largest_cases
+from kerneltune.checking.check import host_folder, is_shipped, meta_inputs
+from kerneltune.checking.derived import derived_cases
+from kerneltune.checking.jobs import Job, address_job, case_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import read_sources
 from kerneltune.journals import Journal
-from kerneltune.measuring.addresses import largest_cases
-from kerneltune.measuring.check import host_folder, is_shipped, meta_inputs
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
-from kerneltune.measuring.derived import derived_cases
-from kerneltune.measuring.jobs import Job, address_job, case_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.plan import Plan
+from kerneltune.processes.forked import Fork
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.sweep_file import SweepCase, cases_by_op

@@ -91,7 +91,7 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     """
     import torch
 
-    from kerneltune.measuring.memory import gpu_free_bytes
+    from kerneltune.checking.memory import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, Contender, interleave, num_input_sets, throttled
 
     num_bytes = []
@@ -158,8 +158,8 @@ def _check(
     """
     import torch
 
+    from kerneltune.checking.check import Checker
     from kerneltune.kernel_lib.agreement import check_tolerance, close
-    from kerneltune.measuring.check import Checker
     from kerneltune.source_modules import unwrapped
     from kerneltune.spec import Case, Op, Traffic, Variant
     from kerneltune.task import CaseError

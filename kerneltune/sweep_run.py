@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kerneltune import device, records
+from kerneltune.checking.check import check_runs
+from kerneltune.checking.covering import configs_by_case, covering
+from kerneltune.checking.pairs import check_cost
 from kerneltune.files import replace_text
 from kerneltune.journals import Journal
 from kerneltune.measuring.assembly import TARGETS, Target
-from kerneltune.measuring.check import check_runs
 from kerneltune.measuring.compare import ceiling_task, make_record
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
-from kerneltune.measuring.covering import configs_by_case, covering
-from kerneltune.measuring.pairs import check_cost
 from kerneltune.plan import CHECK_POLICY, Plan
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.reporting import tables

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser
-from kerneltune.programs import commit
+from kerneltune.processes.programs import commit
 from kerneltune.records import Status, TrialStatus
 from kerneltune.spec import Case, Config, Op, TaskKey, Variant
 

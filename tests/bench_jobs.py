@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kerneltune.measuring.compare import Compared
-from kerneltune.processes import tell
+from kerneltune.processes.start import tell
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Outcome, Run, Task

@@ -106,7 +106,7 @@ def own_device() -> Iterator[None]:
 @pytest.fixture(autouse=HAS_GPU)
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` holds NaN, so that a kernel that leaves a part of its output unwritten is caught."""
-    from kerneltune.measuring import check
+    from kerneltune.checking import check
 
     torch.utils.deterministic.fill_uninitialized_memory = True
     with check.poisoned_memory():

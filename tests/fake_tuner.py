@@ -14,13 +14,13 @@ from unittest import mock
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.search.loop import Candidates, SearchLimits, SearchState
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.task import Evaluation, Task
 from kerneltune.tune.candidates import candidates
 from kerneltune.tune.tuner import Final, Tuner
-from kerneltune.worker import WorkerCrashedError
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
 CASE = Case("a", (("M", 8),), "bfloat16")

@@ -19,7 +19,7 @@ from fake_operator import H200, OP, VARIANT, Bench, Knobs, Pool
 from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.plan import Options
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Case, Config

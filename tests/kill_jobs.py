@@ -11,8 +11,8 @@ from pathlib import Path
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 from fake_tuner import CompiledAtOnce
 
-from kerneltune import interrupts
 from kerneltune.plan import Options
+from kerneltune.processes import interrupts
 from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import TrialStore
 from kerneltune.task import Task

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from kerneltune.checking import pairs
+from kerneltune.checking.addresses import address_errors
+from kerneltune.checking.check import Checker
+from kerneltune.checking.derived import derived_cases
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.check_values import vary_rows
-from kerneltune.measuring import pairs
-from kerneltune.measuring.addresses import address_errors
-from kerneltune.measuring.check import Checker
-from kerneltune.measuring.derived import derived_cases
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 

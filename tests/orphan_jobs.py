@@ -14,7 +14,7 @@ from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 from kerneltune import cli
 from kerneltune.measuring.assembly import TARGETS
 from kerneltune.measuring.compiler import CompileJob, CompilePool
-from kerneltune.processes import end, start
+from kerneltune.processes.start import end, start
 from kerneltune.task import Task
 from kerneltune.tune.gpu_worker import GpuWorker
 

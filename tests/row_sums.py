@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from mistaken_ops import case_of, rows_of
 
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 BENCH = [case_of("long", 4096, 3000), case_of("short", 8192, 64)]

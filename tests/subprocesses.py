@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kerneltune.worker import Worker
+from kerneltune.processes.worker import Worker
 
 TESTS = Path(__file__).parent
 

@@ -14,10 +14,12 @@ from bench_jobs import FakeCheck, FakeCompare
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import device, ops, records, sweep_run
-from kerneltune.measuring import check, compare
+from kerneltune.checking import check
+from kerneltune.measuring import compare
 from kerneltune.measuring.compare import CEILING, make_record
 from kerneltune.plan import Options, Plan, Selection, load_plan
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Case, Config
@@ -25,7 +27,6 @@ from kerneltune.stale import plans_of
 from kerneltune.sweep_run import measure_batches, measure_live, run_sweep
 from kerneltune.task import Outcome, Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
-from kerneltune.worker import WorkerCrashedError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kerneltune import ops, sweep_file, workloads
 from kerneltune.cache import Chooser
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.spec import Case, Op
 
 OPS = ops.load()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kerneltune import ops, sweep_file
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.spec import Case, Variant
 
 OPS = ops.load()

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from kerneltune import cache, exchange, ops
 from kerneltune.cache import CacheEntry
+from kerneltune.checking.lookups import before_look_ups
 from kerneltune.cli import app
-from kerneltune.measuring.lookups import before_look_ups
 from kerneltune.spec import Case
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"

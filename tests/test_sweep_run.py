@@ -16,10 +16,10 @@ from literal_records import changed, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import cpu_checks, ops, records
+from kerneltune.checking import jobs, memory
+from kerneltune.checking.check import Checker
 from kerneltune.device import INTERPRETER
 from kerneltune.journals import Journal
-from kerneltune.measuring import jobs, memory
-from kerneltune.measuring.check import Checker
 from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
@@ -301,7 +301,7 @@ def test_interrupt_of_a_check_of_pairs_keeps_checked_cases(
 
 
 def test_sweep_run_imports_no_checks_of_the_interpreter() -> None:
-    modules = {"kerneltune.cpu_checks", "kerneltune.measuring.jobs", "kerneltune.measuring.mutations"}
+    modules = {"kerneltune.cpu_checks", "kerneltune.checking.jobs", "kerneltune.checking.mutations"}
     code = (
         f"import kerneltune.sweep_run, kerneltune.adopt.tuning, kerneltune.tune.run, sys; print({modules} & sys.modules.keys())"
     )

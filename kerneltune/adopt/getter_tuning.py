@@ -66,7 +66,7 @@ def _tuned_call(task: Task, case: getter.CallCase, found: SearchResult) -> Tuned
 
 def check_getter(root: Path) -> list[Outcome]:
     """Check pairs of call and override without a GPU, in a fork; return what `check_pairs` returns."""
-    from kerneltune.measuring.jobs import pairs_job, run_jobs
+    from kerneltune.checking.jobs import pairs_job, run_jobs
 
     facts, (op,) = getter.read_facts(root), getter.operators(str(root))
     cases = [getter.call_case(facts, case) for case in facts.cases if case.is_searched]

@@ -28,8 +28,8 @@ from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, Launch
 from kerneltune.adopt.program import attribute, is_interpreted, python_version
 from kerneltune.errors import first_line, statement_in
-from kerneltune.forked import run_forked, shared_bytes
 from kerneltune.interpreter.modes import replaced
+from kerneltune.processes.forked import run_forked, shared_bytes
 from kerneltune.task import CaseError
 
 

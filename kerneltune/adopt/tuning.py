@@ -31,6 +31,7 @@ from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel,
 from kerneltune.errors import first_line
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Plan, Selection
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.progress import Progress
 from kerneltune.records import grouped
 from kerneltune.search.loop import times_of
@@ -41,7 +42,6 @@ from kerneltune.task import Evaluation, Task
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
 from kerneltune.wording import counted
-from kerneltune.worker import WorkerCrashedError
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
-from kerneltune import interrupts
 from kerneltune.cli import (
     adopt,
     cache,
@@ -35,7 +34,8 @@ from kerneltune.cli import (
 )
 from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.files import RESULTS
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes import interrupts
+from kerneltune.processes.start import WorkerStoppedError
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own click, whose UsageError has no public name
 

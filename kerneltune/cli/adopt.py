@@ -88,7 +88,7 @@ def getter_command(
     """
     from kerneltune.adopt.getter import GetterFacts, call_case, given_knobs, probe, write_facts
     from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
-    from kerneltune.processes import in_fresh_processes
+    from kerneltune.processes.start import in_fresh_processes
 
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
         raise ValueError(f"named: {named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
@@ -223,7 +223,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, force: 
     if dry_run:
         return _show_forecast(folder, share or 1.0, workers, budget)
     o.require_writable(folder)
-    from kerneltune.processes import start_server
+    from kerneltune.processes.start import start_server
 
     start_server()
     from kerneltune.adopt.tuning import tune_capture

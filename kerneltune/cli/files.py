@@ -13,7 +13,7 @@ from kerneltune.cli.console import note
 from kerneltune.errors import meant
 from kerneltune.files import data_root
 from kerneltune.plan import Selection
-from kerneltune.programs import git
+from kerneltune.processes.programs import git
 from kerneltune.records import Record, grouped, load, parse
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
 from kerneltune.sweep_file import Section

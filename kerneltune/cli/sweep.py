@@ -14,7 +14,7 @@ from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, widt
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root
 from kerneltune.plan import Options, Plan, Selection
-from kerneltune.processes import start_server
+from kerneltune.processes.start import start_server
 from kerneltune.records import Record, load
 from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, check_table, side, sweep_table
 from kerneltune.spec import Op
@@ -182,8 +182,8 @@ def _stale_table(stales: "Sequence[Stale]") -> Table:
 
 def _show_mutations(plan: Plan) -> None:
     """List the mutations that each `compare` refused and accepted; exit with 1 if a `compare` accepts a gross mistake."""
+    from kerneltune.checking.mutations import MEANING
     from kerneltune.cpu_checks import mutate_outputs
-    from kerneltune.measuring.mutations import MEANING
 
     outcomes = mutate_outputs(plan)
     for outcome in outcomes:

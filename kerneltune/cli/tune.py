@@ -15,7 +15,7 @@ from kerneltune.cli.console import error_line, note, show, show_wrapped
 from kerneltune.cli.progress import Reporter
 from kerneltune.cli.trials import searches_of, show_searches
 from kerneltune.plan import Plan, Selection
-from kerneltune.processes import start_server
+from kerneltune.processes.start import start_server
 from kerneltune.progress import Progress
 from kerneltune.records import grouped
 from kerneltune.sweep_file import results_root

@@ -10,7 +10,7 @@ from kerneltune import device
 from kerneltune.gating.rows import defaults_of
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, Verdict, confirm, gate
 from kerneltune.plan import Options, Plan, Selection, load_plan
-from kerneltune.processes import in_fresh_processes
+from kerneltune.processes.start import in_fresh_processes
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.spec import Op, TaskKey

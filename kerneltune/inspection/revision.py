@@ -20,8 +20,8 @@ from kerneltune import cache, device
 from kerneltune.files import data_root, read_text
 from kerneltune.identity import code_digest
 from kerneltune.inspection.static import StaticRow, Survey, load
-from kerneltune.processes import held_folder
-from kerneltune.programs import git, run_bound
+from kerneltune.processes.programs import git, run_bound
+from kerneltune.processes.start import held_folder
 from kerneltune.progress import Progress
 from kerneltune.spec import TaskKey
 from kerneltune.task import Run

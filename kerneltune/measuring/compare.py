@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kerneltune import device
+from kerneltune.checking.check import Checker, broken_context
+from kerneltune.checking.memory import gpu_free_bytes, memory_obstacle, within_memory
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker, broken_context
-from kerneltune.measuring.memory import gpu_free_bytes, memory_obstacle, within_memory
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, num_input_sets, throttled
-from kerneltune.processes import tell
+from kerneltune.processes.start import tell
 from kerneltune.records import Record, timing
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, median_interval, ratio_interval

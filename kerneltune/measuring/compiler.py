@@ -24,10 +24,10 @@ from kerneltune.compat import failing_line
 from kerneltune.errors import first_line, line_of_inputs, statement_in
 from kerneltune.measuring import assembly
 from kerneltune.measuring.assembly import MAX_THREADS, TARGETS, Kernel, Target
-from kerneltune.programs import run_to_end
+from kerneltune.processes.programs import run_to_end
+from kerneltune.processes.worker import Worker, WorkerCrashedError, WorkerHungError
 from kerneltune.spec import Config, Inputs
 from kerneltune.task import Task
-from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError
 
 COMPILE_TIMEOUT_S = 90.0
 _FOR_A_WORKER = 4

@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines, writing
-from kerneltune.programs import commit
+from kerneltune.processes.programs import commit
 from kerneltune.records import TrialStatus
 from kerneltune.spec import LARGEST_MEASURE, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
 from kerneltune.task import Evaluation, Knobs, Task, Trial, fingerprint, knob_pairs, knobs_of, trials_file

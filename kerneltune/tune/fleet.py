@@ -15,12 +15,12 @@ from threading import Lock
 
 from kerneltune import device
 from kerneltune.plan import Options
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
+from kerneltune.processes.worker import Worker, WorkerCrashedError
 from kerneltune.progress import Progress
 from kerneltune.spec import TaskKey
 from kerneltune.task import Task
 from kerneltune.tune.session import TuningResult, TuningSession
-from kerneltune.worker import Worker, WorkerCrashedError
 
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of processes of a GPU that may die without a finished task between."""

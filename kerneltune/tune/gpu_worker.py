@@ -13,19 +13,19 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from kerneltune.checking.check import Checker, broken_context
+from kerneltune.checking.consistency import FirstSeen
+from kerneltune.checking.memory import out_of_memory_reason, within_memory
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker, broken_context
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
-from kerneltune.measuring.consistency import FirstSeen
-from kerneltune.measuring.memory import out_of_memory_reason, within_memory
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
+from kerneltune.processes.worker import State, Worker, WorkerCrashedError
 from kerneltune.records import Record
 from kerneltune.spec import LARGEST_MEASURE, Config
 from kerneltune.stats import Samples
 from kerneltune.task import CaseError, Evaluation, Outcome, Run, SkippedError, Task
-from kerneltune.worker import State, Worker, WorkerCrashedError
 
 SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0

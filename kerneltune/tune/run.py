@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kerneltune import cache, device
+from kerneltune.checking.memory import release_memory
 from kerneltune.measuring.compare import ceiling_task
-from kerneltune.measuring.memory import release_memory
 from kerneltune.plan import Options, Plan
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.spec import Op, TaskKey
@@ -20,7 +21,6 @@ from kerneltune.task import Run, Task, is_outdated, is_stale, knobs_of, provenan
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.fleet import Fleet, visible_gpus
 from kerneltune.tune.session import TuningResult, TuningSession
-from kerneltune.worker import WorkerCrashedError
 
 _SEARCH_S, _COMPILE_S, _MEASURE_S = 1.6, 1.5, 0.06
 """Seconds of a search that ends at an expected gain of 1 %; of a core to compile a config; of the GPU to check and time a config.

@@ -16,14 +16,14 @@ from kerneltune.measuring.assembly import TARGETS
 from kerneltune.measuring.compare import obstacle
 from kerneltune.measuring.compiler import CompilePool
 from kerneltune.plan import Options
-from kerneltune.processes import WorkerStoppedError, start_server
+from kerneltune.processes.start import WorkerStoppedError, start_server
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.task import Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
 from kerneltune.wording import pairs
-from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore

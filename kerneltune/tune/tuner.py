@@ -18,13 +18,13 @@ from kerneltune import cache, device
 from kerneltune.measuring.assembly import TARGETS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.plan import Options
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.search.loop import Candidates, SearchLimits, explore, times_of
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.task import Evaluation, Run, Task, knobs_of, provenance
 from kerneltune.tune.candidates import candidates, checked_space
 from kerneltune.tune.gpu_worker import GpuWorker
-from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore

@@ -24,9 +24,10 @@ import kill_jobs
 import torch
 from bench_jobs import LOG
 
-from kerneltune import cli, interrupts
+from kerneltune import cli
 from kerneltune.inspection import revision
-from kerneltune.processes import start_server
+from kerneltune.processes import interrupts
+from kerneltune.processes.start import start_server
 
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: a process whose parent ends becomes this process's child."""

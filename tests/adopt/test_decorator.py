@@ -18,9 +18,9 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import process_files, read_notes
 from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
+from kerneltune.checking.check import Checker
+from kerneltune.checking.mutations import mutate
 from kerneltune.device import may_have_gpu
-from kerneltune.measuring.check import Checker
-from kerneltune.measuring.mutations import mutate
 
 CONFIGS = [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128})]
 

@@ -20,7 +20,7 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.progress import Progress
 from kerneltune.task import Outcome, Task
 

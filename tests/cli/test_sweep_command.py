@@ -11,7 +11,7 @@ from command_line import NO_TIMES, both, record, refused, run
 
 from kerneltune.cli import console, progress
 from kerneltune.cli.options import load_ops
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.sweep_run import SweepResult
 
 

@@ -14,7 +14,7 @@ INSPECT = """
 import sys
 from pathlib import Path
 from kerneltune.inspection import revision
-from kerneltune import interrupts
+from kerneltune.processes import interrupts
 
 interrupts.take()
 revision.data_root = lambda folder: Path(sys.argv[1]) / folder

@@ -12,12 +12,12 @@ from subprocesses import environment
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
+from kerneltune.checking.check import poisoned_memory
 from kerneltune.interpreter.corrections import correct_interpreter
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.modes import corrected, strict
 from kerneltune.kernel_lib.agreement import close, same_bits
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
-from kerneltune.measuring.check import poisoned_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
 

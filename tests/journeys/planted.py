@@ -87,7 +87,7 @@ PLANTS = (
     ),
     Plant(  # the script's kernel depends on a variable
         "child_without_environment",
-        "kerneltune/processes.py",
+        "kerneltune/processes/start.py",
         "dict(os.environ if environment is None else environment)",
         "dict(environment or {})",
         "adopt_script",

@@ -52,7 +52,7 @@ def gpu_here() -> dict[str, str]:
         return facts
     code = (
         "import json, platform, torch; from kerneltune import device as d; c = d.current(); d.select_backend(); "
-        "from kerneltune.programs import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
+        "from kerneltune.processes.programs import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
         "'driver': c.driver, 'count': str(torch.cuda.device_count()), 'python': platform.python_version(), "
         "'commit': commit(), **d.versions()}))"
     )

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kerneltune import device, ops
+from kerneltune.checking.check import Checker
 from kerneltune.measuring import compare
-from kerneltune.measuring.check import Checker
 from kerneltune.records import Record
 from kerneltune.spec import Case, Op, Outputs, Variant
 from kerneltune.task import Run, Task

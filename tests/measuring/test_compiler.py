@@ -18,8 +18,8 @@ from subprocesses import TESTS, environment, interrupted_stops
 
 from kerneltune.measuring.assembly import TARGETS
 from kerneltune.measuring.compiler import CompilePool, CompileResult, Kernel
-from kerneltune.processes import WorkerStoppedError
-from kerneltune.worker import Worker
+from kerneltune.processes.start import WorkerStoppedError
+from kerneltune.processes.worker import Worker
 
 THREADS, REGISTER_FILE = 32, 65536
 

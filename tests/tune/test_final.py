@@ -8,12 +8,12 @@ import pytest
 from fake_tuner import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Small, nothing, op_of, small_space, small_time
 
 from kerneltune.plan import Options
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Config, Variant
 from kerneltune.task import Task, knobs_of
 from kerneltune.tune.tuner import _FINALISTS, Tuner
-from kerneltune.worker import WorkerCrashedError
 
 
 def test_tune_keeps_the_incumbent_that_wins_the_final(setting: Setting) -> None:

@@ -21,7 +21,7 @@ from subprocesses import TESTS, environment, interrupted_stops, running, wait_fo
 
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Selection, load_plan
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import history

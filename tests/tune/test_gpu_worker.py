@@ -22,11 +22,11 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, HangsInEveryRequest, Knobs, NeverOpens
 from subprocesses import environment
 
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
+from kerneltune.processes.worker import State, WorkerCrashedError, _serve
 from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.tune import gpu_worker as tuning_bench
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker, split_cores
-from kerneltune.worker import State, WorkerCrashedError, _serve
 
 TASK = Task(OPS[0], CASE, VARIANT)
 

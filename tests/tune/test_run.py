@@ -22,7 +22,8 @@ from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.plan import Options, Selection, load_plan
-from kerneltune.processes import WorkerStoppedError
+from kerneltune.processes.start import WorkerStoppedError
+from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.progress import Progress
 from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import history
@@ -30,7 +31,6 @@ from kerneltune.spec import Case, Op
 from kerneltune.task import Run, Task, knob_pairs, trials_file
 from kerneltune.tune.run import renew_configs, run_tune
 from kerneltune.tune.tuner import Tuner
-from kerneltune.worker import WorkerCrashedError
 
 SWEEP = """
 family: tiny

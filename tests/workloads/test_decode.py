@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kerneltune import sweep_file, workloads
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kerneltune import stale
-from kerneltune.measuring.check import poisoned_memory
+from kerneltune.checking.check import poisoned_memory
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.spec import Case
 from kerneltune.workloads import model_training, models

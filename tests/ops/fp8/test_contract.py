@@ -13,8 +13,8 @@ import torch
 from token_groups import ends_of
 
 from kerneltune import ops, sweep_file
+from kerneltune.checking.check import Checker
 from kerneltune.kernel_lib.agreement import same_bits
-from kerneltune.measuring.check import Checker
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8 import contract, peers, tensorwise_group
 from kerneltune.ops.fp8.baselines import torchao_tensorwise

@@ -14,8 +14,8 @@ from asserting import every
 from token_groups import ends_of
 
 from kerneltune import cache, ops, sweep_file
+from kerneltune.checking.check import Checker
 from kerneltune.kernel_lib.groups import align_groups, aligned_size
-from kerneltune.measuring.check import Checker
 from kerneltune.ops.fp8_grouped_gemm import gemm, peers
 from kerneltune.spec import Case
 

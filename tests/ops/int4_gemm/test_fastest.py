@@ -9,7 +9,7 @@ import torch
 from int4_codes import DEVICE, exact, some_codes, whole_numbers
 
 from kerneltune import cache
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.ops.int4_gemm import (
     Fp8Weight,
     ProductConfig,

@@ -12,7 +12,7 @@ import torch
 from asserting import every
 
 from kerneltune import ops
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.ops.rmsnorm import BwdConfig, FwdConfig, rmsnorm_bwd, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.kernels import forward
 from kerneltune.spec import Case

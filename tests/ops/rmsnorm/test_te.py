@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kerneltune import ops
-from kerneltune.measuring.check import Checker
+from kerneltune.checking.check import Checker
 from kerneltune.ops.rmsnorm.baselines import te
 from kerneltune.spec import Case
 

@@ -1,0 +1,96 @@
+"""Check the addresses of a case of any size, without memory."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch
+from kerneltune.errors import first_line, statement_in
+from kerneltune.interpreter.facts import Fact, note
+from kerneltune.interpreter.faults import fault_of
+from kerneltune.interpreter.modes import strict
+from kerneltune.spec import Case, Config, Inputs, Op, Variant
+from kerneltune.task import CaseError
+
+_MOST_OFFSET = 2**31 - 1
+_SEVERAL = 4
+"""Fewest whole numbers of an input whose largest number tells their limit."""
+
+
+def largest_cases(op: Op, cases: Sequence[Case]) -> list[Case]:
+    """Return the case with the most bytes, and the case with the longest of each axis if its offsets may exceed 32 bits."""
+    by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
+    longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis, _size in by_bytes[-1].axes]
+    return list(dict.fromkeys([by_bytes[-1], *(case for case in longest if _furthest_offset(op, case) > _MOST_OFFSET)]))
+
+
+def _furthest_offset(op: Op, case: Case) -> int:
+    """Return the bytes of `traffic`, or of an input that is larger, such as a table of which a look-up reads few rows."""
+    inputs = list[object]()
+    with suppress(CaseError):  # the check of the case's addresses says why
+        inputs = tree_leaves(dict(meta_inputs(op, case)))
+    return max([op.traffic(case).total, *(value.nbytes for value in inputs if isinstance(value, torch.Tensor))])
+
+
+def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks: Sequence[Case] = ()) -> list[str]:
+    """Return the address errors of a variant on a case of any size; nothing is computed and no memory is used.
+
+    The interpreter runs the programs at the corners of every grid on tensors without memory. So the check finds overflows of
+    32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty, but for
+    overflows of offsets from whole numbers that grow with an axis in the check cases.
+    """
+    try:
+        inputs = meta_inputs(op, case)
+    except CaseError as error:
+        return [str(error)]
+    try:
+        largest = _largest_numbers(op, case, inputs, checks)
+        with strict(host_folder(op), largest):
+            variant.run(inputs, config)
+    except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
+        if (fault := fault_of(error)) is not None:
+            return [str(fault)]
+        if only_calls_torch(op, variant, checks):
+            return []
+        where = f"addresses of {variant.name} in {case.name}: host code fails without memory"
+        note(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))
+    return []
+
+
+def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
+    """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with a size in the check cases.
+
+    A size limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
+    times the size, and one of these sizes is at least twice another; or if in check cases of different sizes the largest number
+    is always the size, or the size less 1. Sizes are axes, axes of inputs and inputs that are whole numbers. The least limit of
+    several sizes is taken.
+    """
+    wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
+    of_checks: list[tuple[dict[str, int], Inputs]] = []
+    for check in checks if wanted else ():
+        with suppress(Exception):  # the record of the check says why a case has no inputs
+            of_check = op.inputs(check, device="cpu")
+            of_checks.append((_sizes(check, of_check), of_check))
+    largest: dict[int, int] = {}
+    for name, value in wanted.items():
+        numbers = [(sizes, int(its[name].max())) for sizes, its in of_checks if name in its and its[name].numel() >= _SEVERAL]
+        for size_name, size in _sizes(case, inputs).items() if numbers else ():
+            sizes = [of_check.get(size_name, 0) for of_check, _most in numbers]
+            limits = [most for _sizes_of_check, most in numbers]
+            shares = [(most + 1) / max(1, of_check) for of_check, most in zip(sizes, limits, strict=True)]
+            is_size = len(set(sizes)) > 1 and limits in (sizes, [of_check - 1 for of_check in sizes])
+            if is_size or (max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares)):
+                limit = size if limits == sizes else int(max(shares) * size) - 1
+                largest[id(value)] = min(limit, largest.get(id(value), limit))
+    return largest
+
+
+def _sizes(case: Case, inputs: Inputs) -> dict[str, int]:
+    """Return the sizes of a case by name: its axes, the axes of its inputs, and inputs that are whole numbers."""
+    shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else (value,) for name, value in inputs.items()}
+    of_inputs = {
+        f"{name}[{axis}]": size for name, shape in shapes.items() for axis, size in enumerate(shape) if type(size) is int
+    }
+    return {**of_inputs, **dict(case.axes)}

@@ -1,0 +1,150 @@
+"""Name values of cases and inputs that no check tells apart: a kernel that ignores them passes. The module knows no operator."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from kerneltune.checking.check import Checker
+from kerneltune.spec import Case, Inputs, Op, Variant
+
+_ROW, _LARGE = 8, 10.0
+"""Least length of a row, and least large value: a softmax of smaller values needs no maximum."""
+_EQUAL = 0.01
+"""Relative difference of equal steps: results may be in 16 bits."""
+_PLAIN = f"no row of an input is constant or has a value above {_LARGE:g}: draw rows by `vary_rows`"
+_FEW_ROWS = 8
+"""The smallest cases whose rows are looked at."""
+_FEW_CASES = 3
+"""The reference runs on the largest of so many small cases."""
+
+
+def blind_spots(op: Op, variant: Variant, cases: Sequence[Case]) -> list[str]:
+    """Return a line for each type, mode or option that no check tells apart, for inputs that are the same, and for equal rows."""
+    with_work = sorted((case for case in cases if op.traffic(case).total), key=lambda case: op.traffic(case).total)
+    values = {"dtype": op.dtypes, "quant": op.quants, **op.options}
+    ignored = [text for name, offered in values.items() for text in _ignored(op, variant, with_work, name, offered)]
+    texts = [*ignored, *_one_type(op, variant, with_work), *_constant(op, with_work)]
+    plain = [_PLAIN] if _are_plain(op, with_work) else []
+    return [*(f"{text}: a kernel that ignores it passes" for text in texts), *plain]
+
+
+def _ignored(op: Op, variant: Variant, cases: Sequence[Case], name: str, offered: Sequence[Any]) -> list[str]:
+    """Return a text if every value of an option, a type or a mode gives the same inputs, or the same results."""
+    others, has_equal = list[tuple[Case, Case]](), False
+    for case, value in itertools.product(cases, offered):
+        options = tuple((option, value if option == name else its) for option, its in case.options)
+        other = replace(case, options=options) if name in dict(case.options) else replace(case, **{name: value})
+        with suppress(Exception):  # two values that the operator does not take together
+            if other == case:
+                continue
+            inputs, changed = (op.inputs(it, device="cpu") for it in (case, other))
+            if _leaves(inputs) == _leaves(changed):
+                has_equal = True
+            elif _tensors(inputs) != _tensors(changed) or _leaves(op.reference(inputs)) != _leaves(op.reference(changed)):
+                return []
+            else:
+                others.append((case, other))
+    if others and all(_are_results_equal(op, variant, *pair) for pair in others[-_FEW_CASES:]):
+        return [f"results are equal for every {name}"]
+    return [f"inputs are equal for every {name}"] if has_equal and not others else []
+
+
+def _are_results_equal(op: Op, variant: Variant, *cases: Case) -> bool:
+    """Return whether a variant gives two cases the same outputs."""
+    with suppress(Exception):  # a case that the variant does not support
+        outputs, others = (Checker(op, case, "cpu").outputs(variant, variant.default_config(case)) for case in cases)
+        return _leaves(outputs) == _leaves(others)
+    return False
+
+
+def _one_type(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield a text for each output that is bf16, or fp16, in all cases, though the reference returns more bits."""
+    types: dict[str, set[tuple[torch.dtype, torch.dtype]]] = {}
+    smallest = {case.dtype: case for case in reversed(cases) if case.quant == cases[0].quant}
+    for case in smallest.values() if len(smallest) > 1 else ():
+        with suppress(Exception):  # the check of the case says why
+            checker = Checker(op, case, "cpu")
+            for name, value in checker.outputs(variant, variant.default_config(case)).items():
+                types.setdefault(name, set()).add((value.dtype, checker.expected[name].dtype))
+    for name, ((given, wanted), *others) in types.items():
+        if not others and given.itemsize == 2 and given.is_floating_point and wanted in (torch.float32, torch.float64):
+            yield f"{name} is {given} for every dtype"
+
+
+def _are_plain(op: Op, cases: Sequence[Case]) -> bool:
+    """Return whether no row of an input is constant or has a large value, though the reference is not linear in an input."""
+    inputs: Inputs = {}
+    with_rows = dict[str, None]()
+    for case in cases[:_FEW_ROWS]:
+        with suppress(Exception):  # the check of the case says why
+            inputs = op.inputs(case, device="cpu")
+            for name, value in inputs.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1 and value.shape[-1] >= _ROW:
+                    rows = value.float().reshape(-1, value.shape[-1])
+                    if bool((rows == rows[:, :1]).all(1).any()) or bool((rows.abs() > _LARGE).any()):
+                        return False
+                    with_rows[name] = None
+    with suppress(Exception):
+        return not all(_is_linear(op, inputs, name) for name in with_rows)
+    return False
+
+
+def _is_linear(op: Op, inputs: Inputs, name: str) -> bool:
+    """Return whether an input of zeros, as it is, and doubled changes all outputs by equal steps, as in sums and copies."""
+    steps = [tree_leaves(dict(op.reference({**inputs, name: inputs[name] * factor}))) for factor in (0, 1, 2)]
+    floats = [step for step in zip(*steps, strict=True) if isinstance(step[0], torch.Tensor) and step[0].is_floating_point()]
+    changes = [(once.float() - zero.float(), twice.float() - once.float()) for zero, once, twice in floats]
+    return all(torch.allclose(*change, rtol=_EQUAL, atol=_EQUAL * float(change[0].abs().max())) for change in changes)
+
+
+def _leaves(inputs: Inputs) -> list[Any]:
+    """Return what inputs hold, with the bytes of tensors."""
+    return [
+        (leaf.dtype, leaf.shape, leaf.stride(), _bytes(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in tree_leaves(dict(inputs))
+    ]
+
+
+def _tensors(inputs: Inputs) -> list[Any]:
+    """Return what tensors of inputs hold."""
+    return [held for held in _leaves(inputs) if isinstance(held, tuple) and isinstance(held[-1], bytes)]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield a text for each input that the reference depends on, if all elements are equal in all cases, whatever the seed."""
+    seen, of_small = dict[str, set[bytes]](), dict[str, Inputs]()
+    for case in cases:
+        for seed in (0, 1):
+            with suppress(Exception):  # the check of the case says why
+                inputs = op.inputs(case, device="cpu", seed=seed)
+                for name, value in inputs.items():
+                    if isinstance(value, torch.Tensor) and value.numel():
+                        first, whole = _bytes(value.reshape(-1)[:1]), _bytes(value)
+                        seen.setdefault(name, set()).update({first} if first * value.numel() == whole else {b"", first})
+                        if name not in of_small or case in cases[:_FEW_CASES]:
+                            of_small[name] = inputs
+        if all(len(values) > 1 for values in seen.values()):
+            return
+    for name in (name for name, values in seen.items() if len(values) == 1):
+        if _matters(op, of_small[name], name):
+            yield f"input {name} is {of_small[name][name].reshape(-1)[0].item():g} in all check cases"
+
+
+def _matters(op: Op, inputs: Inputs, name: str) -> bool:
+    """Return whether other values of an input change what the reference returns."""
+    value = inputs[name]
+    whole = ~value if value.dtype == torch.bool else value + 1
+    changed = (value.float() * 1.5 + 0.75).to(value.dtype) if value.is_floating_point() else whole
+    with suppress(Exception):  # as an index may be out of range then
+        return _leaves(op.reference(inputs)) != _leaves(op.reference({**inputs, name: changed}))
+    return False

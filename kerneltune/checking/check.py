@@ -1,0 +1,343 @@
+"""Check a variant against its reference, on poisoned outputs.
+
+Every check of the package gives an `Outcome`. A check that runs out of memory does not end the process. The module measures
+nothing and records nothing.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from kerneltune.checking.consistency import FirstSeen
+from kerneltune.checking.memory import memory_obstacle, out_of_memory_reason, within_memory
+from kerneltune.compat import version
+from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
+from kerneltune.interpreter.facts import noting
+from kerneltune.interpreter.faults import fault_of
+from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
+from kerneltune.records import IMPORT_FAILED
+from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
+from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
+
+LAUNCH_FAILURE = "the launch failed"
+_NEAR = 2.0**-16
+"""Relative difference of outputs that inexact divisions of fp32, 2^-22 each, explain."""
+_MOST_CHANGEABLE = 1024
+"""Elements of a vector that a variant may change, such as an accumulated amax."""
+_RESTORED_BYTES = 1 << 24
+"""Largest input, in bytes, that is restored before each run: check cases are smaller, measured cases are larger."""
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill uninitialised tensors with NaN, or with the largest integer, so that the check finds an output that is not written.
+
+    Because torch.use_deterministic_algorithms imports torch's compiler, which takes seconds in every process, it is not called.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+class Checker:
+    """Check the variants of one case; inputs and expected outputs are made once.
+
+    Inputs that a variant changes, such as an accumulated amax, are restored before every run.
+
+    Args:
+        first_seen: how variants gave their outputs in the cases checked so far; checkers of several cases share it.
+        keeps_all: whether every input must keep its values, also vectors of few elements and large inputs.
+
+    Raises:
+        CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `errors` let the
+            original error pass instead. For the values of a later run, `errors` returns the text of a CaseError.
+    """
+
+    def __init__(
+        self,
+        op: Op,
+        case: Case,
+        device: str,
+        seed: int = 0,
+        first_seen: FirstSeen | None = None,
+        keeps_all: bool = False,
+    ) -> None:
+        self.op, self.case, self._device, self._seed, self._keeps_all = op, case, device, seed, keeps_all
+        self._first_seen = FirstSeen() if first_seen is None else first_seen
+        asked, field = op.inputs, "inputs"
+        where = f"for {op.name} {case.label}"
+        try:
+            self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
+            self.inputs_before = {name: tensor.clone() for name, tensor in self._restorable()}
+            asked, field = op.reference, "reference"
+            self.expected: Outputs = op.reference(self.inputs)
+        except CaseError:
+            raise
+        except Exception as error:  # of a plug-in's code, or of the CPU's allocator
+            if out_of_memory_reason(error):
+                raise
+            raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, {where}") from error
+        self._compared = self.inputs
+        if not isinstance(self.expected, Mapping):
+            given = type(self.expected).__name__
+            raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, {where}")
+        for name, before in self.inputs_before.items():
+            if not same_bits(self.inputs[name], before):
+                raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, {where}")
+        if device == "cpu":
+            meta_inputs(op, case)
+
+    @classmethod
+    def make(cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool) -> Self:
+        """Return the checker of a case.
+
+        Raises:
+            CaseError: the case has no inputs or no reference; `SkippedError`: the memory is too small for them.
+        """
+        return within_memory(partial(cls, op, case, device, first_seen=first_seen, **options))
+
+    def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
+        """Return the outcome of a variant under a config; see `errors`. A peer with a failed import is skipped."""
+        try:
+            errors = within_memory(partial(self.errors, variant, config, runs))
+        except SkippedError as error:
+            return error.outcome
+        is_skipped = bool(errors) and errors[0].startswith(IMPORT_FAILED)
+        return Outcome("skipped" if is_skipped else "failed" if errors else "checked", "; ".join(errors))
+
+    def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
+        """Return the errors of a variant under a config: disagreements, or the reason why the launch or a peer's import failed.
+
+        Args:
+            runs: 1; or 2 for a second run with other values, which finds state that the first run leaves behind, such as a sum
+                that is not reset, a result that is kept for a size, and an output whose memory the second run takes.
+        """
+        outputs, lines = self.run(variant, config)
+        if lines or runs == 1:
+            return lines
+        input_storages = names_by_storage(self.inputs)
+        tensors = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+        new = {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in input_storages}
+        copies = {name: tensor.clone() for name, tensor in new.items()}
+        try:
+            second = type(self)(self.op, self.case, self._device, self._seed + 1, self._first_seen, keeps_all=self._keeps_all)
+        except CaseError as error:
+            return [f"run 2: {error}"]
+        if lines := second.run_again(variant, config)[1]:
+            return [f"run 2: {line}" for line in lines]
+        if changed := ", ".join(name for name, copied in copies.items() if not same_bits(new[name], copied)):
+            return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"]
+        return []
+
+    def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
+        """Return the outputs of a run, empty if it failed, and its errors."""
+        try:
+            with noting() as facts:
+                outputs = self.outputs(variant, config)
+        except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
+            if out_of_memory_reason(error):
+                raise
+            if variant.is_peer and _is_of_import(error):
+                return {}, [f"{IMPORT_FAILED}{first_line(error)}"]
+            place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
+            return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
+        if lines := self._overwritten(outputs) or self.disagreements(outputs):
+            causes = ["tf32"]
+            if any(fact.kind == "division" for fact in facts) and self._nearly_agree(outputs):
+                causes.append("division")
+            return outputs, [*lines, *sorted(str(fact) for fact in facts if fact.kind in causes)]
+        seen = self._first_seen
+        lines = seen.other_place(variant, self.case, self._are_over_inputs(outputs))
+        return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
+
+    def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
+        """Run a variant for the second time, as `run` does; a subclass may change the layout of inputs."""
+        return self.run(variant, config)
+
+    def outputs(self, variant: Variant, config: Config) -> Outputs:
+        """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
+        for name, before in self.inputs_before.items():
+            if not same_bits(self.inputs[name], before):
+                self.inputs[name].copy_(before)
+        self._versions = {name: version(self.inputs[name]) for name in self.inputs_before}
+        with poisoned_memory(), strict(host_folder(self.op)):
+            outputs = variant.run(self.inputs, config)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return outputs
+
+    def disagreements(self, outputs: Outputs) -> list[str]:
+        """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
+        try:
+            lines: object = self.op.compare(self.case, self._compared, outputs, self.expected)
+        except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
+            if out_of_memory_reason(error):
+                raise
+            if lacking := sorted(set(self.expected) - set(outputs if isinstance(outputs, Mapping) else ())):
+                return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
+            return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
+        if isinstance(lines, list | tuple) and all(isinstance(line, str) and line for line in lines):
+            if outputs and not self.expected:
+                return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
+            return list(lines)
+        return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
+
+    def _overwritten(self, outputs: object) -> list[str]:
+        """Return a line for each input that a run changed.
+
+        Inputs that are also outputs may change, and, unless `keeps_all`, vectors of few elements. A change by torch counts even
+        if it left all values as they were, such as a `clamp_` to wide limits.
+        """
+        output_storages = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
+        lines = list[str]()
+        for name, value in self._restorable():
+            is_changeable = not self._keeps_all and value.ndim <= 1 and value.numel() <= _MOST_CHANGEABLE
+            if is_changeable or value.untyped_storage().data_ptr() in output_storages:
+                continue
+            if version(value) != self._versions[name] or not same_bits(value, self.inputs_before[name]):
+                lines.append(f"inputs: {name} was overwritten, and is no output")
+        return lines
+
+    def _restorable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the inputs whose values are copied: a run that changes them is found, and each run has the same inputs."""
+        for name, value in self.inputs.items():
+            if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
+                yield name, value
+
+    def _nearly_agree(self, outputs: object) -> bool:
+        """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
+        for name, expected in self.expected.items():
+            output = outputs.get(name) if isinstance(outputs, Mapping) else None
+            if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor) or output.shape != expected.shape:
+                continue
+            if not torch.allclose(output.double(), expected.double(), rtol=_NEAR, atol=0.0, equal_nan=True):
+                return False
+        return True
+
+    def _are_over_inputs(self, outputs: Outputs) -> dict[str, bool]:
+        """Return output -> whether it is written over an input, without outputs that are unchanged or unrestored inputs."""
+        input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
+        for name, tensor in outputs.items():
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                owner = input_of.get(tensor.untyped_storage().data_ptr())
+                if not owner or (owner in self.inputs_before and not same_bits(self.inputs[owner], self.inputs_before[owner])):
+                    are_over_inputs[name] = owner is not None
+        return are_over_inputs
+
+
+def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
+    """Return the address of each tensor's storage -> the name of the tensor, the last of several that share the storage."""
+    return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits; a NaN equals a NaN with the same bits."""
+    return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
+
+
+def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | None = None) -> list[Outcome]:
+    """Check the runs of one case; return an outcome for each.
+
+    Args:
+        check: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
+    """
+    checker: Checker | None = None
+    outcomes = []
+    for task, config in runs:
+        reason = task.variant.unsupported(task.case) or memory_obstacle(task.op, task.case)
+        if reason is not None:
+            outcomes.append(Outcome("skipped", reason))
+        elif check is not None:
+            outcomes.append(check(task, config))
+        else:
+            try:
+                checker = checker or Checker.make(task.op, task.case)
+                outcomes.append(checker.check(task.variant, config))
+            except CaseError as error:
+                outcomes.append(error.outcome)
+    return outcomes
+
+
+def check_obstacle(op: Op, case: Case) -> str:
+    """Return why a case has no inputs or no expected values, or why host code refuses its sizes; empty if it can be checked."""
+    try:
+        checker = Checker.make(op, case)
+    except CaseError as error:
+        return str(error)
+    with suppress(Exception), unlaunched():  # the check reports other errors
+        for variant in (variant for variant in op.variants if not (variant.is_peer or variant.unsupported(case))):
+            try:
+                variant.run(checker.inputs, variant.default_config(case))
+            except (ValueError, AssertionError) as error:
+                return first_line(error)
+    return ""
+
+
+def is_shipped(op: Op) -> bool:
+    """Return whether an operator is this project's or a captured kernel."""
+    return op.module.startswith("kerneltune.")
+
+
+def host_folder(op: Op) -> str:
+    """Return the folder of an operator's module, whose host code launches its kernels; empty for a capture or without a file.
+
+    For a module that is installed without a folder of its own, return its file.
+    """
+    file = getattr(sys.modules.get(op.module), "__file__", None) if op.origin is None else None
+    return (file if Path(file).parent.name.endswith("-packages") else f"{Path(file).parent}{os.sep}") if file else ""
+
+
+def meta_inputs(op: Op, case: Case) -> Inputs:
+    """Return a case's inputs without memory, with which kernels are compiled and large cases checked.
+
+    Raises:
+        CaseError: inputs cannot be made on device `meta`.
+    """
+    try:
+        return op.inputs(case, device="meta")
+    except Exception as error:  # of a plug-in's code
+        where = f"on device meta, which compiling and large cases need, for {op.name} {case.label}"
+        raise CaseError(f"{place_of(op.inputs, error)}inputs: {line_of_inputs(error)}, {where}") from error
+
+
+def broken_context() -> str:
+    """Return the error of this process's broken GPU context; empty if the context works."""
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return first_line(error)
+    return ""
+
+
+def _is_of_import(error: BaseException) -> bool:
+    """Return whether an import failed: a module is missing, or its own code raised, as cutlass does without its libraries.
+
+    Generated code, such as that of torch.compile, is executed without an import: its module has no `__spec__`.
+    """
+    modules = [frame for frame, _line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    return isinstance(error, ImportError) or any(frame.f_globals.get("__spec__") is not None for frame in modules)
+
+
+def only_calls_torch(op: Op, variant: Variant, cases: Iterable[Case]) -> bool:
+    """Return whether a variant without knobs launches no kernel in any of some cases; False where that is not known."""
+    ran = list[Case]()
+    for case in cases if variant.config is None else ():
+        try:
+            with refusing_launches(host_folder(op)):
+                variant.run(op.inputs(case, device="cpu"), None)
+        except Exception:  # a launch, or an error that the record of the check names
+            return False
+        ran.append(case)
+    return bool(ran)

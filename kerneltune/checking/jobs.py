@@ -1,0 +1,212 @@
+"""Run checks in forks of this process, on all cores: a kernel that ends its process fails its own check alone."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import wait
+
+from kerneltune.checking.addresses import address_errors
+from kerneltune.checking.blind_spots import blind_spots
+from kerneltune.checking.check import check_runs
+from kerneltune.checking.declarations import wrong_flops
+from kerneltune.checking.memory import host_free_bytes, memory_obstacle, needed_bytes
+from kerneltune.checking.mutations import accepted_mutations, mutate
+from kerneltune.checking.pairs import around_default, check_cost, check_pairs
+from kerneltune.errors import place_of
+from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
+from kerneltune.processes.forked import Fork, ForkCrashedError
+from kerneltune.processes.start import tell
+from kerneltune.records import grouped
+from kerneltune.spec import Case, Config
+from kerneltune.task import Outcome, Run, Task, knob_pairs
+from kerneltune.wording import pairs
+
+_MOST_NAMES = 8
+"""Largest number of names in a coverage line."""
+_ADDRESSES_S = 3.0
+"""Processor seconds after which no further config's addresses are checked. 16 of 24 variants of six families need less for all of
+their configs (timed by a script, 2026-11-27)."""
+_Fork = Fork[tuple[list[Outcome], set[Fact]]]
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Describe checks that run in one process.
+
+    Attributes:
+        label: name of the checks on one line.
+        task: the variant, and the case of the outcomes that name no case.
+        work: function that runs the checks. Before each check it passes `tell` the outcome that the check has if it ends the
+            process; the cause is appended to the reason.
+        runs: the runs of a case that the job checks, with an outcome for each; empty for other checks. If a run ends the process,
+            each run is checked in a process of its own.
+        is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
+        cost: cost of the job, in checks of a case.
+        needed: bytes of memory of the largest case.
+        facts: facts of the job's launches, after `run_jobs`.
+    """
+
+    label: str
+    task: Task
+    work: Callable[[], list[Outcome]]
+    runs: Sequence[Run] = ()
+    is_largest: bool = False
+    cost: int = 1
+    needed: int = 0
+    facts: set[Fact] = field(default_factory=set)
+
+
+def case_job(runs: Sequence[Run]) -> Job:
+    """Return the job that checks the runs of a case, with an outcome for each."""
+    task = runs[0].task
+    needed = needed_bytes(task.op, task.case)
+    return Job(task.case_label, task, partial(check_runs, runs), runs, cost=len(runs), needed=needed)
+
+
+def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
+    """Return the job that checks pairs of config and case; see `check_pairs`."""
+    op, variant = task.op, task.variant
+
+    def work() -> list[Outcome]:
+        fitting = [case for case in cases if memory_obstacle(op, case) is None]
+        return check_pairs(op, variant, fitting, partial(check_cost, op))
+
+    cost = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
+    needed = max((needed_bytes(op, case) for case in cases), default=0)
+    return Job(f"{op.name} {variant.name}, configs on cases", task, work, cost=cost, needed=needed)
+
+
+def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[Case] = ()) -> Job:
+    """Return the job that checks the addresses of a task: of the default config, then of configs with another value of a knob.
+
+    _ADDRESSES_S limits the further configs. The facts of the default config are noted, with `facts`, which bench cases have. The
+    outcome names config and case. Check cases tell the limits of whole numbers in inputs.
+    """
+
+    def work() -> list[Outcome]:
+        note(*facts)
+        begun_s, default_facts, notes = time.thread_time(), set[Fact](), list[Outcome]()
+        for number, config in enumerate(around_default(task.variant, task.case)):
+            if number and time.thread_time() - begun_s > _ADDRESSES_S:
+                break
+            failed = Outcome("failed", "", config, task.case)
+            tell(failed)
+            with noting(passes_on=number == 0) as config_facts:
+                lines = address_errors(task.op, task.case, task.variant, config, check_cases)
+            if lines:
+                return [replace(failed, reason=line) for line in lines]
+            default_facts = config_facts if number == 0 else default_facts
+            short = [] if notes else cut_short(default_facts, config_facts)
+            if short and _reaches_last(task, config, check_cases, config_facts):
+                text = f"{task.op.name} {task.variant.name}: with {pairs(dict(knob_pairs(config)))} the largest case {short[0]}"
+                notes = [Outcome("checked", f"{text}, and with the default config it does: a grid cut short?", config, task.case)]
+        return notes
+
+    return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work, is_largest=True)
+
+
+def _reaches_last(task: Task, config: Config, check_cases: Sequence[Case], largest: Set[Fact]) -> bool:
+    """Return whether a config reaches, in a check case, a last element that it leaves out in the largest case.
+
+    If the config reaches no such element, its last program may not write the last element, as in a swizzled order.
+    """
+    for case in check_cases:
+        if task.variant.unsupported(case) is None and config in task.variant.configs(case):
+            with noting(passes_on=False) as check_facts, suppress(Exception):
+                address_errors(task.op, case, task.variant, config)
+            if cut_short(check_facts, largest):
+                return True
+    return False
+
+
+def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
+    """Return the job that perturbs outputs; see `mutate`."""
+
+    def work() -> list[Outcome]:
+        tell(Outcome("failed", f"{task.op.name} {task.variant.name}: "))
+        return mutate(task.op, task.variant, cases)
+
+    return Job(f"{task.op.name}, mutations", task, work)
+
+
+def compare_job(task: Task, cases: Sequence[Case]) -> Job:
+    """Return the job that fails if `compare` accepts any values of an output, and names gross errors that no check finds."""
+
+    def work() -> list[Outcome]:
+        ignored, wrong = accepted_mutations(task.op, task.variant, cases)
+        reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
+        lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
+        lines += blind_spots(task.op, task.variant, cases)
+        lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
+        named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
+        return [Outcome("failed", reason, task.default), *named] if ignored else named
+
+    return Job(f"{task.op.name}, compare", task, work)
+
+
+def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
+    """Run a job on each core at a time, and yield each finished job with its outcomes.
+
+    A job that needs more than a core's share of the free memory comes last, and runs alone.
+    """
+    num_processes, running = len(os.sched_getaffinity(0)), dict[_Fork, Job]()
+    share = host_free_bytes() // num_processes
+    waiting = deque(sorted(jobs, key=lambda job: job.needed > share))
+    try:
+        while waiting or running:
+            while waiting and len(running) < (num_processes if waiting[0].needed <= share else 1):
+                job = waiting.popleft()
+                running[Fork(partial(_work, job))] = job
+            told = wait([fork.pipe for fork in running])
+            for fork in [fork for fork in running if fork.pipe in told]:
+                if fork.receive():
+                    job = running.pop(fork)
+                    yield job, _outcomes(fork, job)
+    finally:
+        for fork in running:
+            fork.end()
+
+
+def _work(job: Job) -> tuple[list[Outcome], set[Fact]]:
+    with noting() as facts:
+        return job.work(), facts
+
+
+def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
+    """Return the outcomes of a job; if a check ended the fork, only the outcome of this check, or of each run by itself."""
+    try:
+        outcomes, facts = fork.result()
+    except ForkCrashedError as error:
+        if len(job.runs) < 2:
+            crashed = fork.last_note or Outcome("failed")
+            return [replace(crashed, reason=f"{crashed.reason}{error}")]
+        alone = [case_job([run]) for run in job.runs]
+        outcomes = [outcome for part in alone for outcome in _outcomes(Fork(partial(_work, part)), part)]
+        facts = _facts(alone)
+    job.facts.update(facts)
+    return outcomes
+
+
+def _facts(jobs: Iterable[Job]) -> set[Fact]:
+    return set[Fact]().union(*(job.facts for job in jobs))
+
+
+def coverage_lines(jobs: Sequence[Job]) -> list[str]:
+    """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached."""
+    lines = []
+    for op, op_jobs in grouped(jobs, lambda job: job.task.op.name).items():
+        checked, largest = (_facts(job for job in op_jobs if job.is_largest is wanted) for wanted in (False, True))
+        if names := unreached(checked, largest):
+            more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
+            lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
+        if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
+            lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
+        lines += [
+            f"{op}: the largest case {fact}, as all checks do: a {'grid or loop' if 'loaded' in fact.kind else 'grid'} cut short?"
+            for fact in cut_short(_facts(job for job in op_jobs if job.runs), largest)
+        ]
+    return lines

@@ -1,0 +1,144 @@
+"""Check a variant on inputs with gaps between rows or elements, where host code reads the layout of the inputs."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+
+from kerneltune.checking.check import LAUNCH_FAILURE, Checker, host_folder, names_by_storage
+from kerneltune.errors import is_own
+from kerneltune.interpreter.modes import replaced
+from kerneltune.spec import Config, Inputs, Outputs, Variant
+
+EVERY_OUTER_AXIS, ROWS, ELEMENTS = 0, 1, -1
+"""Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows.
+
+Host code that refuses gaps of three axes gets gaps at every outer axis (0), between rows (1), between matrices (2), then none.
+"""
+
+
+class _GapRun(NamedTuple):
+    """Hold a run on inputs with gaps: the gaps that host code accepts by input, the outputs, and the errors.
+
+    Without accepted gaps, there are no outputs and no errors.
+    """
+
+    gaps: dict[str, int]
+    outputs: Outputs
+    lines: list[str]
+
+
+def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs:
+    """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
+
+    Args:
+        around: place of the gaps of an input, `ROWS` without it: one of the constants, or the number of inner axes around which
+            the gaps lie, such as 2 for gaps between matrices.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
+    for name, value in inputs.items():
+        if type(value) is not torch.Tensor or value.ndim < 2 or not value.numel():
+            continue
+        order = sorted(range(value.ndim), key=value.stride)
+        if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
+            strides, inner_axes = [0] * value.ndim, (around or {}).get(name, ROWS)
+            step = 2 if inner_axes == ELEMENTS else 1
+            for number, axis in enumerate(order, 1):
+                strides[axis] = step
+                step *= value.shape[axis]
+                if inner_axes == EVERY_OUTER_AXIS or number == abs(inner_axes):
+                    step += (32 * (len(copies) + 1)) // value.element_size()
+            memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
+            copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
+    return copies
+
+
+@contextmanager
+def noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
+    """List the inputs that code in a folder asks for strides, for `is_contiguous` or for a contiguous copy, in order.
+
+    A copy of another view, such as `x.t().contiguous()`, tells nothing of the input.
+    """
+    owners = names_by_storage(inputs)
+    read = list[str]()
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame else None
+            owner = None
+            if caller and is_own(folder, caller.f_code.co_filename):
+                owner = owners.get(tensor.untyped_storage().data_ptr())
+            if owner and not (method is contiguous and tensor.shape != inputs[owner].shape):
+                read.append(owner)
+            return method(tensor, *args, **named)
+
+        return call
+
+    contiguous = torch.Tensor.contiguous
+    names = ("stride", "is_contiguous", "contiguous") if folder else ()
+    with replaced({(torch.Tensor, name): noted(getattr(torch.Tensor, name)) for name in names}):
+        yield read
+
+
+class LayoutChecker(Checker):
+    """Check the variants of one case; the inputs of a second run have gaps."""
+
+    def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
+        """Run a variant on inputs with gaps at all outer axes, then with gaps between rows alone, if host code accepts gaps.
+
+        So a kernel is found that takes the strides of another tensor, the number of columns, or a multiple of the stride between
+        rows for the stride of an input. `reshape(-1, N)` copies the first inputs, and takes the second as they are.
+        """
+        matrices = with_gaps(self.inputs) if host_folder(self.op) else {}
+        rows = dict.fromkeys(matrices, ROWS)
+        widest = {name: ROWS if matrix.ndim == 2 else EVERY_OUTER_AXIS for name, matrix in matrices.items()}
+        run = self._run_with_accepted_gaps(variant, config, widest)
+        if run.gaps and run.gaps != rows and not run.lines:
+            run = self._run_with_accepted_gaps(variant, config, rows)
+        return (run.outputs, run.lines) if run.gaps else self.run(variant, config)
+
+    def _run_with_accepted_gaps(self, variant: Variant, config: Config, gaps: dict[str, int]) -> _GapRun:
+        """Run a variant on inputs with gaps where host code accepts gaps.
+
+        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. If it
+        refuses the gaps of an input, gaps around one more axis are tried.
+        """
+        while gaps:
+            gapped = copy(self)  # `compare` still gets the inputs without gaps
+            gapped.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
+            with noting_layouts(gapped.inputs, host_folder(self.op)) as read:
+                outputs, lines = gapped.run(variant, config)
+            if not lines:
+                return _GapRun(gaps, outputs, lines)
+            last = next((name for name in reversed(read) if name in gaps), None)
+            if lines[0].startswith(LAUNCH_FAILURE):  # the input that host code looked at last is refused
+                if last is None:
+                    return _GapRun({}, {}, [])
+                further = gaps[last] + 1
+                has_further = 0 < further < self.inputs[last].ndim
+                gaps = {name: inner_axes for name, inner_axes in gaps.items() if name != last}
+                gaps |= {last: further} if has_further else {}
+            elif gaps.keys() <= set(read):
+                break
+            else:
+                gaps = {name: inner_axes for name, inner_axes in gaps.items() if name in read}
+        if not gaps:
+            return _GapRun({}, {}, [])
+        outputs, lines_without = self.run(variant, config)
+        where = f"with gaps between rows of {', '.join(gaps)}, which host code accepts"
+        return _GapRun(gaps, outputs, lines_without or [f"{where}: {line}" for line in lines])
+
+    def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
+        """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.
+
+        known: names of inputs that were judged before, which are left out; gets the names of the others.
+        """
+        names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
+        known.update(names)
+        return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS}).lines]

@@ -1,0 +1,147 @@
+"""Perturb the outputs of a variant, to test an operator's `compare`: a comparison that accepts wrong outputs checks nothing.
+
+`compare` must refuse each mutation on at least a single check case. The module knows no operator.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from kerneltune.checking.check import Checker
+from kerneltune.spec import Case, Op, Outputs, Variant
+from kerneltune.task import CaseError, Outcome
+
+_MOST_CASES = 8
+_TAIL = 8
+"""The last `1 / _TAIL` of the elements of each row is zeroed."""
+_SCALED, _WRONG_SCALE = 1.01, 1.1
+_WHOLE_STEP = 64
+"""Difference of a changed whole number: more than a step of int8, which a comparison may accept."""
+MEANING = (
+    f"one element: x as 2x + 1, a whole number by {_WHOLE_STEP}; one row: as the first; zeroed tail: 1/{_TAIL} of each row; "
+    "scale: before a cast to fp8"
+)
+
+
+def _one_element(values: torch.Tensor) -> torch.Tensor:
+    flat = values.reshape(-1).clone()
+    middle = flat.numel() // 2
+    flat[middle] = (flat[middle].float() * 2 + 1).to(values.dtype) if values.is_floating_point() else flat[middle] ^ _WHOLE_STEP
+    return flat.reshape(values.shape)
+
+
+def _one_row(values: torch.Tensor) -> torch.Tensor:
+    rows = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1).clone()
+    rows[-1] = rows[0] if rows.shape[0] > 1 else torch.zeros_like(rows[-1])
+    return rows.reshape(values.shape)
+
+
+def _truncated(values: torch.Tensor) -> torch.Tensor:
+    """Move every second value a step closer to zero; clear the bits of fp32 values that bf16 lacks."""
+    if values.dtype == torch.float32:
+        return (values.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
+    bits = values.contiguous().view(torch.uint8 if values.dtype.itemsize == 1 else torch.int16).reshape(-1).clone()
+    every_other = torch.arange(bits.numel()) % 2 == 0
+    bits -= ((values.reshape(-1).float() != 0) & every_other).to(bits.dtype)
+    return bits.view(values.dtype).reshape(values.shape)
+
+
+def _zeroed_tail(values: torch.Tensor) -> torch.Tensor:
+    changed = values.clone()
+    length = values.shape[-1] if values.ndim else 1
+    changed.reshape(-1, length)[:, length - max(1, length // _TAIL) :] = 0
+    return changed
+
+
+def _scaled(factor: float, values: torch.Tensor) -> torch.Tensor:
+    """Multiply values by a factor. In fp8 a factor before the cast moves a share of the values a step away from zero."""
+    wide = values.float()
+    if values.dtype.itemsize > 1:
+        return (wide * factor).to(values.dtype)
+    bits = values.contiguous().view(torch.uint8)
+    step = ((bits + 1).view(values.dtype).float() - wide).abs()
+    share = (factor - 1) * wide.abs() / step
+    is_moved = step.isfinite() & (torch.rand(wide.shape, generator=torch.Generator().manual_seed(0)) < share)
+    return (bits + is_moved.to(torch.uint8)).view(values.dtype)
+
+
+_WRONG = f"scale x {_WRONG_SCALE}"
+_MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one element": _one_element,
+    "one row": _one_row,
+    "zeroed tail": _zeroed_tail,
+    "truncation": _truncated,
+    f"scale x {_SCALED}": partial(_scaled, _SCALED),
+    _WRONG: partial(_scaled, _WRONG_SCALE),
+}
+_GROSS = {"one element", "one row", "zeroed tail"}
+
+
+def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Perturb each output of a variant on the smaller check cases, and let `compare` judge the perturbed outputs.
+
+    Return an outcome for each output, whose reason names the mutations that `compare` refused on some case, and the mutations
+    that it accepted on all cases. The outcome is `failed` if `compare` accepted a wrong element, a wrong row or a zeroed tail,
+    which no tolerance may hide.
+
+    Raises:
+        CaseError: a case has no inputs or no reference, the variant is wrong as it is, or it has no outputs.
+    """
+    return [_outcome(f"{op.name} {name}", is_refused) for name, is_refused in _refusals(op, variant, cases).items()]
+
+
+def accepted_mutations(op: Op, variant: Variant, cases: Sequence[Case]) -> tuple[list[str], list[str]]:
+    """Return the outputs of which `compare` refused nothing, and a text for others of which it accepted gross errors.
+
+    If a CaseError is raised, whose cause the checks tell, there are none.
+    """
+    seen: dict[str, dict[str, bool]] = {}
+    with suppress(CaseError):
+        seen = _refusals(op, variant, cases)
+    gross = {name: [it for it in _MUTATIONS if it in {*_GROSS, _WRONG} and not its.get(it, True)] for name, its in seen.items()}
+    ignored = [name for name, its in seen.items() if not any(its.values())]
+    return ignored, [f"{name} ({', '.join(its)})" for name, its in gross.items() if its and name not in ignored]
+
+
+def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict[str, bool]]:
+    """Return by output and mutation whether `compare` refused the mutation on some case.
+
+    An output of length 1 along its first axis counts only if it has this length in all cases: `compare` may look at the first
+    matrix alone.
+    """
+    seen: dict[str, dict[bool, dict[str, bool]]] = {}
+    supported = [case for case in cases if variant.unsupported(case) is None and op.traffic(case).total]
+    for case in sorted(supported, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
+        checker = Checker(op, case, "cpu")
+        config = variant.default_config(case)
+        if wrong := checker.errors(variant, config):
+            raise CaseError(f"{op.name} {variant.name} {case.name}: {wrong[0]}: only outputs of a right variant can be perturbed")
+        outputs = dict(checker.outputs(variant, config))
+        for name, mutation, changed in _mutated(outputs):
+            refused = bool(checker.disagreements({**outputs, name: changed}))
+            of_output = seen.setdefault(name, {}).setdefault(changed.shape[:1].numel() > 1, {})
+            of_output[mutation] = of_output.get(mutation, False) or refused
+    if not seen:
+        raise CaseError(f"{op.name} {variant.name}: no check case gives outputs that can be perturbed")
+    return {name: by_length.get(True) or by_length[False] for name, by_length in seen.items()}
+
+
+def _outcome(label: str, is_refused: Mapping[str, bool]) -> Outcome:
+    refused, accepted = ([name for name in _MUTATIONS if is_refused.get(name) is wanted] for wanted in (True, False))
+    is_wrong = bool(_GROSS.intersection(accepted)) or not refused
+    line = f"{label}: compare refuses {', '.join(refused) or 'nothing'}"
+    return Outcome("failed" if is_wrong else "checked", f"{line}; accepts {', '.join(accepted)}" if accepted else line)
+
+
+def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield each output's name, the name of a mutation and the mutated output, if the mutation changed the output."""
+    for name, values in outputs.items():
+        if not isinstance(values, torch.Tensor) or not values.numel() or values.dtype == torch.bool:
+            continue
+        for mutation, change in _MUTATIONS.items():
+            if values.is_floating_point() or mutation in _GROSS:
+                changed = change(values)
+                if not torch.equal(changed.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)):
+                    yield name, mutation, changed

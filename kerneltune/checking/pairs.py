@@ -1,0 +1,227 @@
+"""Check pairs of config and check case, beside the default config of each case: by facts of launches, and covering pairs."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from kerneltune.checking.check import host_folder, is_shipped
+from kerneltune.checking.consistency import FirstSeen
+from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
+from kerneltune.checking.declarations import seeds_without_effect, wrong_traffic
+from kerneltune.checking.layouts import LayoutChecker
+from kerneltune.checking.lookups import look_up_failures
+from kerneltune.interpreter.facts import Fact, LaunchFacts
+from kerneltune.interpreter.modes import unlaunched
+from kerneltune.processes.forked import Fork, ForkCrashedError
+from kerneltune.processes.start import tell
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.task import CaseError, Outcome
+from kerneltune.wording import counted
+
+_PROGRAM_COST = 0.2
+"""MB of traffic that take the interpreter as long as a program: 8 ms per MB, 1.3 ms per program (RMSNorm, fp8 rows)."""
+COVERING_S = 40.0
+"""Processor seconds for the pairs of a variant. RMSNorm's 70 pairs take the longest."""
+_MOST_FAILURES = 3
+"""After this many failed pairs, a variant is not checked on further pairs."""
+
+
+def check_cost(op: Op, case: Case) -> float:
+    """Estimate the time of a check in the interpreter, in MB of traffic: the traffic, and a program."""
+    return _PROGRAM_COST + op.traffic(case).total / 1e6
+
+
+def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[[Case], float]) -> list[Outcome]:
+    """Check pairs of a variant within a time limit; the pairs with new facts, and the first pair of each case, run twice.
+
+    First are pairs with new facts, then covering pairs, pairs with new whole blocks, and default configs of the remaining cases.
+    Return the failed pairs, and last an outcome whose reason says how much was checked:
+    `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`; without knobs, only if a case did not run twice.
+
+    Args:
+        cases: the check cases of the operator.
+        cost: the cost of a check of a case without its programs, in MB of traffic.
+    """
+    configs = configs_by_case(variant, cases)
+    by_cost = sorted(configs, key=cost)
+    facts = _facts_in_fork(op, variant, by_cost)
+    whole_blocks, leading = _with_new_facts(facts)
+    covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), facts[case], config))
+    defaults = ((configs[case][0], case) for case in by_cost)
+    run = _PairRun(op, variant, configs)
+    begun_s = time.thread_time()
+    for pair in itertools.chain(leading, covered, whole_blocks, defaults):
+        if pair in run.done and pair[1] in run.checkers:
+            continue
+        if time.thread_time() - begun_s > COVERING_S or len(run.failures) >= _MOST_FAILURES:
+            break
+        run.check(pair, is_leading=pair in leading)
+    return run.outcomes()
+
+
+class _PairRun:
+    """Check pairs of a variant, and report what was checked.
+
+    Attributes:
+        done: the checked pairs. The default config of each case counts as checked, because each case has a record of its check;
+            it runs here if no other pair of the case has run.
+        failures: the outcomes of failed pairs.
+        checkers: the checker of each case of which a pair was due; None if the case has no inputs or no expected values.
+    """
+
+    def __init__(self, op: Op, variant: Variant, configs: Mapping[Case, Sequence[Config]]) -> None:
+        self._op, self._variant, self._configs = op, variant, configs
+        self._name, self._first_seen = f"{op.name} {variant.name}", FirstSeen()
+        self.done: set[Pair] = {(default, case) for case, (default, *_) in configs.items()}
+        self.failures: list[Outcome] = []
+        self.checkers: dict[Case, LayoutChecker | None] = {}
+
+    def check(self, pair: Pair, is_leading: bool) -> None:
+        """Check a pair; a leading pair, and the first pair of a case, run twice."""
+        config, case = pair
+        tell(Outcome("failed", "", config, case))  # names the pair if this process dies
+        is_first = case not in self.checkers
+        if is_first:
+            self.checkers[case] = None
+            with suppress(CaseError):  # the record of the default config says why
+                self.checkers[case] = LayoutChecker.make(self._op, case, first_seen=self._first_seen)
+        checker = self.checkers[case]
+        if checker is None:
+            return
+        outcome = checker.check(self._variant, config, runs=2 if is_first or is_leading else 1)
+        if outcome.status == "failed":
+            self.failures.append(replace(outcome, config=config, case=case))
+        self.done.add(pair)
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the failures, then notes about layouts and declarations, last how much was checked."""
+        if not self.failures:
+            usable = {case: checker for case, checker in self.checkers.items() if checker is not None}
+            self.failures += look_up_failures(self._op, self._variant, usable)
+        notes = [] if self.failures else [*self._wrong_layouts(), *self._wrong_declarations()]
+        if self._variant.config is None and len(self.checkers) == len(self._configs):
+            return [*self.failures, *notes]
+        return [*self.failures, *notes, Outcome("checked", f"{self._name}: {self._coverage()}")]
+
+    def _wrong_layouts(self) -> Iterator[Outcome]:
+        """Yield failures for inputs whose elements may not lie apart, though host code raises nothing.
+
+        Each input is judged in the first case that has it. For shipped operators, yield notes instead.
+        """
+        known = set[str]()
+        for case, checker in self.checkers.items():
+            if checker is None or min((size for _axis, size in case.axes), default=0) <= 1:
+                continue
+            default = self._configs[case][0]
+            wrong = ", ".join(checker.wrong_layouts(self._variant, default, known))
+            text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
+            if wrong and is_shipped(self._op):
+                yield Outcome("checked", f"{self._name}: {text}")
+            elif wrong:
+                ways = "use their stride in the kernel, or raise ValueError or call .contiguous() in the host function"
+                yield Outcome("failed", f"{text}: {ways}", default, case)
+
+    def _wrong_declarations(self) -> Iterator[Outcome]:
+        """Yield a note for a `traffic` far from the bytes of the largest case, and for seeds without an effect.
+
+        Small tensors count little in the largest case.
+        """
+        case = max(self.checkers, key=num_elements, default=None)
+        checker = self.checkers[case] if case else None
+        if case is None or checker is None or not num_elements(case) or self._op.origin is not None:
+            return
+        for field, judge in {"traffic": wrong_traffic, "inputs": seeds_without_effect}.items():
+            texts = judge(checker, self._variant, self._configs[case][0])
+            if texts:
+                yield Outcome("checked", f"{self._name}: {field}: {'; '.join(texts)}")
+
+    def _coverage(self) -> str:
+        """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet."""
+        configs, done, num_failures = self._configs, self.done, len(self.failures)
+        num_possible = sum(map(len, configs.values()))
+        num_configs, num_cases = len({config for config, _case in done}), len({case for _config, case in done})
+        pairs = "all pairs" if len(done) == num_possible else f"{len(done):,} of {num_possible:,} pairs"
+        line = f"{counted(num_configs, 'config')} on {counted(num_cases, 'case')}, {pairs}"
+        if num_failures:
+            stopped = "stopped after " if num_failures >= _MOST_FAILURES and len(done) < num_possible else ""
+            return f"{line}, {stopped}{counted(num_failures, 'failure')}"
+        if num_unusable := sum(checker is None for checker in self.checkers.values()):
+            return f"{line}; inputs or reference of {counted(num_unusable, 'case')} fail"
+        if not classes(list(configs)):
+            return f"{line}; no case has an element" if configs else "not checked: no case is supported and fits the memory"
+        if missed := ", ".join(uncovered(configs, done)):
+            return f"{line}; time limit before every knob value met: {missed}"
+        num_once = len(configs) - len(self.checkers)
+        return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
+
+
+def facts_by_config(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) -> dict[Config, LaunchFacts]:
+    """Return the facts of a variant's launches by config; none if launches of the first config depend on values."""
+    by_config: dict[Config, LaunchFacts] = {}
+    with suppress(Exception):  # code that reads values fails on tensors without memory
+        inputs = op.inputs(case, device="meta")
+        for config in configs:
+            with unlaunched(host_folder(op)) as facts:
+                variant.run(inputs, config)
+            by_config[config] = facts
+    return by_config
+
+
+def around_default(variant: Variant, case: Case) -> Iterator[Config]:
+    """Yield the default config, and for each other value of a knob a valid config with it and at most one more changed knob."""
+    default = variant.default_config(case)
+    yield default
+    if variant.config is None:
+        return
+    offered = [(knob, value) for knob, values in variant.space(case).items() for value in values]
+    for knob, value in offered:
+        if value != getattr(default, knob):
+            changes = ({second: its_value} | {knob: value} for second, its_value in ((knob, value), *offered))
+            configs = (replace(default, **change) for change in changes)
+            yield from itertools.islice((config for config in configs if variant.invalid(case, config) is None), 1)
+
+
+def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case, dict[Config, LaunchFacts]]:
+    """Return the facts of launches around the default config of each case; the fork's host code keeps buffers without memory."""
+
+    def work() -> dict[Case, dict[Config, LaunchFacts]]:
+        return {case: facts_by_config(op, variant, case, around_default(variant, case)) for case in cases}
+
+    with suppress(ForkCrashedError):
+        return Fork(work).result()
+    return {case: {} for case in cases}
+
+
+def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple[list[Pair], list[Pair]]:
+    """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
+
+    The first list has the pairs with a new whole block, whose size is the value of a knob; the second, with any other new fact.
+    """
+
+    def counted_facts(config: Config, launch_facts: LaunchFacts) -> set[Fact]:
+        sizes = {str(value) for _knob, value in knob_values(config)}
+        return {fact for fact in launch_facts if fact.kind != "whole" or fact.where in sizes}
+
+    known = set[Fact]().union(*(counted_facts(*next(iter(by_config.items()))) for by_config in facts.values() if by_config))
+    whole, others = list[Pair](), list[Pair]()
+    for case, by_config in facts.items():
+        for config, launch_facts in by_config.items():
+            new = counted_facts(config, launch_facts) - known
+            known |= new
+            kinds = {fact.kind for fact in new}
+            whole += [(config, case)] if "whole" in kinds else []
+            others += [(config, case)] if kinds - {"whole"} else []
+    return whole, others
+
+
+def _cost_of_pair(case_cost: float, facts: Mapping[Config, LaunchFacts], config: Config) -> float:
+    """Estimate the cost of a pair: knobs multiply the programs of the default config, the first, independently of each other."""
+    if not facts:
+        return case_cost
+    default, *_ = facts
+    base, factor = max(1, facts[default].num_programs), 1.0
+    for value in knob_values(config) - knob_values(default):
+        factor *= next((facts[other].num_programs / base for other in facts if value in knob_values(other)), 1.0)
+    return case_cost + _PROGRAM_COST * base * factor

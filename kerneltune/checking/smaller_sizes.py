@@ -1,0 +1,235 @@
+"""Derive check cases from bench cases by smaller sizes, for facts of launches that no check case has."""
+
+import itertools
+import math
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
+
+from kerneltune.checking.check import check_obstacle, only_calls_torch
+from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
+from kerneltune.interpreter.facts import Fact, LaunchFacts
+from kerneltune.processes.forked import Fork, ForkCrashedError
+from kerneltune.spec import Case, Config, Op, Variant
+
+MOST_COST = 4.0
+"""Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
+_FAR = 16
+"""Factor over the longest size of an axis in check cases above which a size comes last: a loop may have so many iterations, 1 ms
+each, which the traffic of a case does not tell."""
+_FEW_PROGRAMS = 512
+"""Programs that a derived case may have in any case: they take the interpreter half a second."""
+_SMALLER_SIZES_S = 180
+"""Processor seconds for all smaller sizes of an operator's bench cases, as host code may loop over sizes in Python."""
+_LAUNCHES_S = 10.0
+"""Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
+
+
+def with_smaller_sizes(
+    op: Op, medium_first: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]
+) -> tuple[list[Case], set[Fact]]:
+    """Return derived cases, and all facts of bench cases.
+
+    Host code runs in a fork. If it takes too long, a fact says so; if it ends the fork, the check of addresses says why.
+
+    Args:
+        medium_first: the check cases with elements, of medium cost first; none of a captured kernel, whose values are fixed.
+        check: all check cases, derived cases among them; none if `medium_first` has none.
+    """
+
+    def work() -> tuple[list[Case], set[Fact]]:
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        if hard == resource.RLIM_INFINITY or hard > _SMALLER_SIZES_S + 5:  # a lower limit of the user's stays
+            resource.setrlimit(resource.RLIMIT_CPU, (_SMALLER_SIZES_S, _SMALLER_SIZES_S + 5))  # then SIGXCPU, and SIGKILL
+        return _SizeSearch(op, medium_first, check, bench).run()
+
+    try:
+        return Fork(work).result()
+    except ForkCrashedError as error:
+        text = f"sizes of bench cases alone: host code takes more than {_SMALLER_SIZES_S} s"
+        return [], {Fact("not judged", text)} if signal.SIGXCPU.name in str(error) else set()
+
+
+class _SizeSearch:
+    """Search bench cases with some sizes of a check case, whose launches have facts that no check case has.
+
+    Attributes:
+        bases: the cases that give sizes, of medium cost first: check cases with longer sizes in place of 1, because a single row
+            or column hides mistakes; then check cases as they are.
+        few_bases: the first base, the cheapest base without a size of 1, and the cheapest base.
+        steps: axis -> greatest common divisor of its sizes, of which only multiples are tried.
+        found: the derived cases.
+    """
+
+    def __init__(self, op: Op, medium_first: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]) -> None:
+        self.op, self.check, self.bench = op, check, bench
+        self.bases = list(dict.fromkeys([*(_without_ones(case, medium_first) for case in medium_first), *medium_first]))
+        cheapest = sorted(self.bases, key=self._cost)
+        longer = [base for base in cheapest if 1 not in dict(base.axes).values()]
+        self.few_bases = list(dict.fromkeys([*self.bases[:1], *longer[:1], *cheapest[:1]]))
+        self.steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
+        self.costliest = max(map(self._cost, medium_first), default=0.0)
+        self.found = list[Case]()
+
+    def _cost(self, case: Case) -> float:
+        return check_cost(self.op, case)
+
+    def run(self) -> tuple[list[Case], set[Fact]]:
+        """Search with default configs on all bench cases; then with configs around the default, on a bench case per set of facts.
+
+        A variant that calls `torch.bincount`, for example, is left out: its launches depend on values.
+        """
+        bench, variants, facts = self.bench, _variants_with_facts(self.op, self.check), set[Fact]()
+        for variant in self.op.variants:
+            if variant not in variants and not variant.is_peer and not only_calls_torch(self.op, variant, self.check):
+                facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
+        for configs in (_default_alone, around_default) if self.check else (_default_alone,):
+            launches = _Launches(self.op, variants, configs)
+            by_facts = self._search(launches, bench)
+            facts |= launches.not_judged.union(*by_facts)
+            bench = [*by_facts.values()]
+        return self.found, facts
+
+    def _search(self, launches: "_Launches", bench: Sequence[Case]) -> dict[frozenset[Fact], Case]:
+        """Find a case for each fact that only launches of bench cases have; return a bench case for each set of equal facts.
+
+        Without the facts of all check cases, for lack of time, nothing is found.
+        """
+        in_checks = dict(launches.facts_of([*self.check, *self.found]))
+        known, by_facts = set[Fact]().union(*in_checks.values()), dict[frozenset[Fact], Case]()
+        most_programs = max([_FEW_PROGRAMS, *(MOST_COST * facts.num_programs for facts in in_checks.values())])
+        for case, bench_facts in launches.facts_of(sorted(bench, key=self._cost)):
+            by_facts[frozenset(bench_facts)] = case
+            for wants_whole_blocks in (False, True) if set(self.check) <= in_checks.keys() else ():
+                missing = {fact for fact in bench_facts - known if (fact.kind == "whole") is wants_whole_blocks}
+                candidates = self._candidates(case, wants_whole_blocks, partial(launches.have_one_of, missing)) if missing else ()
+                for candidate, facts in launches.facts_of(candidates):
+                    if facts.num_programs <= most_programs and facts & missing and not check_obstacle(self.op, candidate):
+                        self.found.append(candidate)
+                        known |= facts
+                        missing -= facts
+                    if not missing:
+                        break
+            known |= bench_facts
+        return by_facts
+
+    def _candidates(self, case: Case, wants_whole_blocks: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
+        """Yield copies of a bench case with smaller sizes, without copies that cost too much, in the order of their trial.
+
+        1. Near copies keep some sizes, and have other sizes of a base. Copies with a new size of 1 are last: a single row, for
+           example of ids, hides mistakes that further rows show. Beside that, cheaper copies come first.
+        2. Least copies have all sizes of a base but one: the least size with a new fact.
+        3. Far copies are like near copies, and one of their sizes is far above the sizes of all bases.
+
+        For whole blocks, least copies come first: their loops are the shortest. Their search counts in the time of `facts_of`.
+
+        Args:
+            wants_whole_blocks: whether facts of whole blocks are sought.
+            is_new: whether a case has a fact that is sought.
+        """
+        longest = {axis: max((base[axis] for base in self.bases), default=0) for axis, _size in case.axes}
+        near, far = list[Case](), list[Case]()
+        for copy in sorted(_with_sizes_of(case, self.bases), key=partial(self._order, case)):
+            (far if any(size > _FAR * longest[axis] for axis, size in copy.axes) else near).append(copy)
+        least = self._with_least_sizes(case, is_new)
+        order = [sorted(least, key=self._doublings), near, far] if wants_whole_blocks else [near, least, far]
+        yield from (copy for copy in itertools.chain(*order) if self._cost(copy) <= MOST_COST * self.costliest)
+
+    def _order(self, case: Case, copy: Case) -> tuple[bool, int]:
+        return any(size > copy[axis] == 1 for axis, size in case.axes), self._doublings(copy)
+
+    def _doublings(self, case: Case) -> int:
+        """Return log2 of a case's cost over the cost of the costliest check case, rounded up; 0 for a cheaper case."""
+        return max(0, math.ceil(math.log2(self._cost(case) / self.costliest)))
+
+    def _with_least_sizes(self, case: Case, is_new: Callable[[Case], bool]) -> Iterator[Case]:
+        """Yield, for each of a few bases and each axis, the base with the least size of the axis with which it is new.
+
+        For a branch above 4096, the size is 4097. The search halves an interval, as larger sizes are usually new, too. For whole
+        blocks they are not, so that steps times powers of two are tried before.
+        """
+        for base, (axis, size) in itertools.product(self.few_bases, case.axes):
+            sized = partial(_with_size, case, base, axis)
+            below, step = base[axis], max(1, self.steps[axis])
+            if below < size and is_new(sized(size)):
+                doubled = (step << power for power in range((size // step).bit_length()))
+                least = next((middle for middle in doubled if below < middle < size and is_new(sized(middle))), size)
+                while least - below > step:
+                    middle = below + (least - below) // 2 // step * step
+                    least, below = (middle, below) if is_new(sized(middle)) else (least, middle)
+                yield sized(least)
+
+
+def _without_ones(case: Case, others: Sequence[Case]) -> Case:
+    """Return a case with the least longer size of other cases in place of each size of 1."""
+    longer = {axis: min((other[axis] for other in others if other[axis] > 1), default=1) for axis, _size in case.axes}
+    return replace(case, axes=tuple((axis, size if size > 1 else longer[axis]) for axis, size in case.axes))
+
+
+def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
+    """Yield copies of a case that keep some sizes, and take smaller sizes of one of the other cases for the rest."""
+    for num_kept in range(1, len(case.axes)):
+        for other, kept in itertools.product(others, itertools.combinations(dict(case.axes), num_kept)):
+            sizes = {axis: size if axis in kept else min(size, other[axis]) for axis, size in case.axes}
+            yield resized(case, sizes, [axis for axis in sizes if axis not in kept])
+
+
+def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
+    sizes = {**dict(case.axes), **dict(other.axes), axis: size}
+    return resized(case, sizes, sizes)
+
+
+def resized(case: Case, sizes: Mapping[str, int], named: Iterable[str]) -> Case:
+    """Return a case with other sizes; its name tells the named sizes."""
+    name = ",".join([case.name, *(f"{axis}={sizes[axis]}" for axis in named)])
+    return replace(case, name=name, axes=tuple(sizes.items()))
+
+
+def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
+    yield variant.default_config(case)
+
+
+def _variants_with_facts(op: Op, cases: Iterable[Case]) -> list[Variant]:
+    """Return the own variants whose launches are known without values, in all cases that they support until the time is over."""
+    variants = [variant for variant in op.variants if not variant.is_peer]
+    begun_s = time.thread_time()
+    for case in cases:
+        if time.thread_time() - begun_s > _LAUNCHES_S:
+            break
+        supporting = [variant for variant in variants if not variant.unsupported(case)]
+        unknown = [its for its in supporting if not facts_by_config(op, its, case, _default_alone(its, case))]
+        variants = [variant for variant in variants if variant not in unknown]
+    return variants
+
+
+class _Launches:
+    """Tell the facts of the launches of variants under some configs. `not_judged` gets a fact if the time is over."""
+
+    def __init__(self, op: Op, variants: Sequence[Variant], configs: Callable[[Variant, Case], Iterable[Config]]) -> None:
+        self._op, self._variants, self._configs = op, variants, configs
+        self.not_judged = set[Fact]()
+
+    def facts_of(self, cases: Iterable[Case]) -> Iterator[tuple[Case, LaunchFacts]]:
+        """Yield each case with the facts of its launches, and the most programs of a config, until the time is over.
+
+        Cases whose launches depend on values are left out. Facts of whole blocks lose the size of the block.
+        """
+        begun_s = time.thread_time()
+        for case in cases:
+            if time.thread_time() - begun_s > _LAUNCHES_S:
+                self.not_judged.add(Fact("not judged", f"further sizes of bench cases alone: {_LAUNCHES_S:g} s are over"))
+                return
+            supported = [variant for variant in self._variants if not variant.unsupported(case)]
+            by_variant = [facts_by_config(self._op, variant, case, self._configs(variant, case)) for variant in supported]
+            if all(by_variant):
+                facts = set[Fact]().union(*(facts for by_config in by_variant for facts in by_config.values()))
+                case_facts = LaunchFacts(fact._replace(where="") if fact.kind == "whole" else fact for fact in facts)
+                case_facts.num_programs = sum(max(facts.num_programs for facts in by_config.values()) for by_config in by_variant)
+                yield case, case_facts
+
+    def have_one_of(self, facts: Set[Fact], case: Case) -> bool:
+        """Return whether launches of a case have one of some facts."""
+        return any(case_facts & facts for _case, case_facts in self.facts_of([case]))

@@ -1,0 +1,310 @@
+"""Find mistakes of addresses in the largest case, of which a check without a GPU computes no values."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from mistaken_ops import CASES, LARGE, Knobs, Mistaken, case_of, rows_of, values
+from row_sums import BENCH, summing, sums_of_rows
+
+from kerneltune.checking.addresses import address_errors, largest_cases
+from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.interpreter import bounds
+from kerneltune.spec import Case, Inputs, Outputs, Variant
+from kerneltune.task import CaseError, Run, Task
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        ("grid cut short", "stores no last element of y_ptr in sums_of_rows, as all checks do: a grid"),
+        ("loop cut short", "loads no last element of x_ptr in sums_of_rows, as all checks do: a grid or loop"),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize("bench", BENCH)
+def test_address_check_names_a_grid_or_loop_cut_short_in_the_largest_case(bench: Case, mistake: str, text: str) -> None:
+    op = summing(mistake)
+    jobs = [
+        address_job(Task(op, bench, op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    lines = [line for line in coverage_lines(jobs) if "last element" in line]
+    is_short = mistake and bench is BENCH["grid" in mistake]
+    assert lines == [f"summed: the largest case {text} cut short?"] * bool(is_short)
+
+
+@triton.jit
+def _sums_of_chosen_rows(x_ptr, chosen_ptr, y_ptr, M, N, BLOCK: tl.constexpr, ADDED: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    if row < M:
+        chosen = tl.load(chosen_ptr + row).to(tl.int64)
+        total = tl.sum(tl.load(x_ptr + chosen * N + at, at < N, other=0.0), 0)
+        tl.store(y_ptr + (chosen if ADDED else row), total)
+
+
+def sums_of_chosen_rows(num_programs: int, to_chosen: bool, given: Inputs, _config: None) -> Outputs:
+    """Sum rows in programs of which the last store nothing; where results go may depend on loaded numbers."""
+    x = given["x"]
+    M, N = x.shape
+    y, chosen = x.new_empty(M), torch.arange(M, device=x.device)
+    _sums_of_chosen_rows[(num_programs or M,)](x, chosen, y, M, N, BLOCK=triton.next_power_of_2(N), ADDED=to_chosen)
+    return {"y": y}
+
+
+@pytest.mark.parametrize(("num_programs", "to_chosen", "is_named"), [(64, False, True), (0, False, False), (64, True, False)])
+def test_address_check_names_a_grid_of_fixed_size_where_a_kernel_loads_whole_numbers(
+    num_programs: int, to_chosen: bool, is_named: bool
+) -> None:
+    op = summing("")
+    op = replace(op, variants=(replace(op.variants[0], run=partial(sums_of_chosen_rows, num_programs, to_chosen)),))
+    jobs = [
+        address_job(Task(op, BENCH[1], op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    assert any("no last element of y_ptr" in line for line in coverage_lines(jobs)) == is_named
+
+
+@triton.jit
+def _blocks_of_sums(x_ptr, y_ptr, M, N, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    begin = row.to(tl.int64) * N if WIDE else row * N
+    tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + begin + at, (row < M) & (at < N), other=0.0), 1, keep_dims=True), row < M)
+
+
+@pytest.mark.parametrize("narrow", [0, 1, 4])
+def test_address_check_finds_an_overflow_that_one_config_alone_has(narrow: int) -> None:
+    def run(given: Inputs, config: Knobs) -> Outputs:
+        x = given["x"]
+        M, N = x.shape
+        y, wide = x.new_empty(M), config.parts != narrow
+        _blocks_of_sums[(triton.cdiv(M, config.parts),)](x, y, M, N, config.parts, wide, BLOCK=triton.next_power_of_2(N))
+        return {"y": y}
+
+    space = {"parts": (1, 2, 4), "block": (64,)}
+    variant = Variant("optimized", run, Knobs, lambda _case: space, default=lambda _case: Knobs(1, 64))
+    op = replace(summing(""), variants=(variant,))
+    ((_, outcomes),) = run_jobs([address_job(Task(op, LARGE, variant))])
+    found = [(outcome.config, outcome.case, outcome.reason.partition(" for")[0]) for outcome in outcomes]
+    assert found == [(Knobs(narrow, 64), LARGE, "int32 overflow detected")] * bool(narrow)
+
+
+@pytest.mark.parametrize("short", [0, 2])
+def test_grid_that_one_config_alone_cuts_short_in_the_largest_case_is_named(short: int) -> None:
+    def run(given: Inputs, config: Knobs) -> Outputs:
+        x = given["x"]
+        M, N = x.shape
+        y, grid = x.new_empty(M), triton.cdiv(M, config.parts)
+        grid = grid % 65536 or 1 if config.parts == short else grid
+        _blocks_of_sums[(grid,)](x, y, M, N, config.parts, True, BLOCK=triton.next_power_of_2(N))
+        return {"y": y}
+
+    variant = Variant(
+        "optimized", run, Knobs, lambda _case: {"parts": (1, 2), "block": (64,)}, default=lambda _case: Knobs(1, 64)
+    )
+    task = Task(replace(summing(""), variants=(variant,)), case_of("large", 1 << 17, 64), variant)
+    ((_, outcomes),) = run_jobs([address_job(task, (), CASES)])
+    assert [outcome.reason for outcome in outcomes] == [
+        "summed optimized: with parts=2 block=64 the largest case stores no last element of y_ptr in _blocks_of_sums, "
+        "and with the default config it does: a grid cut short?"
+    ] * bool(short)
+
+
+@triton.jit
+def _sums_in_turns(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + row.to(tl.int64) * N + at, at < N, other=0.0), 0))
+
+
+def sums_in_turns(_mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y = x.new_empty(M)
+    _sums_in_turns[(min(M, 132),)](x, y, M, N, BLOCK=triton.next_power_of_2(N))
+    return {"y": y}
+
+
+def sums_in_halves(mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y, half = x.new_empty(M), M // 2 if M > 4096 else M
+    block = triton.next_power_of_2(N)
+    sums_of_rows[(half,)](x, y, N, BLOCK=block, IS_LONG=False, MISTAKE="")
+    if half < M:
+        bounds.LAUNCH_SECONDS = 0.0 if mistake == "slow" else 60.0  # in the fork that checks addresses
+        sums_of_rows[(M - half,)](x[half:], y[half:], N, BLOCK=block, IS_LONG=False, MISTAKE="")
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("run", "mistake"),
+    [(sums_in_turns, ""), (sums_in_halves, "slow"), (sums_in_halves, "")],
+    ids=["rows in turns", "no time for the last rows", "two launches"],
+)
+def test_grid_that_reaches_the_last_element_is_not_named_as_cut_short(run: Callable[..., Outputs], mistake: str) -> None:
+    op = summing("")
+    op = replace(op, variants=(replace(op.variants[0], run=partial(run, mistake)),))
+    jobs = [
+        address_job(Task(op, BENCH[1], op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    assert jobs[0].facts
+    assert [line for line in coverage_lines(jobs) if "last element" in line] == []
+
+
+@triton.jit
+def _whole_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr, ROW_AXIS: tl.constexpr):
+    row, at = tl.program_id(ROW_AXIS).to(tl.int64), tl.arange(0, BLOCK)
+    tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + row * N + at, at < N, other=0.0), 0))
+
+
+def whole_rows(axis: int, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
+    y = x.new_empty(x.shape[0])
+    _whole_rows[(1,) * axis + (x.shape[0],)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), ROW_AXIS=axis)
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("axis", "largest", "fault"),
+    [
+        (0, case_of("tall", 70_000, 64), ""),
+        (1, case_of("tall", 70_000, 64), "grid of _whole_rows: 70000 programs along axis 1: a GPU takes at most 65535"),
+        (0, case_of("wide", 2, 3_000_000), "_whole_rows: a block of this size does not compile: numel (4194304) exceeds"),
+    ],
+)
+def test_address_check_finds_a_largest_case_that_a_gpu_refuses(axis: int, largest: Case, fault: str) -> None:
+    variant = Variant("optimized", partial(whole_rows, axis))
+    lines = address_errors(replace(summing(""), variants=(variant,)), largest, variant, None)
+    assert [line[: len(fault)] for line in lines] == [fault] * bool(fault)
+
+
+@triton.jit
+def _gathered(x_ptr, index_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_WIDE: tl.constexpr):
+    at, index = tl.arange(0, BLOCK), tl.load(index_ptr + tl.program_id(0))
+    row = index.to(tl.int64) if IS_WIDE else index
+    x = tl.load(x_ptr + row * N + at, at < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0).to(tl.int64) * N + at, x, at < N)
+
+
+def gathered(is_wide: bool, inputs: Inputs, _config: None) -> Outputs:
+    x, index = inputs["x"], inputs["index"]
+    y = x.new_empty(index.shape[0], x.shape[1])
+    _gathered[(index.shape[0],)](x, index, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), IS_WIDE=is_wide)
+    return {"y": y}
+
+
+def rows_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    count, index = 7, torch.empty(7, dtype=torch.int32, device=device)
+    if device != "meta":
+        index = torch.arange(count, dtype=torch.int32) * (case["M"] - 1) // (count - 1)
+    return rows_of(case, device=device, seed=seed) | {"index": index}
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize("checks", [[*CASES, case_of("no inputs", -1, 1)], CASES[:1]])
+def test_address_check_finds_a_loaded_index_that_overflows(is_wide: bool, checks: list[Case]) -> None:
+    variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 200_000, 20_000)
+    op = replace(summing(""), inputs=rows_with_index, variants=(variant,))
+    errors = address_errors(op, large, variant, None, checks)
+    assert [line.startswith("int32 overflow detected") for line in errors] == [True] * (not is_wide and len(checks) > 1)
+    assert all(line.endswith(", with index_ptr up to 199999") for line in errors)
+
+
+@triton.jit
+def _long_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row, total = tl.program_id(0), 0.0
+    for begin in range(0, N, BLOCK):
+        total += tl.sum(tl.load(x_ptr + row * N + begin + tl.arange(0, BLOCK)))
+    tl.store(y_ptr + row, total)
+
+
+def long_rows(inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
+    y = x.new_empty(x.shape[0])
+    _long_rows[(x.shape[0],)](x, y, x.shape[1], BLOCK=16)
+    return {"y": y}
+
+
+@pytest.mark.usefixtures("short_launches")
+def test_address_check_judges_the_last_program_after_a_long_first_one() -> None:
+    variant = Variant("optimized", long_rows)
+    errors = address_errors(replace(summing(""), variants=(variant,)), case_of("large", 65_536, 1 << 20), variant, None)
+    assert [line.partition(",")[0] for line in errors] == ["int32 overflow detected for operation mul"]
+
+
+@triton.jit
+def _sums_of_columns(x_ptr, y_ptr, M, N, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), M, 4):
+        start = tl.cast(row, tl.int64) * N if WIDE else row * N
+        total += tl.load(x_ptr + start + at, at < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0) * N + at, total, at < N)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_address_check_finds_an_offset_that_overflows_late_in_a_loop(is_wide: bool) -> None:
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        y = inputs["x"].new_empty(4, inputs["x"].shape[1])
+        _sums_of_columns[(4,)](inputs["x"], y, *inputs["x"].shape, WIDE=is_wide, BLOCK=512)
+        return {"y": y}
+
+    op = replace(summing(""), variants=(Variant("optimized", run),))
+    lines = address_errors(op, case_of("tall", 8_000_000, 300), op.variants[0], None)
+    assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * (not is_wide)
+
+
+def pages_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Return a page for each two elements of a case, and all pages in reverse."""
+    pages = case["M"] * case["N"] // 2
+    index = torch.empty(pages, dtype=torch.int32, device=device)
+    x = torch.empty(pages, 64, device=device) if device == "meta" else torch.randn(pages, 64)
+    return {"x": x, "index": index if device == "meta" else torch.arange(pages, dtype=torch.int32).flip(0)}
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize(
+    "checks", [[case_of("few", 4, 9), case_of("more", 4, 10)], [case_of("few", 4, 9), case_of("same", 9, 4)]]
+)
+def test_address_check_takes_the_pages_of_an_input_for_the_limit_of_their_index(is_wide: bool, checks: list[Case]) -> None:
+    variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 20_000, 20_000)
+    op = replace(summing(""), inputs=pages_with_index, variants=(variant,))
+    errors = address_errors(op, large, variant, None, checks)
+    is_limited = checks[1]["N"] == 10  # in cases of equal sizes the number of pages may be a constant
+    assert [line.endswith(", with index_ptr up to 199999999") for line in errors] == [True] * (not is_wide and is_limited)
+
+
+@pytest.mark.parametrize("rows_of_table", [1, 1_000])
+def test_largest_cases_have_the_longest_axis_of_an_input_above_2_gb_of_which_little_is_read(rows_of_table: int) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"tables": [torch.empty(rows_of_table * case["M"], 64, device=device)]}
+
+    op, most, long = replace(summing(""), inputs=inputs), case_of("most", 100, 1000), case_of("long", 10_000, 8)
+    assert largest_cases(op, [most, long, case_of("few", 4, 9)]) == ([most, long] if rows_of_table > 1 else [most])
+
+
+@pytest.mark.parametrize("least_rows", [0, 1_000])  # those of a check case, and of the largest case alone
+def test_inputs_that_cannot_be_made_without_memory_fail_the_check_that_needs_them(least_rows: int) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        if device == "meta" and case["M"] >= least_rows:
+            raise TypeError("no generator for meta")
+        return {"x": values(seed, device, case["M"], case["N"])}
+
+    operator = Mistaken(lambda _mistake, given, _knobs: {"y": 2 * given["x"]}, inputs, lambda given: {"y": 2 * given["x"]}, ())
+    reason = r"test_address_mistakes.py:\d+: inputs: TypeError: no generator for meta, on device meta, which"
+    with nullcontext() if least_rows else pytest.raises(CaseError, match=reason):
+        (line,) = operator.findings("")
+        assert re.match(reason, line)

@@ -1,0 +1,80 @@
+"""Name types, modes and options that `inputs` ignores, and inputs that are the same in all check cases."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mistaken_ops import CASES, values
+from test_pairs import op_with
+
+from kerneltune.checking.blind_spots import blind_spots
+from kerneltune.checking.jobs import compare_job, run_jobs
+from kerneltune.kernel_lib.check_values import vary_rows
+from kerneltune.spec import Case, Inputs, Op, Variant
+from kerneltune.task import Task
+
+
+def biased(bias: Any = None, is_option_used: bool = True, is_dtype_used: bool = True, is_ignored: bool = False) -> Op:
+    """Return y = x + bias, whose bias is drawn unless it is given, and which has an option and two types."""
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        dtype = getattr(torch, case.dtype) if is_dtype_used else torch.float32
+        drawn = values(seed + 7, device, case["N"])
+        given = drawn if bias is None else torch.full_like(drawn, bias, dtype=torch.int64 if type(bias) is int else torch.float32)
+        x = values(seed, device, case["M"], case["N"]).to(dtype)
+        return {"x": x, "bias": given, "act": case.option("act") if is_option_used else "none", "unused": torch.zeros(4)}
+
+    def reference(given: Inputs) -> Inputs:
+        y = given["x"].float() + given["bias"]
+        return {"y": y if is_ignored or given["act"] == "none" else -y}
+
+    same = lambda _case, _given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
+    return replace(
+        op_with(""), inputs=inputs, reference=reference, compare=same, options={"act": ("none", "silu")},
+        dtypes=("float32", "bfloat16"), variants=(Variant("optimized", lambda given, _config: reference(given)),),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "texts"),
+    [
+        (biased(), []),
+        (biased(bias=0.0), ["input bias is 0 in all check cases"]),
+        (biased(bias=1), ["input bias is 1 in all check cases"]),
+        (biased(is_option_used=False), ["inputs are equal for every act"]),
+        (biased(is_ignored=True), ["results are equal for every act"]),
+        (biased(is_dtype_used=False), ["inputs are equal for every dtype"]),
+    ],
+)
+def test_values_that_no_check_tells_apart_are_named(op: Op, texts: list[str]) -> None:
+    cases = [replace(case, options=(("act", act),)) for case in CASES for act in ("none", "silu")]
+    lines = [f"{text}: a kernel that ignores it passes" for text in texts]
+    assert blind_spots(op, op.variants[0], cases) == lines
+    ((_job, outcomes),) = run_jobs([compare_job(Task(op, cases[0], op.variants[0]), cases)])
+    assert [(it.status, it.reason) for it in outcomes] == [("checked", f"scaled: {line}") for line in lines]
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.bfloat16, lambda y: y, torch.Tensor.double])
+@pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16",)])
+def test_output_of_16_bits_for_every_type_of_cases_is_named(cast: Callable[[torch.Tensor], torch.Tensor], types: Any) -> None:
+    op = biased()
+    variant = Variant("optimized", lambda given, _config: {"y": cast(op.reference(given)["y"])})
+    cases = [replace(case, dtype=dtype, options=(("act", act),)) for case in CASES for dtype in types for act in ("none", "silu")]
+    is_named = cast is torch.Tensor.bfloat16 and len(types) == 2
+    line = "y is torch.bfloat16 for every dtype: a kernel that ignores it passes"
+    assert blind_spots(op, variant, cases) == [line] * is_named
+
+
+@pytest.mark.parametrize(("is_varied", "is_linear"), [(True, False), (False, True), (False, False)])
+def test_rows_of_normal_values_alone_are_named_unless_the_reference_is_linear(is_varied: bool, is_linear: bool) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        x = values(seed, device, case["M"], case["N"])
+        return {"x": vary_rows(x) if is_varied else x}
+
+    op = replace(
+        op_with(""), inputs=inputs, reference=lambda given: {"y": given["x"].cumsum(1) if is_linear else given["x"].exp()}
+    )
+    line = "no row of an input is constant or has a value above 10: draw rows by `vary_rows`"
+    assert blind_spots(op, op.variants[0], CASES) == [line] * (not is_varied and not is_linear)

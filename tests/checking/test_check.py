@@ -1,0 +1,153 @@
+"""The switch that poisons memory for checks: its effect and its cost."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from planted_kernels import op_with
+from subprocesses import environment
+
+from kerneltune.checking import check
+from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.spec import Case, Inputs, Outputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+POISONED = """
+import sys
+import torch
+from kerneltune.checking.check import poisoned_memory
+
+plain = torch.get_deterministic_debug_mode()
+imported = set(sys.modules)
+with poisoned_memory():
+    assert torch.empty(1024).isnan().all()
+    assert (torch.empty(1024, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+print(torch.get_deterministic_debug_mode() == plain, sorted(set(sys.modules) - imported))
+"""
+
+
+def test_poisoned_memory_imports_no_module() -> None:
+    """torch.use_deterministic_algorithms imports 900 modules, seconds in every process that checks."""
+    done = subprocess.run([sys.executable, "-c", POISONED], capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.stdout == "True []\n", done.stderr[-2000:]
+
+
+def test_code_compiled_under_poisoned_memory_is_compiled_anew_for_timing() -> None:
+    """Under the switch that poisons memory, torch compiles other code; without it, compiles again."""
+    modes = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        modes.append(torch.get_deterministic_debug_mode())
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    with check.poisoned_memory():
+        double(torch.ones(8))
+    mode = torch.get_deterministic_debug_mode()  # 0, but for tests on a GPU, which poison all memory
+    torch.set_deterministic_debug_mode(0)
+    try:
+        double(torch.ones(8))
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+    assert modes == [1, 0]
+
+
+@pytest.mark.parametrize("result", [True, None, [None], [False], [""], "wrong", 0])
+def test_check_with_compare_that_returns_no_list_fails_with_its_name(result: object) -> None:
+    op = replace(op_with(""), compare=lambda *_: result)
+    case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
+    (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
+    assert re.fullmatch(
+        rf"test_check\.py:\d+: compare: {re.escape(repr(result))}: expected a list of lines, empty where all is well", line
+    )
+
+
+def test_check_with_a_reference_without_outputs_fails_with_its_name() -> None:
+    op = replace(op_with(""), reference=lambda _given: {}, compare=lambda *_: [])
+    case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
+    (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
+    assert re.fullmatch(r"test_check\.py:\d+: reference: gives no output to compare with y, rows", line)
+
+
+@pytest.mark.parametrize("field", ["inputs", "reference"])
+def test_check_whose_second_inputs_raise_fails(field: str) -> None:
+    """An error of inputs or reference fails the check; it must not end the whole sweep."""
+    op = op_with("")
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        if seed and field == "inputs":
+            raise ValueError("only seed 0")
+        return {**op.inputs(case, device=device, seed=seed), "seed": seed}
+
+    def reference(values: Inputs) -> Outputs:
+        if values["seed"]:
+            raise ValueError("only seed 0")
+        return op.reference(values)
+
+    case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
+    checker = check.Checker(replace(op, inputs=inputs, reference=reference), case, DEVICE)
+    outcome = checker.check(variant, variant.default_config(case), runs=2)
+    assert outcome.status == "failed"
+    line = rf"run 2: test_check\.py:\d+: {field}: ValueError: only seed 0, for double M=2 N=10 bfloat16 none"
+    assert re.fullmatch(line, outcome.reason)
+
+
+def test_failure_of_host_code_is_named_by_its_statement() -> None:
+    def run(_inputs: Inputs, _config: Any) -> Outputs:
+        return {"y": torch.zeros(2).view(3)}
+
+    op = op_with("")
+    op = replace(op, module=__name__, variants=(replace(op.variants[0], run=run),))
+    case = Case("a", (("M", 4), ("N", 8)), "float32")
+    (line,) = check.Checker(op, case, DEVICE).errors(op.variants[0], op.variants[0].default_config(case))
+    number = run.__code__.co_firstlineno + 1
+    assert line == f"the launch failed: test_check.py:{number}: RuntimeError: shape '[3]' is invalid for input of size 2"
+
+
+def test_check_names_an_input_that_torch_changes_in_place_even_if_no_value_changes() -> None:
+    op = op_with("")
+
+    def clamped(inputs: Inputs, config: Any) -> Outputs:
+        inputs["x"].clamp_(-1e30, 1e30)
+        return op.variants[0].run(inputs, config)
+
+    variant = replace(op.variants[0], run=clamped)
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 100)), "bfloat16"), DEVICE)
+    assert checker.errors(variant, variant.default_config(checker.case)) == ["inputs: x was overwritten, and is no output"]
+
+
+@pytest.mark.parametrize(("factor", "is_named"), [(1.0, True), (1.01, False)])
+def test_check_names_a_division_as_a_cause_if_results_nearly_agree(factor: float, is_named: bool) -> None:
+    def thirds(inputs: Inputs) -> Outputs:
+        return {"y": inputs["x"].float().nan_to_num(0.0, 1.0, -1.0) / 3.0}
+
+    def divided(inputs: Inputs, _config: Any) -> Outputs:
+        y = torch.empty_like(inputs["x"], dtype=torch.float32)
+        _thirds[(y.numel(),)](inputs["x"].float().nan_to_num(0.0, 1.0, -1.0).contiguous(), y, factor)
+        return {"y": y}
+
+    op = replace(op_with(""), reference=thirds, compare=lambda _c, _i, got, want: same_bits("y", got["y"], want["y"]))
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 10)), "bfloat16"), DEVICE)
+    _, (line, *causes) = checker.run(replace(op.variants[0], run=divided), None)
+    assert (line.startswith("y: "), bool(causes)) == (True, is_named)
+
+
+def test_failed_check_without_a_division_makes_no_copies_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU copies in double precision could need more memory than is free, and the failure would count as skipped."""
+    monkeypatch.delattr(check.Checker, "_nearly_agree")
+    op = op_with("wrong_cast")
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 100)), "bfloat16"), DEVICE)
+    assert checker.check(op.variants[0], op.variants[0].default_config(checker.case)).status == "failed"
+
+
+@triton.jit
+def _thirds(x_ptr, y_ptr, factor):
+    at = tl.program_id(0)
+    tl.store(y_ptr + at, tl.load(x_ptr + at) / 3.0 * factor)

@@ -1,0 +1,107 @@
+"""Coverage lines about checks that host code or the time ends."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from asserting import every
+from mistaken_ops import CASES, case_of
+from row_sums import BENCH, summing
+from test_pairs import op_with
+
+from kerneltune.checking.derived import derived_cases
+from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.interpreter.facts import Fact
+from kerneltune.spec import Inputs, Outputs, Variant
+from kerneltune.task import Run, Task
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="derived cases run in Triton's interpreter")
+
+
+def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addresses_and_sizes() -> None:
+    op = summing("")
+
+    def scaled(given: Inputs, config: Any) -> Outputs:
+        assert float(given["x"].sum()) < 1e30
+        return op.variants[0].run(given, config)
+
+    op = replace(op, variants=(replace(op.variants[0], run=scaled),))
+    _, _, facts = derived_cases(op, CASES, BENCH)
+    addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts)
+    dict(run_jobs([addresses]))
+    (line,) = coverage_lines([addresses])
+    start = f"summed: not judged: addresses of optimized in {BENCH[0].name}: host code fails without memory: test_not_judged"
+    assert line.startswith(start), line
+    assert line.endswith("; sizes of bench cases alone of optimized: host code fails without memory"), line
+
+
+def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
+    op = summing("")
+
+    def in_torch(given: Inputs, _config: Any) -> Outputs:
+        assert float(given["x"].sum()) < 1e30
+        return op.reference(given)
+
+    op = replace(op, variants=(Variant("baseline", in_torch), op.variants[0]))
+    _, _, facts = derived_cases(op, CASES, BENCH)
+    addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts, CASES)
+    dict(run_jobs([addresses]))
+    assert every("not judged" not in line for line in coverage_lines([addresses]))
+
+
+@triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 256})], key=["N"])
+@triton.jit
+def _tuned(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * N
+    for begin in range(0, N, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(y_ptr + row + at, 2 * tl.load(x_ptr + row + at, at < N, other=0.0), at < N)
+
+
+def test_autotuner_takes_its_first_config_without_a_gpu_and_coverage_names_the_others() -> None:
+    def tuned(given: Inputs, _config: None) -> Outputs:
+        y = torch.empty_like(given["x"])
+        _tuned[(len(y),)](given["x"], y, y.shape[1])
+        return {"y": y}
+
+    variant = Variant("optimized", tuned)
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
+    jobs = [*(case_job([Run(Task(op, case, variant), None)]) for case in CASES), address_job(Task(op, BENCH[0], variant))]
+    assert [outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes] == [""] * len(CASES)
+    line = "scaled: not judged: configs of the autotuner of _tuned other than the first"
+    assert [it for it in coverage_lines(jobs) if "not judged" in it] == [line]
+
+
+@triton.jit
+def _halve(x_ptr, flag_ptr, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, at < N, other=0.0)
+    tl.store(x_ptr + at, x * 0.5, at < N)
+    tl.store(flag_ptr, (tl.max(x, 0) < 1e-3).to(tl.int32))
+
+
+def test_coverage_says_that_host_code_waits_for_a_kernel_and_does_not_wait_itself() -> None:
+    op = summing("")
+
+    def halved(given: Inputs, _config: Any) -> Outputs:
+        x = given["x"][:, 0].contiguous().abs()
+        flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+        while x.numel() and not flag.item():
+            _halve[(1,)](x, flag, x.numel(), 1024)
+        return op.reference(given)
+
+    op = replace(op, variants=(replace(op.variants[0], run=halved),))
+    addresses = address_job(Task(op, BENCH[0], op.variants[0]), (), [case_of("none", 0, 2), *CASES])
+    dict(run_jobs([addresses]))
+    (line,) = coverage_lines([addresses])
+    assert line.startswith("summed: not judged: addresses of optimized"), line
+
+
+def test_coverage_says_that_the_time_for_sizes_of_bench_cases_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerneltune.checking.smaller_sizes._LAUNCHES_S", -1.0)
+    op = summing("")
+    _, _, facts = derived_cases(op, CASES, BENCH)
+    assert Fact("not judged", "further sizes of bench cases alone: -1 s are over") in facts
