@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 
-from kerneltune.wording import first_of
+from kerneltune.wording import first_of, short_dtype
 
 PLACE = "place_in_kernel"
 """Attribute of an error of another process: the answer of `place_in_kernel` there."""
@@ -17,7 +17,7 @@ _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
 _STRANGE = re.compile(rf"<|.*/(?:site|dist)-packages/|.*/lib/python3[^/]*/|{re.escape(str(Path(__file__).parent))}/")
 """Path of generated code, and of a file of an installed package, of Python or of this package."""
 _META = re.compile(r"\bmeta\b", re.IGNORECASE)
-_MANY, _MOST = 24, 60
+_FEW, _MOST = 12, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 
@@ -118,20 +118,18 @@ def line_of_inputs(error: BaseException) -> str:
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
-    """Make the error of an unknown value, which names the known values, then `more`, then the nearest known value.
-
-    If there are more names than a screen holds, they are only counted if a near name exists, else cut short.
-    """
+    """Make the error of an unknown value: the nearest known value, the known values, of many only the count, and `more`."""
     names = [str(name) for name in known]
-    near = meant(value, names)
-    listed = f"{len(names)} names" if near and len(names) > _MANY else first_of(names, _MOST) or "(none found)"
-    return ValueError(f"{field}: {value!r}: expected one of {listed}{more}{near}")
+    near = meant(value, names).replace("; ", "", 1)
+    listed = f"{len(names)} names" if near and len(names) > _FEW else first_of(names, _MOST) or "(none found)"
+    return ValueError(" ".join(filter(None, [f"{field}: {value!r}:", near, f"expected one of {listed}{more}"])))
 
 
 def meant(value: object, names: Iterable[str]) -> str:
-    """Return `; did you mean NAME?` with the name nearest to a text; empty without a near name, or for a known name."""
+    """Return `; did you mean NAME?`, the nearest name or short name of an element type; empty if none is near, or for a name."""
     from difflib import get_close_matches  # slow to import, and --help is to be quick
 
     names = list(names)
-    near = get_close_matches(value, names, 1) if isinstance(value, str) and value not in names else []
+    is_unknown = isinstance(value, str) and value not in names
+    near = get_close_matches(str(value), [*names, *map(short_dtype, names)], 1) if is_unknown else []
     return f"; did you mean {near[0]}?" if near else ""

@@ -19,7 +19,8 @@ import msgspec
 
 from kerneltune.errors import first_line, place_of
 from kerneltune.files import replace_text
-from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, dtype_name, knobs_of_class, missing_packages
+from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, knobs_of_class, missing_packages
+from kerneltune.wording import dtype_name
 
 INDEX = Path(__file__).with_name("index.json")
 OF_EVERY_CASE = ("name", "op", "dtype", "quant")

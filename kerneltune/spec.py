@@ -41,30 +41,7 @@ Knob = bool | Whole | float | str
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
 """Entry-point group and environment variable that name the operators of other packages."""
 
-_SHORT_DTYPES = {
-    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
-    "float": "float32", "e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2",
-}  # fmt: skip
-
 NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
-
-
-def dtype_name(text: str) -> str:
-    """Return torch's name of an element type: `bfloat16` for `bf16`, also in each part of `bf16+fp32`.
-
-    A text that is no short name is returned unchanged.
-    """
-    names = [name.removeprefix("torch.") for name in text.split("+")]
-    return "+".join(_SHORT_DTYPES.get(name.lower(), name) for name in names)
-
-
-def short_dtype(name: str) -> str:
-    """Return the short name of an element type: `bf16` for `bfloat16`, also in each part of `bfloat16+float32`.
-
-    A name without a short name is returned unchanged.
-    """
-    shorts = {whole: short for short, whole in reversed(_SHORT_DTYPES.items())}
-    return "+".join(shorts.get(whole, whole) for whole in name.split("+"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
-from kerneltune.errors import meant, unknown
+from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, data_root, read_bytes, written_root
-from kerneltune.spec import Case, Op, Option, dtype_name
-from kerneltune.wording import printable
+from kerneltune.spec import Case, Op, Option
+from kerneltune.wording import dtype_name, printable
 
 Section = Literal["check", "bench"]
 
@@ -39,7 +39,8 @@ _MAX_BYTES = 1 << 20
 _LONGEST = 1000
 """Characters of the longest value, and of the longest text of the file in a message."""
 NO_FAMILY = ", or a .yaml file; sweep and tune also take the folder of a capture"
-"""End of messages about a family: what else may be given in its place."""
+NO_OP = ", or an operator that --plugin loads"
+"""End of messages about a family, or an operator: what else may be given in its place."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
 
 
@@ -126,7 +127,8 @@ def find(family: str) -> Path:
             return folder / f"{family}.yaml"
     if Path(family).is_dir() and not Path(family, "classes").is_dir():
         raise ValueError(f"{family}: no capture: expected a folder that `kerneltune capture` wrote")
-    raise unknown("family", family, families(), NO_FAMILY)
+    captures = sorted(str(classes.parent) for classes in Path(family).parent.glob("*/classes"))
+    raise unknown("family", family, [*families(), *captures], NO_FAMILY)
 
 
 def families() -> list[str]:
@@ -240,9 +242,13 @@ class _Field:
             if key.value in fields:
                 field.fail("each field once")
             if known and key.value not in known:
-                field.fail(f"one of {', '.join(known)}{meant(key.value, known)}")
+                field.refuse(key.value, known, name=prefix.rstrip(".") or "field")
             fields[key.value] = field
         return fields
+
+    def refuse(self, value: object, known: Iterable[object], more: str = "", name: str = "") -> NoReturn:
+        """Raise the error of a value, or of a key, that is not among the known values; see `unknown`."""
+        raise unknown(f"{self.path}:{self.line}: {name or self.name}", value, known, more)
 
     def items(self) -> "list[_Field]":
         """Return the items of a list, or a single value as the only item."""
@@ -312,7 +318,7 @@ class _Field:
         ops = []
         for item, value in self.values():
             if not isinstance(value, str) or value not in known:
-                item.fail(f"one of {', '.join(known)}{more}{meant(value, known)}", repr(value))
+                item.refuse(value, known, more)
             ops.append(known[value])
         return ops
 
@@ -322,8 +328,7 @@ class _Field:
         chosen = []
         for item, value in self.values():
             if _match(value, offered) is None:
-                known = dict.fromkeys(str(option).lower() for option in offered)
-                item.fail(f"one of {', '.join(known)}{meant(value, known)}", repr(value))
+                item.refuse(value, dict.fromkeys(str(option).lower() for option in offered))
             chosen.append(_match(value, _offered(op).get(self.name, ())))
         return [option for option in chosen if option is not None]
 
@@ -377,7 +382,7 @@ class _Reader:
         fields, family = root.fields(_TOP), _read_family(root)
         if "ops" not in fields:
             root.fail("names of operators", "missing", "ops")
-        self.ops = fields["ops"].operators(self.known, ", or an operator that --plugin loads")
+        self.ops = fields["ops"].operators(self.known, NO_OP)
         if "defaults" in fields:
             self.defaults = fields["defaults"].fields()
             self.check_defaults()
@@ -440,7 +445,7 @@ class _Reader:
             if len(lacking) == len(ops) or (named and lacking):
                 first = [] if fields is self.defaults else ["name", "op"]
                 known = [*first, *dict.fromkeys(name for op in (lacking if named else ops) for name in _fields(op))]
-                item.fail(f"a field among {', '.join(known)}{meant(key, known)}")
+                item.refuse(key, known, name="field")
 
     def check_defaults(self) -> None:
         """Check the fields and values under `defaults`, also if no entry uses them."""

@@ -1,10 +1,27 @@
-"""Write counts, lists, named values and words on lines in the same way everywhere."""
+"""Write counts, lists, named values, element types and words on lines in the same way everywhere."""
 
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_SHORT_DTYPES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
+    "float": "float32", "e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+
+
+def dtype_name(text: str) -> str:
+    """Return torch's name of an element type, `bfloat16` for `bf16`, also in each part of `bf16+fp32`; keep any other text."""
+    names = [name.removeprefix("torch.") for name in text.split("+")]
+    return "+".join(_SHORT_DTYPES.get(name.lower(), name) for name in names)
+
+
+def short_dtype(name: str) -> str:
+    """Return the short name of an element type, `bf16` for `bfloat16`, also in each part of a sum; keep any other name."""
+    shorts = {whole: short for short, whole in reversed(_SHORT_DTYPES.items())}
+    return "+".join(shorts.get(whole, whole) for whole in name.split("+"))
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,8 @@ from kerneltune.files import data_root
 from kerneltune.listing import check_case, check_contract, facts_of
 from kerneltune.measuring.compare import ceiling_task
 from kerneltune.plan import Selection, load_plan
-from kerneltune.spec import Case, Op, Traffic, Variant, dtype_name, missing_packages, short_dtype
+from kerneltune.spec import Case, Op, Traffic, Variant, missing_packages
+from kerneltune.wording import dtype_name, short_dtype
 
 
 def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def check(entry: str) -> str:
 
 
 UNSAFE = "expected a name without control characters, bidirectional marks and surrogates"
+DTYPES = "bfloat16, float16, float32"
 FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
 
 
@@ -179,7 +180,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check('{name: "a\\ud800", M: 1, N: 1}'), f":4: name: 'a\\ud800': {UNSAFE}"),
         (check('{name: "a\\u202e", M: 1, N: 1}'), f":4: name: 'a\\u202e': {UNSAFE}"),
         (check('{name: "a\\x9b", M: 1, N: 1}'), f":4: name: 'a\\x9b': {UNSAFE}"),
-        (check('{name: a, M: 1, N: 1, "\\ud800": 1}'), f":4: \\ud800: '1': expected a field among {FIELDS}"),
+        (check('{name: a, M: 1, N: 1, "\\ud800": 1}'), f":4: field: '\\ud800': expected one of {FIELDS}"),
         (check("{name: a, M: !!seq 1, N: 1}"), ":4: M: '1': expected a plain value"),
         (
             check(f"{{name: '{'a' * 190}{{M}}{{N}}', M: {2**44}, N: 1}}"),
@@ -203,7 +204,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         ("family: f\nfamily: g\n", ":2: family: 'g': expected each field once"),
         (
             f"{HEAD}benches: 1\n",
-            ":3: benches: '1': expected one of family, defaults, ops, check, bench, headline, gate; did you mean bench?",
+            ":3: field: 'benches': did you mean bench? expected one of family, defaults, ops, check, bench, headline, gate",
         ),
         (HEAD, ":1: check: missing: expected at least one entry in check or bench"),
         (f"{HEAD}check: {{M: 1}}\n", ":3: check: a mapping: expected a list of entries"),
@@ -231,12 +232,12 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check("{name: a, M: 8, N: [1, 2]}"), ":4: name: 'a': expected a name with {N} in it, as N has several sizes"),
         (check("{name: 'a{K}', M: 8, N: 1}"), ":4: name: 'a{K}': expected no placeholders but {M}, {N}"),
         (check("{name: 'a{M}', M: [8, 8], N: 1}"), ":4: M: 8: expected each value once"),
-        (check("{name: a, M: 8, N: 1, K: 4}"), f":4: K: '4': expected a field among {FIELDS}"),
-        (check("{name: a, M: 8, N: 1, NN: 4}"), f":4: NN: '4': expected a field among {FIELDS}; did you mean N?"),
+        (check("{name: a, M: 8, N: 1, K: 4}"), f":4: field: 'K': expected one of {FIELDS}"),
+        (check("{name: a, M: 8, N: 1, NN: 4}"), f":4: field: 'NN': did you mean N? expected one of {FIELDS}"),
         (check("{name: a, M: 8, N: 1, op: gemm}"), ":4: op: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
         (
             f"{HEAD}bench:\n  - {{name: a, M: 8, N: 1}}\nheadline: {{cases: a}}\n",
-            ":5: headline.cases: 'a': expected one of op, case, dtype, quant; did you mean case?",
+            ":5: headline: 'cases': did you mean case? expected one of op, case, dtype, quant",
         ),
         (
             f"{HEAD}bench:\n  - {{name: a, M: 8, N: 1}}\nheadline: {{case: b, op: rmsnorm_fwd}}\n",
@@ -244,7 +245,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         ),
         (
             check("{name: a, M: 8, N: 1, dtype: bfloat}"),
-            ":4: dtype: 'bfloat': expected one of bfloat16, float16, float32; did you mean bfloat16?",
+            ":4: dtype: 'bfloat': did you mean bfloat16? expected one of bfloat16, float16, float32",
         ),
         (check("{name: a, M: 8, N: 1, dtype: 16}"), ":4: dtype: 16: expected one of bfloat16, float16, float32"),
         (check("{name: a, M: 8, N: 1, quant: [none, int8]}"), ":4: quant: 'int8': expected one of none, fp8, fp8_t"),
@@ -255,7 +256,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check("{name: a, M: 8, N: 1, row_pad: null}"), ":4: row_pad: None: expected one of 0, 3, 8"),
         (
             check("{name: a, M: 8, N: 1, op: rmsnorm_bwd, fp8_format: e5m2}"),
-            ":4: fp8_format: 'e5m2': expected a field among name, op, M, N, dtype, quant, zero_centered, row_pad",
+            ":4: field: 'fp8_format': expected one of name, op, M, N, dtype, quant, zero_centered, row_pad",
         ),
         (f"{HEAD}bench: [{{name: a, M: 0, N: 1}}]\n", ":3: M: 0: expected an integer of 1 or more"),
         (
@@ -270,11 +271,11 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
             check("{name: a, M: 1, N: 1, quant: none}\n  - {name: b, M: 1, N: 1, quant: [fp8, none]}"),
             ":5: name: 'b': expected sizes or options of rmsnorm_fwd not used by 'a' on line 4",
         ),
-        (f"{HEAD}defaults: {{name: a}}\n", f":3: name: 'a': expected a field among {FIELDS[10:]}"),
-        (f"{HEAD}defaults: {{dtype: bf17}}\n", ":3: dtype: 'bf17': expected one of bfloat16, float16, float32"),
+        (f"{HEAD}defaults: {{name: a}}\n", f":3: field: 'name': expected one of {FIELDS[10:]}"),
+        (f"{HEAD}defaults: {{dtype: bf17}}\n", f":3: dtype: 'bf17': did you mean bf16? expected one of {DTYPES}"),
         (f"{HEAD}defaults: {{M: -2}}\n", ":3: M: -2: expected an integer of 0 or more"),
         (check("{name: a, M: 1, N: 1}\ngate: 3"), ":5: gate: '3': expected fields with values"),
-        (check("{name: a, M: 1, N: 1}\ngate: {margn: 3}"), ":5: gate.margn: '3': expected one of margin; did you mean margin?"),
+        (check("{name: a, M: 1, N: 1}\ngate: {margn: 3}"), ":5: gate: 'margn': did you mean margin? expected one of margin"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: 1}"), ":5: gate.margin: 1: expected a fraction from 0 to below 1"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: yes}"), ":5: gate.margin: True: expected a fraction from 0 to below 1"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: .nan}"), ":5: gate.margin: nan: expected a fraction from 0 to below 1"),
@@ -332,14 +333,17 @@ def test_find_of_a_family_returns_its_file_or_names_the_nearest(tmp_path: Path, 
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("")
     Path("sweeps/folder.yaml").mkdir()
+    Path("capture_of_a_layer/classes").mkdir(parents=True)
     assert sweep_file.find("norm") == Path("sweeps/norm.yaml")
     assert sweep_file.find("gemm") == tmp_path / "repo/sweeps/gemm.yaml"
     assert sweep_file.find("repo/sweeps/norm.yaml") == Path("repo/sweeps/norm.yaml")
-    with pytest.raises(ValueError, match=r"^family: 'nrom': expected one of gemm, norm, or a .*; did you mean norm[?]$"):
+    with pytest.raises(ValueError, match=r"^family: 'nrom': did you mean norm[?] expected one of gemm, norm, "):
         sweep_file.find("nrom")
+    with pytest.raises(ValueError, match=r"^family: 'capture_of_layer': did you mean capture_of_a_layer[?] expected one of "):
+        sweep_file.find("capture_of_layer")
     with pytest.raises(ValueError, match=r"^cannot read nrom\.yaml: no such file$"):
         sweep_file.find("nrom.yaml")
-    with pytest.raises(ValueError, match=r"^family: 'folder': expected one of gemm, norm, or a "):
+    with pytest.raises(ValueError, match=r"^family: 'folder': expected one of gemm, norm, capture_of_a_layer, or a "):
         sweep_file.find("folder")
     with pytest.raises(ValueError, match=r"^cannot read sweeps/folder\.yaml: Is a directory$"):
         sweep_file.load(sweep_file.find("sweeps/folder.yaml"), OPS)

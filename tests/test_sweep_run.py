@@ -445,7 +445,7 @@ def test_command_that_needs_a_gpu_raises_without_one_and_writes_nothing(
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"ops": ("strem",)}, "op: 'strem': expected one of "),
+        ({"ops": ("strem",)}, "op: 'strem': did you mean stream? expected one of "),
         ({"variants": ("optimised",)}, "variant: 'optimised': expected one of baseline in family tiny"),
         ({"variants": ("baseline", "liger")}, "variant: 'liger': expected one of baseline in family tiny"),
         ({"family": "no-such-family"}, "family: 'no-such-family': expected one of "),

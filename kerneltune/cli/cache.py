@@ -275,8 +275,7 @@ def check(configs: o.ReadConfigs = None) -> None:
 def fitting_entries(path: Path) -> list[CacheEntry]:
     """Return the entries of a file; an entry that calls do not use is an error."""
     ops = o.load_ops()
-    if path.stem not in ops:
-        raise unknown(f"{path}: op", path.stem, ops)
+    o.choice(f"{path}: op", path.stem, ops)
     entries = load_strict(path)
     for index, entry in enumerate(entries):
         try:
@@ -312,7 +311,7 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     names = sorted({path.stem for path in files})
     if op is not None and op not in names:
         if op not in o.load_facts():
-            raise unknown("op with cached configs", op, names)
+            raise unknown("op with cached configs", op, names, sweep_file.NO_OP)
         command = f"kerneltune tune {o.family_of(op) or 'FAMILY'} --op {op}"
         raise ValueError(f"op: {op!r}: no cached configs in {o.configs_root(configs)}: `{command}` finds them")
     if gpu is not None:

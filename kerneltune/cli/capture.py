@@ -135,7 +135,7 @@ def _reason(refused: Mapping[str, str], autotuned: Mapping[str, str], pattern: s
             return f"{kernel}: its autotuner is a {subclass}, whose run does not call Triton's"
     names = [kernel.rpartition(".")[2] for kernel in autotuned]
     if autotuned and not any(fnmatch.fnmatch(name, pattern) for name in (*autotuned, *names)):
-        near = meant(pattern, names)
-        return f"--kernel {pattern!r} is the name of no kernel of the program: {first_of(sorted(autotuned), _SHOWN)}{near}"
+        names_or_near = meant(pattern, names) or f": {first_of(sorted(autotuned), _SHOWN)}"
+        return f"--kernel {pattern!r} is the name of no kernel of the program{names_or_near}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
     return f"{ended} kernel of triton.autotune or kerneltune.autotune"

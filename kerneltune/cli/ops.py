@@ -10,7 +10,8 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.listing import OpFacts
-from kerneltune.spec import Case, Op, Variant, short_dtype
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.wording import short_dtype
 
 _KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
 """A knob and its meaning in the `Attributes` of a config's docstring."""

@@ -20,8 +20,9 @@ from kerneltune.files import RESULTS, decode, in_checkout
 from kerneltune.listing import OpFacts, facts_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.search import SAMPLERS
-from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
+from kerneltune.spec import PLUGINS, Case, Op, Variant
 from kerneltune.task import trials_folder
+from kerneltune.wording import dtype_name
 
 POLICIES = ("cold", "hot", "eager")
 STYLES = ("text", "markdown", "csv")
@@ -165,7 +166,7 @@ def selection(without: Collection[str] = ()) -> Callable[[Callable[..., None]], 
 def choice(field: str, value: str, known: Collection[str]) -> str:
     """Return the value if it is known."""
     if value not in known:
-        raise unknown(field, value, known)
+        raise unknown(field, value, known, sweep_file.NO_OP if field.split()[-1] == "op" else "")
     return value
 
 

@@ -16,9 +16,8 @@ from kerneltune.errors import unknown
 from kerneltune.records import Record, case_key, grouped, newest, other_run, ratio, shared_case_key
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
-from kerneltune.spec import short_dtype
 from kerneltune.table import CellValue, Column, Row, Table, values
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import counted, pairs, short_dtype
 
 WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"

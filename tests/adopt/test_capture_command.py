@@ -167,12 +167,13 @@ def _noting(root: Path, **notes: object) -> tuple[str, str, Path]:
     return "--", "sh", script
 
 
-def test_capture_with_a_pattern_without_a_match_lists_launched_kernels(tmp_path: Path) -> None:
+def test_capture_with_a_pattern_without_a_match_lists_launched_kernels_or_names_the_nearest(tmp_path: Path) -> None:
     program = _noting(tmp_path, made={"train.attn_fwd": "", "train.<locals>.norm": ""})
     result = run("capture", "--out", tmp_path, "--kernel", "atn_fwd", *program)
-    names = "train.<locals>.norm, train.attn_fwd; did you mean attn_fwd?"
-    message = f"nothing was captured: --kernel 'atn_fwd' is the name of no kernel of the program: {names}\n"
+    message = "nothing was captured: --kernel 'atn_fwd' is the name of no kernel of the program; did you mean attn_fwd?\n"
     assert (result.exit_code, result.stderr) == (1, message)
+    shown = run("capture", "--out", tmp_path, "--kernel", "softmax", *program).stderr
+    assert shown.endswith("--kernel 'softmax' is the name of no kernel of the program: train.<locals>.norm, train.attn_fwd\n")
     assert "the program launched no kernel" in run("capture", "--out", tmp_path, "--kernel", "attn*", *program).stderr
 
 

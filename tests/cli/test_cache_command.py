@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from command_line import operators, refused, run
 
+from kerneltune.sweep_file import NO_OP
+
 
 @pytest.fixture
 def stored(configs_dir: Path) -> Path:
@@ -94,7 +96,7 @@ def test_cache_export_of_an_operator_without_knobs_says_that_it_has_no_configs()
 
 def test_cache_show_of_unknown_names_fails_with_known_names(stored: Path) -> None:
     assert stored.is_file()
-    assert refused("cache", "show", "softmax") == "error: op with cached configs: 'softmax': expected one of rmsnorm_bwd"
+    assert refused("cache", "show", "softmax") == f"error: op with cached configs: 'softmax': expected one of rmsnorm_bwd{NO_OP}"
     assert refused("cache", "show", "rmsnorm_bwd", "--gpu", "b200") == "error: gpu: 'b200': expected one of nvidia_h200"
     assert refused("cache", "show", "rmsnorm_bwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16"
     assert refused("cache", "show", "rmsnorm_bwd", "--case", "a*").startswith("error: case: 'a*': expected one of ")
@@ -125,7 +127,7 @@ def test_cache_check_names_a_broken_file(stored: Path, configs_dir: Path) -> Non
     stranger = configs_dir / "nvidia_h200" / "softmax.json"
     stranger.write_text(stored.read_text().replace("rmsnorm_bwd", "softmax"))
     names = ", ".join(operators())
-    assert refused("cache", "check") == f"error: {stranger}: op: 'softmax': expected one of {names}"
+    assert refused("cache", "check") == f"error: {stranger}: op: 'softmax': expected one of {names}{NO_OP}"
     stored.write_text(stored.read_text()[:-20])
     assert refused("cache", "check").startswith(f"error: {stored}:")
 

@@ -43,7 +43,7 @@ def test_explain_accepts_options_beside_sizes() -> None:
     asked = ("cache", "explain", "fp8_grouped_gemm", "--gpu", "nvidia_h200", "M=32768", "N=3584", "K=2048", "E=64")
     assert "product=rows" in run(*asked).stdout
     assert "product=weights" in run(*asked, "product=weights").stdout
-    assert "product: 'weight': expected one of rows, weights; did you mean weights?" in refused(*asked, "product=weight")
+    assert "product: 'weight': did you mean weights? expected one of rows, weights" in refused(*asked, "product=weight")
     layouts = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "M=16,K=24,layout=both")
     assert "layout=both" in run("cache", "explain", *layouts).stdout
 

@@ -143,6 +143,7 @@ def test_tune_passes_all_options_on(engine: dict[str, Any], tmp_path: Path) -> N
         (["swiglu_bwd", "--variant", "liger"], "variant: 'liger': expected one of baseline, optimized, compile in family swi"),
         (["rmsnorm", "--variant", "fast*"], "variant: 'fast*': expected one of baseline, pr593, optimized, "),
         (["rmsnorm", "--dtype", "bf*"], "dtype: 'bf*': expected one of bfloat16, float16, float32 in family rmsnorm"),
+        (["rmsnorm", "--dtype", "bf61"], "dtype: 'bf61': did you mean bf16? expected one of bfloat16, "),
         (["rmsnorm", "--dtype", "int8"], "dtype: 'int8': expected one of bfloat16, float16, float32"),
         (["rmsnorm", "--quant", "int3"], "quant: 'int3': expected one of "),
         (["rmsnorm", "--policy", "warm"], "policy: 'warm': expected one of cold, hot, eager"),
@@ -258,14 +259,14 @@ def test_sweep_with_a_read_only_folder_fails_before_it_checks(tmp_path: Path) ->
         ("family: [", "{path}:1: YAML: "),
         ("", "{path}:1: file: empty: expected fields with values"),
         ("family: f\nops: [softmax]\n", "{path}:2: ops: 'softmax': expected one of "),
-        ("family: f\nops: [rmsnorm_fwd]\nspeed: 3\n", "{path}:3: speed: '3': expected one of "),
+        ("family: f\nops: [rmsnorm_fwd]\nspeed: 3\n", "{path}:3: field: 'speed': expected one of "),
         (
             "family: f\nops: [rmsnorm_fwd]\nbench:\n  - {name: a, M: 0, N: 8}\n",
             "{path}:4: M: 0: expected an integer of 1 or more",
         ),
         (
             "family: f\nops: [rmsnorm_fwd]\nbench:\n  - {name: a, M: 8, N: 8, speed: 3}\n",
-            "{path}:4: speed: '3': expected a field among",
+            "{path}:4: field: 'speed': expected one of ",
         ),
     ],
 )

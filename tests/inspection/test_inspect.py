@@ -265,7 +265,7 @@ def test_static_gate_of_an_operator_without_rows_fails_and_compiles_nothing(comp
     ("arguments", "message"),
     [
         (["nope"], "error: op: 'nope': expected one of "),
-        (["--target", "sm_70"], "error: target: 'sm_70': expected one of sm_90, sm_100, gfx942, gfx950, all"),
+        (["--target", "sm_70"], "error: target: 'sm_70': did you mean sm_90? expected one of sm_90, sm_100, gfx942, gfx950, all"),
         (["--gpu", "b200"], "error: nothing to compile: "),
         (["rmsnorm_bwd", "--gpu", "../b200"], "error: gpu: '../b200': expected the name of a folder, like b200"),
         (["--workers", "0"], "error: workers: 0: expected 1 or more"),

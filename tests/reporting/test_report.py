@@ -59,7 +59,7 @@ def test_default_pair_is_that_asked_for_else_baseline_and_optimized() -> None:
     further = [record(variant="new", axes={"M": 8192, "N": n}) for n in (1, 2)]
     assert tables.default_pair([*peers, *further]) == ("old", "new")
     assert tables.default_pair(rows, "new", "liger") == ("new", "liger")
-    with pytest.raises(ValueError, match=r"^b: 'newer': expected one of old, new, liger; did you mean new\?$"):
+    with pytest.raises(ValueError, match=r"^b: 'newer': did you mean new\? expected one of old, new, liger$"):
         tables.default_pair(rows, b="newer")
 
 
