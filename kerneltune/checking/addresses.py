@@ -43,12 +43,11 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     """
     try:
         inputs = meta_inputs(op, case)
-    except CaseError as error:
-        return [str(error)]
-    try:
         largest = _largest_numbers(op, case, inputs, checks)
         with strict(host_folder(op), largest):
             variant.run(inputs, config)
+    except CaseError as error:  # no inputs, or a captured launch that cannot be made again
+        return [str(error)]
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
         if (fault := fault_of(error)) is not None:
             return [str(fault)]

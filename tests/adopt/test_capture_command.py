@@ -12,6 +12,7 @@ from adopted import captured
 from command_line import run
 
 from kerneltune.adopt.folder import CLASSES, META, remove_stale
+from kerneltune.adopt.operators import write_capture_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.cli import console
 
@@ -186,6 +187,17 @@ def test_capture_of_launches_that_cannot_be_replayed_does_not_offer_to_check_the
     assert " ".join(result.stderr.split()).endswith(
         f"none of these launches can be checked or tuned: `kerneltune adopt lint {tmp_path}` says why"
     )
+
+
+def test_check_of_a_kernel_whose_source_has_changed_says_so_once(tmp_path: Path) -> None:
+    for launch in captured(tmp_path, (4, 96), (4, 128), pattern="row_sum").classes:
+        file = tmp_path / CLASSES / launch.digest / META
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"source": "0" * 12, "bytecode": "0" * 16}))
+    write_capture_sweep(read_capture(tmp_path))
+    result = run("sweep", tmp_path, "--check-only")
+    assert result.exit_code == 1
+    assert result.output.count("its source has changed since it was captured") == 1
+    assert "are inputs and reference right?" not in result.output
 
 
 def test_capture_with_two_patterns_exits_with_2(tmp_path: Path) -> None:
