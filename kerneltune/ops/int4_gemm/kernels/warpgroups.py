@@ -72,34 +72,34 @@ def _int4_gemm_by_warpgroups(
     row_blocks = tl.cdiv(M, 64)
     split, tile = tl.program_id(0), tl.program_id(1)
     first_token = tl.program_id(2) * TOKENS
-    kb = split * STEPS
-    steps = tl.minimum(tl.cdiv(K, 128) - kb, STEPS)
+    k_block = split * STEPS
+    steps = tl.minimum(tl.cdiv(K, 128) - k_block, STEPS)
     tl.assume(steps > 0)
     warp = tl.arange(0, W)
     piece = (warp % 4)[None, None, :]
     row_block = tl.minimum(tile * BLOCKS + warp // 4, row_blocks - 1)  # the last once more past the end
-    block = (wide(kb) * row_blocks + row_block)[None, None, :]
-    s_block = row_block[None, None, :] + tl.zeros_like(block) if ONE_GROUP else block
+    block = (wide(k_block) * row_blocks + row_block)[None, None, :]
+    scale_block = row_block[None, None, :] + tl.zeros_like(block) if ONE_GROUP else block
     w_step = wide(row_blocks) * 1024
     s_step = 0 if ONE_GROUP else wide(row_blocks) * (64 * GROUPS)
     if LEAD:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
         row = first_token + (tile * W + warp)[None, None, :] % TOKENS  # for every block of rows of w another
-        x_slice = x_ptr + wide(row) * stride_xn + kb * 128
-        into_l2(x_slice + tl.zeros_like(lane), lane, row < N, 2 * (tl.minimum(K, (kb + STEPS) * 128) - kb * 128))
+        x_slice = x_ptr + wide(row) * stride_xn + k_block * 128
+        into_l2(x_slice + tl.zeros_like(lane), lane, row < N, 2 * (tl.minimum(K, (k_block + STEPS) * 128) - k_block * 128))
         for step in tl.static_range(min(STEPS, LEAD)):
             live = (step + 0 * warp < steps)[None, None, :]
             if step == 0 or not ONE_GROUP:
-                into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+                into_l2(scale_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
                 if ZEROS:
-                    into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+                    into_l2(zero_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
             into_l2(w_ptr + block * 1024 + piece * 256 + step * w_step, lane, live, 1024)
         gdc_wait()
-    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, s_block, piece, 2, GROUPS)
+    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, scale_block, piece, 2, GROUPS)
     s_offsets += s_inner
     token = first_token + tl.arange(0, TOKENS)[:, None]
-    k = kb * 128 + tl.arange(0, 64)[None, :]
+    k = k_block * 128 + tl.arange(0, 64)[None, :]
     x_ptrs = x_ptr + (wide(token) * stride_xn + k)
 
     s0, w0 = tl.load(scale_ptr + s_offsets), tl.load(w_ptrs)

@@ -92,7 +92,7 @@ class Weight(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Work(Constants):
-    """The work of a program.
+    """Hold the work of a program.
 
     Attributes:
         tokens: rows of x.
@@ -300,7 +300,7 @@ def finish(
 
 @triton.jit
 def _rows_of_warps(warp, tile, row_blocks, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """Return which warps are the first of a block of rows (0), the block of rows of each warp, and the block that it loads.
+    """Return, of each warp, 0 if it is the first of a row block, its row block, and the row block that it loads.
 
     Warps side by side read the same x at the same time: the first warp from L2, all other warps from L1.
     """
@@ -309,14 +309,14 @@ def _rows_of_warps(warp, tile, row_blocks, BLOCKS: tl.constexpr, PER_BLOCK: tl.c
     else:
         PIECES: tl.constexpr = PER_BLOCK * BLOCKS
         first_of_block = warp // PIECES + warp % PER_BLOCK
-        rb = tile * BLOCKS + warp % PIECES // PER_BLOCK
-        return first_of_block, rb, tl.minimum(rb, row_blocks - 1)  # past the end the last block once more
+        row_block = tile * BLOCKS + warp % PIECES // PER_BLOCK
+        return first_of_block, row_block, tl.minimum(row_block, row_blocks - 1)  # past the end, load the last block
 
 
 @triton.jit
 def _ask_l2(
-    operands, stride_xn, N, K, split, first_token, rb, first_of_block, warp, piece, kb, end, block, s_block, w_step, s_step,
-    WEIGHT: tl.constexpr, WORK: tl.constexpr, LEAD: tl.constexpr,
+    operands, stride_xn, N, K, split, first_token, row_block_of_warp, first_of_block, warp, piece, k_block, end,
+    block, scale_block, w_step, s_step, WEIGHT: tl.constexpr, WORK: tl.constexpr, LEAD: tl.constexpr,
 ):  # fmt: skip
     """Ask L2 for the x of a program and the first LEAD blocks of each warp, then wait for the end of the kernel in front.
 
@@ -330,22 +330,23 @@ def _ask_l2(
     gdc_launch_dependents()
     lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
     start = split * (STEPS * ALONG * 128)
-    row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % WORK.tokens  # for every block of rows of w another
+    # Because programs read the same x, each row block asks for another token.
+    row = first_token + (row_block_of_warp + tl.zeros_like(warp))[None, None, :] % WORK.tokens
     x_slice = x_ptr + wide(row) * stride_xn + start
     bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
     into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
     for step in tl.static_range(min(STEPS, LEAD)):
-        live = (kb + step * ALONG < end)[None, None, :]
+        live = (k_block + step * ALONG < end)[None, None, :]
         if step == 0 or not WEIGHT.one_group:
-            into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+            into_l2(scale_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
             if WEIGHT.zeros:
-                into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+                into_l2(zero_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
         into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
     gdc_wait()
 
 
 @triton.jit
-def weight_places(w_ptr, block, s_block, piece, R: tl.constexpr, GROUPS: tl.constexpr):
+def weight_places(w_ptr, block, scale_block, piece, R: tl.constexpr, GROUPS: tl.constexpr):
     """Return the pointers of a warp's codes and the offsets of its scales: five axes, c, j, warp, and two within a thread."""
     c5 = tl.arange(0, 4)[:, None, None, None, None]
     j5 = tl.arange(0, 8)[None, :, None, None, None]
@@ -355,12 +356,12 @@ def weight_places(w_ptr, block, s_block, piece, R: tl.constexpr, GROUPS: tl.cons
     word = tl.arange(0, 4)[None, None, None, None, :]
     piece5 = piece[:, :, :, None, None]
     w_ptrs = w_ptr + (block[:, :, :, None, None] * 1024 + piece5 * (128 * R) + (j5 * 16 + c5 * 4)) + (i_outer * 128 + word)
-    s_offsets = s_block[:, :, :, None, None] * (64 * GROUPS) + piece5 * R + (j5 * (8 * GROUPS) + c5 * 0)
+    s_offsets = scale_block[:, :, :, None, None] * (64 * GROUPS) + piece5 * R + (j5 * (8 * GROUPS) + c5 * 0)
     return w_ptrs, s_offsets, group * 8 + i_inner
 
 
 @triton.jit
-def _token_places(x_ptr, stride_xn, kb, first_token, TOKENS: tl.constexpr):
+def _token_places(x_ptr, stride_xn, k_block, first_token, TOKENS: tl.constexpr):
     """Return the places of x in a block: six axes, c, token, warp, and token, quarter of the block and k within a thread.
 
     Returns tokens, offsets of the quarters, offsets of k within a thread, k without these offsets, and pointers without
@@ -371,7 +372,7 @@ def _token_places(x_ptr, stride_xn, kb, first_token, TOKENS: tl.constexpr):
     token = first_token + token
     quarter = tl.arange(0, 2)[None, None, None, None, :, None] * 32
     t6 = tl.arange(0, 8)[None, None, None, None, None, :]
-    k6 = (kb * 128)[None, None, :, None, None, None] + c6
+    k6 = (k_block * 128)[None, None, :, None, None, None] + c6
     x_rows = x_ptr + (wide(token) * stride_xn + k6)
     return token, quarter, t6, k6, x_rows
 
@@ -402,8 +403,8 @@ def _int4_gemm(
 
     LEAD: steps that L2 is asked for in advance, 0 for none. FULL: N is a multiple of a program's tokens. EVEN: the programs
     take exactly K; LAST_SHORTER: programs of the last split take fewer steps. AHEAD: load x a step ahead of its use.
-    LAST_APART: the last step follows the loop, which loads nothing past the end and codes between the halves of a block; of
-    even programs AHEAD, without zero points.
+    LAST_APART: the last step is peeled off the loop, so that the loop loads nothing past the end; the loop loads the next codes
+    between the halves of a block. Only with EVEN, AHEAD and no zero points.
     """
     STEPS: tl.constexpr = WORK.steps
     ALONG: tl.constexpr = WORK.along
@@ -416,23 +417,25 @@ def _int4_gemm(
     first_token = tl.program_id(2) * WORK.tokens
     end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
     warp = tl.arange(0, W)
-    kb = split * (STEPS * ALONG) + warp // (PER_BLOCK * WORK.blocks)
+    k_block = split * (STEPS * ALONG) + warp // (PER_BLOCK * WORK.blocks)
     piece = (warp % PER_BLOCK)[None, None, :]
-    first_of_block, rb, row_block = _rows_of_warps(warp, tile, row_blocks, WORK.blocks, PER_BLOCK)
-    block = (wide(kb) * row_blocks + row_block)[None, None, :]
-    s_block = (row_block if WORK.blocks == 1 else row_block[None, None, :]) + tl.zeros_like(block) if WEIGHT.one_group else block
+    first_of_block, row_block_of_warp, row_block = _rows_of_warps(warp, tile, row_blocks, WORK.blocks, PER_BLOCK)
+    block = (wide(k_block) * row_blocks + row_block)[None, None, :]
+    scale_block = (
+        (row_block if WORK.blocks == 1 else row_block[None, None, :]) + tl.zeros_like(block) if WEIGHT.one_group else block
+    )
     w_step = wide(ALONG) * row_blocks * 1024
     s_step = 0 if WEIGHT.one_group else wide(ALONG) * row_blocks * (64 * GROUPS)
     if LEAD:
         _ask_l2(
-            (x_ptr, w_ptr, scale_ptr, zero_ptr), stride_xn, N, K, split, first_token, rb, first_of_block, warp, piece, kb, end,
-            block, s_block, w_step, s_step, WEIGHT, WORK, LEAD,
+            (x_ptr, w_ptr, scale_ptr, zero_ptr), stride_xn, N, K, split, first_token, row_block_of_warp, first_of_block, warp,
+            piece, k_block, end, block, scale_block, w_step, s_step, WEIGHT, WORK, LEAD,
         )  # fmt: skip
-    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, s_block, piece, R, GROUPS)
-    token, quarter, t6, k6, x_rows = _token_places(x_ptr, stride_xn, kb, first_token, WORK.tokens)
+    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, scale_block, piece, R, GROUPS)
+    token, quarter, t6, k6, x_rows = _token_places(x_ptr, stride_xn, k_block, first_token, WORK.tokens)
     x_ptrs = x_rows + (quarter + t6)
     k6 += quarter
-    live = (kb < end)[None, None, :, None, None]
+    live = (k_block < end)[None, None, :, None, None]
     s0 = codes(scale_ptr + s_offsets + s_inner, live, EVEN)
     w0 = codes(w_ptrs, live, EVEN)
     if since_sm_90():
@@ -451,7 +454,7 @@ def _int4_gemm(
         if not AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
             x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-        # after the last the same again
+        # After the last step the same x is loaded again, because no x follows.
         x_step = tl.where(step + 1 < steps, 128 * ALONG, 0) if AHEAD and not LAST_APART else 128 * ALONG
         if WORK.blocks == 1:
             x_ptrs += x_step
@@ -461,11 +464,11 @@ def _int4_gemm(
         k6 += x_step
         zeros = s0
         if WEIGHT.zeros:
-            live = (kb + step * ALONG < end)[None, None, :, None, None]
+            live = (k_block + step * ALONG < end)[None, None, :, None, None]
             zeros = codes(zero_ptr + s_offsets + s_inner, live, EVEN)
         w_ptrs += w_step
         s_offsets += s_step
-        live = (kb + (step + 1) * ALONG < end)[None, None, :, None, None]
+        live = (k_block + (step + 1) * ALONG < end)[None, None, :, None, None]
         first, second = halves(w0)
         if not LAST_APART:
             s1, w1 = codes(scale_ptr + s_offsets + s_inner, live, False), codes(w_ptrs, live, False)
