@@ -37,23 +37,23 @@ class BwdConfig(Tiles):
 
 def space(case: Case) -> Space:
     """Offer tiles of up to eight rows, of more rows if rows are short; a row per program, or several programs per row."""
-    whole = tiles.power_of_two(case["N"])
-    if whole <= tiles.SHORT:
+    padded = tiles.padded_length(case["N"])
+    if padded <= tiles.SHORT:
         return {
-            "rows": tiles.rows_of_short(whole, 8192),
-            "cols": (whole,),
+            "rows": tiles.rows_of_short(padded, 8192),
+            "cols": (padded,),
             "split": (False,),
             "warps": (2, 4, 8),
             "ctas": (2, 4, 8),
             "stages": (1, 2, 3),
         }
-    smallest = 1024 if whole <= 8192 else 2048
-    cols = tuple(cols for cols in (whole >> k for k in range(6)) if smallest <= cols <= 16384 or cols == whole <= 4096)
+    smallest = 1024 if padded <= 8192 else 2048
+    cols = tuple(cols for cols in (padded >> k for k in range(6)) if smallest <= cols <= 16384 or cols == padded <= 4096)
     return {
-        "rows": (1, 2, 4, 8) if whole <= 1024 else (1, 2, 4),
+        "rows": (1, 2, 4, 8) if padded <= 1024 else (1, 2, 4),
         "cols": cols,
-        "split": (False, True) if whole > 4096 else (False,),
-        "warps": (4, 8, 16, 32) if whole > 8192 else (4, 8, 16),
+        "split": (False, True) if padded > 4096 else (False,),
+        "warps": (4, 8, 16, 32) if padded > 8192 else (4, 8, 16),
         "ctas": (1, 2, 4),
         "stages": (2, 3, 4),
     }
@@ -80,7 +80,7 @@ def default(case: Case) -> BwdConfig:
 
 def likely(case: Case) -> Iterator[BwdConfig]:
     """Generate configs, the likeliest first; the last runs anything."""
-    M, N, whole = case["M"], case["N"], tiles.power_of_two(case["N"])
+    M, N, whole = case["M"], case["N"], tiles.padded_length(case["N"])
     if whole <= 4096:
         yield from _likely_short(M, N, whole)
     if 4096 < N <= 6144:
@@ -99,16 +99,16 @@ def likely(case: Case) -> Iterator[BwdConfig]:
     yield BwdConfig(1, whole, False, warps=4, ctas=1, stages=2)
 
 
-def _likely_short(M: int, N: int, whole: int) -> Iterator[BwdConfig]:
+def _likely_short(M: int, N: int, padded: int) -> Iterator[BwdConfig]:
     """Generate the likeliest configs of rows of up to 4096 elements."""
-    if whole <= 1024:
+    if padded <= 1024:
         for elements, ctas in ((2048, 4), (1024, 2)):
-            yield BwdConfig(tiles.tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
-    if whole == 2048:
+            yield BwdConfig(tiles.tile_rows(M, max(1, elements // padded)), padded, False, warps=4, ctas=ctas, stages=3)
+    if padded == 2048:
         yield BwdConfig(tiles.tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)
     if 3584 < N <= 4096:
         yield BwdConfig(tiles.tile_rows(M, 2), 4096, False, warps=8, ctas=1, stages=3)
-    if 1024 < whole <= 4096:
+    if 1024 < padded <= 4096:
         for stages in (4, 3, 2):
             yield BwdConfig(1, 1024, False, warps=4, ctas=2, stages=stages)
 

@@ -43,30 +43,30 @@ class FwdConfig(Tiles):
 
 
 def space(case: Case) -> Space:
-    """Offer loads from half a row, or an eighth of a long or uneven row, to a whole row; tiles of many rows if rows are short."""
-    whole = tiles.power_of_two(case["N"])
-    if whole <= tiles.SHORT:
+    """Offer loads from half a row, or an eighth of a long or uneven row, to a full row; tiles of many rows if rows are short."""
+    padded = tiles.padded_length(case["N"])
+    if padded <= tiles.SHORT:
         transposed = case.quant == "fp8_t"
         return {
-            "rows": (32, 64, 128, 256) if transposed else tiles.rows_of_short(whole, 16384),
-            "cols": (whole,),
+            "rows": (32, 64, 128, 256) if transposed else tiles.rows_of_short(padded, 16384),
+            "cols": (padded,),
             "split": (False,),
             "warps": (2, 4, 8, 16) if transposed else (1, 2, 4, 8),
             "ctas": (0,) if transposed else (0, 2, 4, 8),
             "stages": (1,) if transposed else (1, 2, 3),
             "reload": (False,),
         }
-    long = whole > 8192
-    in_part = whole > tiles.LONG
-    smallest = max(4096, whole >> 4) if in_part else max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
+    long = padded > 8192
+    in_part = padded > tiles.LONG
+    smallest = max(4096, padded >> 4) if in_part else max(512, padded >> 3 if case["N"] % 8 or long else padded >> 1)
     return {
-        "rows": (1, 2, 4, 8) if whole <= 1024 else (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
-        "cols": tuple(cols for cols in (whole >> k for k in range(5)) if smallest <= cols <= 16384 or cols == whole <= 32768),
+        "rows": (1, 2, 4, 8) if padded <= 1024 else (1, 2, 4) if padded <= 2048 else (1,) if long else (1, 2),
+        "cols": tuple(cols for cols in (padded >> k for k in range(5)) if smallest <= cols <= 16384 or cols == padded <= 32768),
         "split": (False, True) if long else (False,),
-        "warps": (2, 4, 8, 16, 32) if whole > 1024 else (1, 2, 4, 8),
-        "ctas": (0, 2, 4) if whole <= 16384 else (0, 1, 2, 4),
+        "warps": (2, 4, 8, 16, 32) if padded > 1024 else (1, 2, 4, 8),
+        "ctas": (0, 2, 4) if padded <= 16384 else (0, 1, 2, 4),
         "stages": (1, 2, 3, 5, 7) if in_part else (1, 2, 3),
-        "reload": (False, True) if whole >= 2048 else (False,),
+        "reload": (False, True) if padded >= 2048 else (False,),
     }
 
 
@@ -116,31 +116,31 @@ def default(case: Case) -> FwdConfig:
 
 def likely(case: Case, reload: bool) -> Iterator[FwdConfig]:
     """Generate configs, the likeliest first; the last runs anything. reload: whether x may be read again."""
-    M, whole = case["M"], tiles.power_of_two(case["N"])
-    if whole <= tiles.SHORT and case.quant == "fp8_t":
-        rows = max(tiles.TRANSPOSED_ROWS, tiles.tile_rows(M, min(128, 16384 // whole)))
-        yield FwdConfig(rows, whole, False, max(1, rows * whole // 2048), ctas=0, stages=1, reload=False)
-    if whole <= 1024:
-        rows = tiles.tile_rows(M, max(1, 2048 // whole))
-        warps = 2 if case.quant != "none" or 128 < whole <= tiles.SHORT else 4
-        yield FwdConfig(rows, whole, False, min(warps, max(1, rows * whole // 512)), ctas=0, stages=1, reload=False)
-    if M < tiles.FEW_ROWS and whole > 4096:
-        yield FwdConfig(1, max(4096, whole // tiles.MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
-    again = reload and whole > 2048 and M * case["N"] > _LARGE and case["N"] % _VECTOR == 0
-    if case.quant != "none" and whole <= 8192:
-        cols, is_held = 4096 if whole == 8192 else 2048, reload and whole > 2048 and not again
-        rows = 2 if 2 * tiles.MANY_TILES <= M and not is_held else 1
+    M, padded = case["M"], tiles.padded_length(case["N"])
+    if padded <= tiles.SHORT and case.quant == "fp8_t":
+        rows = max(tiles.TRANSPOSED_ROWS, tiles.tile_rows(M, min(128, 16384 // padded)))
+        yield FwdConfig(rows, padded, False, max(1, rows * padded // 2048), ctas=0, stages=1, reload=False)
+    if padded <= 1024:
+        rows = tiles.tile_rows(M, max(1, 2048 // padded))
+        warps = 2 if case.quant != "none" or 128 < padded <= tiles.SHORT else 4
+        yield FwdConfig(rows, padded, False, min(warps, max(1, rows * padded // 512)), ctas=0, stages=1, reload=False)
+    if M < tiles.FEW_ROWS and padded > 4096:
+        yield FwdConfig(1, max(4096, padded // tiles.MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
+    again = reload and padded > 2048 and M * case["N"] > _LARGE and case["N"] % _VECTOR == 0
+    if case.quant != "none" and padded <= 8192:
+        cols, is_held = 4096 if padded == 8192 else 2048, reload and padded > 2048 and not again
+        rows = 2 if 2 * tiles.MIN_TILES <= M and not is_held else 1
         yield FwdConfig(rows, cols, False, cols // 1024, ctas=0, stages=1, reload=again)
-    if whole > tiles.LONG and reload:
+    if padded > tiles.LONG and reload:
         for cols, stages in ((4096, 5), (4096, 3), (8192, 2)):
             yield FwdConfig(1, cols, False, cols // 256, ctas=0, stages=stages, reload=True)
-    if whole > tiles.LONG:
+    if padded > tiles.LONG:
         for cols in (4096, 8192):
-            yield FwdConfig(1, max(cols, whole // tiles.MAX_PARTS), True, warps=cols // 512, ctas=1, stages=2, reload=False)
-    cols, warps = (min(whole, 2048), 4) if whole <= 4096 else (4096, 8 if whole <= 8192 else 16)
+            yield FwdConfig(1, max(cols, padded // tiles.MAX_PARTS), True, warps=cols // 512, ctas=1, stages=2, reload=False)
+    cols, warps = (min(padded, 2048), 4) if padded <= 4096 else (4096, 8 if padded <= 8192 else 16)
     for reads_again in (True, False) if again else (False,):
         yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=reads_again)
-    yield FwdConfig(1, whole, False, warps=1 if whole <= 512 else 4, ctas=0, stages=1, reload=False)
+    yield FwdConfig(1, padded, False, warps=1 if padded <= 512 else 4, ctas=0, stages=1, reload=False)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

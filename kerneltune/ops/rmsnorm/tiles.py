@@ -25,7 +25,7 @@ LONG = 16384
 """Elements of a row beyond which a program may hold a part of the row."""
 
 SHORT = 512
-"""Elements of a row up to which a tile has many rows, because a row is shorter than the best load of a program."""
+"""Elements of a row up to which a tile has so many rows as fill `_MIN_SHORT_TILE`: a row is shorter than the best load."""
 
 TRANSPOSED_ROWS = 32
 """The fewest rows of a tile that its program transposes from registers: a row of the transpose is written by sectors of 32
@@ -34,11 +34,11 @@ bytes."""
 FEW_ROWS = 128
 """Rows below which a program per row leaves SMs idle."""
 
-_MANY_ROWS = 1024
-"""The fewest elements of a tile of short rows."""
+_MIN_SHORT_TILE = 1024
+"""Fewest elements of a tile of rows up to `SHORT`."""
 
-MANY_TILES = 1024
-"""Tiles that fill the SMs of a large GPU, several each."""
+MIN_TILES = 1024
+"""Fewest tiles that give every SM of a large GPU several."""
 
 _Config = TypeVar("_Config")
 
@@ -82,19 +82,19 @@ def check_config(config: Any, kind: type[Tiles], least_ctas: int) -> None:
             raise ValueError(f"config: {name} must be at least {least}, got {config}")
 
 
-def rows_of_short(whole: int, most: int) -> tuple[int, ...]:
-    """Return the possible numbers of rows of `whole` elements in a tile of at most `most` elements."""
-    return tuple(1 << k for k in range(9) if _MANY_ROWS <= whole << k <= most)
+def rows_of_short(padded: int, most: int) -> tuple[int, ...]:
+    """Return the possible numbers of rows of `padded` elements in a tile of at most `most` elements."""
+    return tuple(1 << k for k in range(9) if _MIN_SHORT_TILE <= padded << k <= most)
 
 
 def invalid_loads(case: Case, config: Tiles) -> str | None:
     """Say why the loads of a row do not fit its length."""
-    whole, loads = power_of_two(case["N"]), cdiv(case["N"], config.cols)
-    if config.cols > whole:
+    padded, loads = padded_length(case["N"]), cdiv(case["N"], config.cols)
+    if config.cols > padded:
         return f"loads of {config.cols} for rows of {case['N']}"
     if config.split and loads == 1:
         return "one load holds the row: nothing to split"
-    if not config.split and loads > 1 and loads * config.cols * 3 > whole * 4:
+    if not config.split and loads > 1 and loads * config.cols * 3 > padded * 4:
         return f"{loads} loads of {config.cols} leave a quarter of the lanes idle"
     return None
 
@@ -145,7 +145,7 @@ def first_valid(case: Case, likely: Iterator[_Config], invalid: Callable[[Case, 
 
 
 def groups_of(where: torch.device, tiles: int, parts: int, c: Tiles) -> int:
-    """Return how many groups of `parts` programs to launch: no more than are resident together where `ctas` limits them."""
+    """Return how many groups of `parts` programs to launch: a group per tile, but with `ctas` only as many as are resident."""
     return max(1, min(tiles, resident(where, c.ctas) // parts)) if c.ctas else tiles
 
 
@@ -155,12 +155,12 @@ def phases_of(parts: int, c: Tiles) -> list[tuple[int, dict[str, Any]]]:
 
 
 def tile_rows(M: int, most: int) -> int:
-    """Return how many rows a tile takes, a power of two: fewer rows where tiles would be too few for all SMs."""
-    while most > 1 and most * MANY_TILES > M:
+    """Return the rows of a tile: `most`, a power of two, halved until there are `MIN_TILES` tiles."""
+    while most > 1 and most * MIN_TILES > M:
         most //= 2
     return most
 
 
-def power_of_two(n: int) -> int:
-    """Return the least power of two that is n or more, at least 16."""
+def padded_length(n: int) -> int:
+    """Return the length of a row of n elements, padded to a power of two, at least 16."""
     return max(16, next_power_of_2(n))

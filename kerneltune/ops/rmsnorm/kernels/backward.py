@@ -23,8 +23,8 @@ from kerneltune.rounding import cdiv, next_power_of_2
 if TYPE_CHECKING:
     from kerneltune.ops.rmsnorm.bwd import BwdConfig
 
-_SHORT = 1 << 25
-"""Elements of x up to which the dγ reduction is launched when the main kernel begins. For more elements, and if programs
+_MOST_EARLY = 1 << 25
+"""Most elements of x for which the dγ reduction is launched when the main kernel begins. For more elements, and if programs
 share rows, the reduction is launched when the main loops end. H200, 2026-11-22: the early launch is 1 to 6 % faster up to
 8192 x 4096, 1 % slower at twice as many elements, and 6 % slower if programs share rows (docs/notes/rmsnorm.md)."""
 
@@ -42,7 +42,7 @@ def gradients(
     with_dgamma: bool,
     config: "BwdConfig | None",
 ) -> "tuple[torch.Tensor, torch.Tensor | None]":
-    """Allocate dx and dγ and launch the backward; dsum is added to dx. Arguments are checked, config is None where x is empty."""
+    """Allocate dx and dγ and launch the kernels; dsum is added to dx. The caller checks arguments. config None: x is empty."""
     dz, x, dsum = dz.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
     M, N = x.shape
     dx = torch.empty_like(x)
@@ -63,13 +63,13 @@ def gradients(
                     rows=c.rows, cols=c.cols // pairs, chunks=chunks, parts=parts, sum_rows=c.sum_rows(x.element_size()),
                     pairs=pairs, dtype=TL_DTYPES[x.dtype], zero_centered=zero_centered,
                 ),
-                PHASE=phase, EARLY=parts == 1 and M * N <= _SHORT, STAGES=c.stages, num_warps=c.warps, **options,
+                PHASE=phase, EARLY=parts == 1 and M * N <= _MOST_EARLY, STAGES=c.stages, num_warps=c.warps, **options,
             )  # fmt: skip
     if dgamma is not None:
-        rows = next_power_of_2(groups)
-        cols = max(8, _DGAMMA_TILE // rows)
+        padded_groups = next_power_of_2(groups)
+        cols = max(8, _DGAMMA_TILE // padded_groups)
         _rmsnorm_bwd_dgamma[(cdiv(N, cols),)](
-            partials, dgamma, groups, N, ROWS=rows, COLS=cols, num_warps=8,
+            partials, dgamma, groups, N, ROWS=padded_groups, COLS=cols, num_warps=8,
             **({"launch_pdl": True} if since_sm_90() else {}),
         )  # fmt: skip
     return dx, dgamma
@@ -77,8 +77,8 @@ def gradients(
 
 def _pairs(weight: torch.Tensor | None, *matrices: torch.Tensor | None) -> int:
     """Return 2 where 16-bit values can be loaded two by two, as widths and addresses allow; else 1."""
-    even = weight is None or weight.element_size() == 4 or weight.storage_offset() % 2 == 0
-    return 2 if even and all(matrix is None or in_pairs(matrix) for matrix in matrices) else 1
+    weight_fits = weight is None or weight.element_size() == 4 or weight.storage_offset() % 2 == 0
+    return 2 if weight_fits and all(matrix is None or in_pairs(matrix) for matrix in matrices) else 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,9 +88,9 @@ class GradientLoop(Constants):
     Attributes:
         rows: rows of a tile.
         cols: words of a load.
-        chunks: loads of a row that one program holds.
-        parts: programs that share a row; each has a load.
-        sum_rows: rows of a program's sums for dγ.
+        chunks: number of loads of a row that one program holds; 1 if programs share rows.
+        parts: number of programs that share a row.
+        sum_rows: rows of the tile in which a program sums dγ; the tile's rows are added up at the end.
         pairs: elements of a word: 2 where 16-bit elements are loaded as int32, else 1.
         dtype: the type of an element.
         zero_centered: whether 1 is added to the weight.
@@ -241,7 +241,7 @@ def _rmsnorm_bwd_main(
     g_ptr None: γ is 1. dg_ptr None: no dγ. dsum_ptr: a gradient that is added to dx, or None.
 
     Programs share a row, each with a load, or a program holds all loads of its row. In pairs dz, x, 16-bit γ, dsum and dx
-    are int32, and N counts words. EARLY: the next kernel may be launched at once, not only when the loops are over.
+    are int32, and N counts words. EARLY: the dγ reduction is launched at the begin, not when the loops are over.
     """
     ROWS: tl.constexpr = LOOP.rows
     COLS: tl.constexpr = LOOP.cols
@@ -315,7 +315,7 @@ def _rmsnorm_bwd_main(
 
 @triton.jit
 def _rmsnorm_bwd_dgamma(dg_ptr, dgamma_ptr, P, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Write dγ, the column sums of the (P, N) partials, P ≤ ROWS, in a fixed order; may begin before the kernel before ends."""
+    """Write dγ, the column sums of the (P, N) partials, P ≤ ROWS, in a fixed order; the main kernel may run at the begin."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.arange(0, ROWS)
     mask = (rows < P)[:, None] & (cols < N)[None, :]

@@ -3,6 +3,11 @@
 Rows live in registers. A row too long for one program is shared by `PARTS` programs, which publish their partial sums and
 wait for each other's inside the launch (PHASE 0), or in two launches (PHASE 1 publishes, PHASE 2 collects). A program
 publishes its next tile before it waits for the present tile, so that the sums are complete when the wait begins.
+
+`tensors` and `sizes` are the first arguments of every kernel, by position; * is None without a weight, residual or fp8:
+
+    tensors   x (M, N)   weight* (N,)   add* (M, N)   sum* (M, N)   y (M, N)   rsigma (M,)   scale*, amax*, scale_inv* (1,)
+    sizes     M   N   elements between rows of x   elements between rows of add*   eps
 """
 
 from contextlib import nullcontext
@@ -29,8 +34,8 @@ from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, held,
 from kerneltune.kernel_lib.tl_transpose import store_transposed, transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.rmsnorm.kernels.rows import (
+    FullRows,
     Output,
-    WholeRows,
     gamma,
     inside,
     load_chunk,
@@ -39,7 +44,7 @@ from kerneltune.ops.rmsnorm.kernels.rows import (
     max_magnitude,
     raise_amax,
     sum_of_squares,
-    whole_rows,
+    write_full_rows,
     write_rows,
 )
 from kerneltune.ops.rmsnorm.tiles import SHARING, SHORT, TRANSPOSED_ROWS, groups_of, phases_of
@@ -67,7 +72,7 @@ than a second launch; level at rows of 4096 elements, slower for shorter rows, a
 write faster (docs/notes/rmsnorm.md). In a matrix of less than three times the bytes
 little of the transpose overlaps with the writers."""
 
-_PLAIN = 512
+_MOST_WITHOUT_HINTS = 512
 """Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64
 elements 134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows 0.95 to 1.04 times
 as fast. L2 is not told either if a matrix is added to x, which makes four streams: 1.02 to 1.07 times as fast at rows of
@@ -124,11 +129,13 @@ def normalize(
 
 
 def _write_rows_of(tensors: tuple[Any, ...], sizes: tuple[Any, ...], output: dict[str, Any], keep: bool, c: "FwdConfig") -> None:
-    """Write y. keep: whether y stays in L2 for the next kernel."""
-    (M, N), x, plain = sizes[:2], tensors[0], _is_plain(tensors, sizes)
+    """Write y. keep: store y so that L2 still has it for the next kernel."""
+    (M, N), x, no_hints = sizes[:2], tensors[0], _has_no_l2_hints(tensors, sizes)
     tiles = cdiv(M, c.rows)
     if not c.ctas:
-        _rmsnorm_fwd_once[(tiles,)](*tensors, *sizes, OUTPUT=Output.of(**output, keep=keep or plain), **_whole(N, c, plain))
+        _rmsnorm_fwd_once[(tiles,)](
+            *tensors, *sizes, OUTPUT=Output.of(**output, keep=keep or no_hints), **_full_rows(N, c, no_hints)
+        )
         return
     parts, chunks = c.parts(N)
     with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
@@ -141,7 +148,7 @@ def _write_rows_of(tensors: tuple[Any, ...], sizes: tuple[Any, ...], output: dic
 
 
 def transposes_at_once(N: int, c: "FwdConfig") -> bool:
-    """Return whether a program holds tiles of whole rows, and enough rows to write the transpose by sectors of memory."""
+    """Return whether a program holds tiles of full rows, and enough rows to write the transpose by sectors of memory."""
     return N <= SHORT and c.cols >= N and c.rows >= TRANSPOSED_ROWS and not c.ctas
 
 
@@ -167,40 +174,40 @@ def _transposes_behind(y: torch.Tensor, c: "FwdConfig") -> bool:
 def write_both(
     tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], output: dict[str, Any], c: "FwdConfig"
 ) -> None:
-    """Write y and its transpose in one launch; tensors and sizes are as in `_rmsnorm_fwd_once`."""
+    """Write y and its transpose in one launch, the transpose behind the writers of y."""
     (M, N), x = sizes[:2], tensors[0]
     blocks = cdiv(M, _BLOCK)
     with counters(cdiv(blocks, 2), x.device) as done:
         _rmsnorm_fwd_transposed[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
             *tensors, y_t.view(torch.uint8), done.view(torch.int32), *sizes, cdiv(BEHIND_BYTES, _BLOCK * N),
-            OUTPUT=Output.of(**output, keep=True), PLACE=Blocks.of(rows=_BLOCK, cols=_TILE),
-            **_whole(N, c, _is_plain(tensors, sizes)),
+            OUTPUT=Output.of(**output, keep=True), PLACE=TransposedBlock.of(rows=_BLOCK, cols=_TILE),
+            **_full_rows(N, c, _has_no_l2_hints(tensors, sizes)),
         )  # fmt: skip
 
 
-def _is_plain(tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:
-    """Return whether programs that write whole rows give L2 no hints."""
-    return sizes[1] <= _PLAIN or tensors[2] is not None
+def _has_no_l2_hints(tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:
+    """Return whether L2 is not told that programs that write full rows use x and y once: rows are short, or there is a sum."""
+    return sizes[1] <= _MOST_WITHOUT_HINTS or tensors[2] is not None
 
 
-def _whole(N: int, c: "FwdConfig", plain: bool) -> dict[str, Any]:
-    """Return the constants and options of programs that write whole rows."""
+def _full_rows(N: int, c: "FwdConfig", no_hints: bool) -> dict[str, Any]:
+    """Return the constants and options of programs that write full rows."""
     loads = cdiv(N, c.cols)
     if c.reload:
-        held = min(c.stages - 1, loads)
-        gammas = min(1, held)
+        num_held = min(c.stages - 1, loads)
+        num_gammas = min(1, num_held)
     else:
-        held = loads
-        gammas = 0 if c.rows * loads * c.cols > _MOST_BESIDE_GAMMA else loads
-    policy = "" if plain else "evict_first"
-    whole = WholeRows.of(rows=c.rows, cols=c.cols, held=held, gammas=gammas, by_warps=c.warps >= 16, policy=policy)
-    sizes = {"WHOLE": whole, "num_warps": c.warps}
-    return sizes | registers(c.warps, SHARING) if c.reload and held else sizes
+        num_held = loads
+        num_gammas = 0 if c.rows * loads * c.cols > _MOST_BESIDE_GAMMA else loads
+    policy = "" if no_hints else "evict_first"
+    rows = FullRows.of(rows=c.rows, cols=c.cols, held=num_held, gammas=num_gammas, by_warps=c.warps >= 16, policy=policy)
+    options = {"WHOLE": rows, "num_warps": c.warps}
+    return options | registers(c.warps, SHARING) if c.reload and num_held else options
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Blocks(Constants):
-    """The rows of a block, which count their writers together, and the columns of a transposed tile of a block."""
+class TransposedBlock(Constants):
+    """Hold the rows of a block, whose writers share a counter, and the columns of a tile of the block that is transposed."""
 
     rows: int
     cols: int
@@ -213,9 +220,9 @@ class RowLoop(Constants):
     Attributes:
         rows: rows of a tile.
         cols: elements of a load.
-        chunks: loads of a row that one program holds.
-        parts: programs that share a row; each has a load.
-        even: whether the row is a multiple of a load.
+        chunks: number of loads of a row that one program holds; 1 if programs share rows.
+        parts: number of programs that share a row.
+        even: whether the length of a row is a multiple of a load.
     """
 
     rows: int
@@ -232,10 +239,9 @@ def _rmsnorm_fwd_once(
 ):  # fmt: skip
     """Write y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows.
 
-    g_ptr None: g is 1. add_ptr: a matrix that is added to x first; sum_ptr: where the sum goes; or both None. `whole_rows`
-    has the same options.
+    g_ptr None: g is 1. add_ptr: a matrix that is added to x first; sum_ptr: where the sum goes; or both None.
     """
-    whole_rows(
+    write_full_rows(
         tl.program_id(0), x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
         M, N, stride_xm, stride_am, eps, OUTPUT, WHOLE,
     )  # fmt: skip
@@ -246,7 +252,7 @@ def _rmsnorm_fwd_at_once(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr,
     M, N: tl.constexpr, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write y as fp8 and its transpose (N, M), a program for ROWS whole rows, which it holds as four tiles of every fourth row.
+    """Write y as fp8 and its transpose (N, M), a program for ROWS full rows, which it holds as four tiles of every fourth row.
 
     M is a multiple of ROWS. All other arguments are as in `_rmsnorm_fwd_once`.
     """
@@ -297,7 +303,13 @@ def _rmsnorm_fwd_transposed(
     """Write y as fp8, and its transpose (N, M), M a multiple of 4.
 
     A tile of BLOCK rows and TILE columns is transposed by a program whose id comes `lag` blocks after the programs that
-    write its rows, so that it seldom waits for them and L2 still has them.
+    write its rows, so that it seldom waits for them and L2 still has them. B is the number of blocks:
+
+    | programs | `place` from | write | transpose |
+    |---|---|---|---|
+    | WRITERS for each i < lag | below 0 | block i | |
+    | WRITERS + TRANSPOSERS for each i < B - lag | 0 | block lag + i | block i |
+    | TRANSPOSERS for each i < lag | `past` from 0 | | block B - lag + i |
 
     done_ptr: a 32-bit counter per block of rows, 0 before and after.
     """
@@ -309,29 +321,29 @@ def _rmsnorm_fwd_transposed(
     BOTH: tl.constexpr = WRITERS + TRANSPOSERS
     blocks = tl.cdiv(M, BLOCK)
     lag = tl.minimum(lag, blocks)
-    first = lag * WRITERS  # then blocks that are written while another block is transposed, then blocks that are only transposed
-    inside = tl.program_id(0) - first
-    last = inside - (blocks - lag) * BOTH
+    first = lag * WRITERS
+    place = tl.program_id(0) - first
+    past = place - (blocks - lag) * BOTH
     transposes = True
-    if inside < 0:
-        block, inside, transposes = tl.program_id(0) // WRITERS, tl.program_id(0) % WRITERS, False
-    elif last < 0:
-        block, inside = inside // BOTH, inside % BOTH
-        transposes = inside >= WRITERS
+    if place < 0:
+        block, place, transposes = tl.program_id(0) // WRITERS, tl.program_id(0) % WRITERS, False
+    elif past < 0:
+        block, place = place // BOTH, place % BOTH
+        transposes = place >= WRITERS
         if transposes:
-            inside -= WRITERS
+            place -= WRITERS
         else:
             block += lag
     else:
-        block, inside = blocks - lag + last // TRANSPOSERS, last % TRANSPOSERS
+        block, place = blocks - lag + past // TRANSPOSERS, past % TRANSPOSERS
     if transposes:
         await_done(done_ptr + block, WRITERS)
         clear_done(done_ptr + block, WRITERS + TRANSPOSERS)
-        _transpose_tile(y_ptr, y_t_ptr, block, inside * TILE, M, N, BLOCK, TILE)
+        _transpose_tile(y_ptr, y_t_ptr, block, place * TILE, M, N, BLOCK, TILE)
     else:
-        tile = block * WRITERS + inside
+        tile = block * WRITERS + place
         if tile * ROWS < M:
-            whole_rows(
+            write_full_rows(
                 tile, x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
                 M, N, stride_xm, stride_am, eps, OUTPUT, WHOLE,
             )  # fmt: skip

@@ -27,16 +27,16 @@ class Output(Constants):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class WholeRows(Constants):
-    """Hold the work of a program that writes whole rows.
+class FullRows(Constants):
+    """Hold the work of a program that writes full rows.
 
     Attributes:
         rows: rows of a program.
         cols: elements of a load.
-        held: loads of x that are held between the sum and the output. The other loads are read again from L2, `held` loads
-            ahead of their use. If a matrix is added to x, all loads are held.
-        gammas: loads of the weight that are issued ahead of their use; more loads take more registers, fewer wait for
-            memory.
+        held: number of loads of x that stay in registers between the sum and the output. The other loads are read again from
+            L2, `held` loads ahead of their use. If a matrix is added to x, all loads are held.
+        gammas: number of loads of the weight that are issued ahead of their use; more loads take more registers, fewer wait
+            for memory.
         by_warps: whether each warp publishes its own largest magnitude, which ends a large program without a barrier.
         policy: the eviction policy of the loads of x that are held.
     """
@@ -51,7 +51,7 @@ class WholeRows(Constants):
 
 @triton.jit
 def inside(lanes, left, cols, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return which elements of a tile exist."""
+    """Return the mask of a tile: which of `lanes` rows, `left` of them in the matrix, and which columns exist."""
     if ROWS == 1 and N % COLS == 0:
         return tl.full((1, COLS), True, tl.int1)
     elif ROWS == 1:
@@ -171,7 +171,7 @@ def write_rows(
 
 
 @triton.jit
-def whole_rows(
+def write_full_rows(
     tile,
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, WHOLE: tl.constexpr,
