@@ -17,7 +17,7 @@ def launch_tag(ws_ptr):
 
 @triton.jit
 def close_launch(ws_ptr, tag):
-    """End a program's part in the launch; the last program to call this gives the next launch another tag."""
+    """Count this program out of the launch, once; the last program of the grid gives the next launch another tag."""
     arrived_ptr = ws_ptr.to(tl.pointer_type(tl.int32)) + 32
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(arrived_ptr, 0)
@@ -45,7 +45,7 @@ def publish(ws_ptr, index, value, tag, mask):
 
 
 @triton.jit
-def published(ws_ptr, index):
+def load_published(ws_ptr, index):
     """Load the fp32 values that an earlier launch published, or this launch if a thread of the program waited for them."""
     if is_cuda():  # a load that Triton's pipelining cannot move before the wait for its value
         return tl.inline_asm_elementwise(
@@ -83,12 +83,12 @@ def sum_of_published(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr,
     """
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
     index = (tile * PARTS + tl.where(parts < PARTS, parts, 0))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    partials = await_published(ws_ptr, index, tag) if PHASE == 0 else published(ws_ptr, index)
+    partials = await_published(ws_ptr, index, tag) if PHASE == 0 else load_published(ws_ptr, index)
     return tl.sum(tl.where((parts < PARTS)[:, None], partials, 0.0), axis=0)
 
 
 @triton.jit
-def max_published(ws_ptr, index, value, tag, mask):
+def publish_max(ws_ptr, index, value, tag, mask):
     """Take the atomic max of word `index` and the fp32 `value` ≥ 0 of this launch; NaN is larger than infinity."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
@@ -96,7 +96,7 @@ def max_published(ws_ptr, index, value, tag, mask):
 
 @triton.jit
 def word_ptrs(ws_ptr, index):
-    """Return the pointers to words, for `seen` and `max_seen`; neighbouring threads take neighbouring words, a word at a time.
+    """Return pointers to words for `load_words` and `publish_if_larger`: neighbouring threads take neighbouring words.
 
     Triton cannot tell that the words are neighbours, so it gives no thread several words; L2 combines the maxima of a sector.
     """
@@ -104,21 +104,21 @@ def word_ptrs(ws_ptr, index):
 
 
 @triton.jit
-def seen(word_ptr, mask):
-    """Load the present contents of words, with their tags."""
+def load_words(word_ptr, mask):
+    """Load the present contents of words, tag and value together."""
     return tl.load(word_ptr, mask=mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit
-def max_seen(word_ptr, value, tag, before, mask):
-    """Call `max_published` for the words alone that `seen` found to be lower `before`: most words are large enough."""
+def publish_if_larger(word_ptr, value, tag, before, mask):
+    """Call `publish_max` only for words that were smaller in `before`, a result of `load_words`: most words are large enough."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     tl.atomic_max(word_ptr, word, mask=mask & (word > before), sem="relaxed")
 
 
 @triton.jit
-def max_and_load(ws_ptr, index, value, tag, mask):
-    """Call `max_published` for a word and return its value after that: the largest of this launch until now."""
+def publish_max_and_load(ws_ptr, index, value, tag, mask):
+    """Call `publish_max` for a word and return its value after that: the largest of this launch until now."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     found = tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
     return (tl.maximum(found, word) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -161,8 +161,8 @@ def await_arrivals(ws_ptr, index, count, tag):
 
 
 @triton.jit
-def leave_done(counter_ptr):
-    """Count this program in at a 32-bit counter, after all that its threads stored before, for programs of larger ids."""
+def count_in(counter_ptr):
+    """Add 1 to a 32-bit counter after all earlier stores of this program, for `await_count` in programs of larger ids."""
     if is_cuda():
         tl.inline_asm_elementwise(
             """{
@@ -181,7 +181,7 @@ def leave_done(counter_ptr):
 
 
 @triton.jit
-def await_done(counter_ptr, count):
+def await_count(counter_ptr, count):
     """Wait until `count` programs have counted themselves in; later loads must go to L2 (`.cg`), as the load of the counter does.
 
     The programs must have begun before: NVIDIA's GPUs begin programs in the order of their ids, although CUDA does not promise
@@ -222,11 +222,8 @@ _COUNT_OUT = tl.constexpr(
 
 
 @triton.jit
-def clear_done(counter_ptr, count):
-    """Count out a program that has waited with `await_done`; the last of `count` sets the counter to 0.
-
-    `count` is arrivals and waiters together. The program does not wait for the counter to be set.
-    """
+def count_out(counter_ptr, count):
+    """Add 1 to the counter after `await_count`; the program that makes `count`, all ins and outs, sets the counter to 0."""
     if is_cuda():
         tl.inline_asm_elementwise(
             _COUNT_OUT + """mov.b32 $0, 0;
@@ -237,12 +234,8 @@ def clear_done(counter_ptr, count):
 
 
 @triton.jit
-def close_done(counter_ptr, count, ws_ptr, groups):
-    """Count a program that has waited with `await_done`; each such program calls this function, without waiting for the others.
-
-    The program that makes `count`, arrivals and waiters together, sets the counter to 0; the last of `groups` counters that is
-    set to 0 gives the next launch on the workspace another tag.
-    """
+def count_out_and_close(counter_ptr, count, ws_ptr, groups):
+    """Call `count_out`; when the last of `groups` counters is set to 0, give the next launch on the workspace another tag."""
     if is_cuda():
         tl.inline_asm_elementwise(
             _COUNT_OUT + """@p atom.relaxed.gpu.global.add.u32 seen, [$3 + 128], 1;

@@ -2,9 +2,10 @@
 
     s = fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two if asked       q = fp8(x * s), to nearest even
 
-amax is the largest |x| of all elements that share a scale. NaN is not sanitised: its scale and all elements under it become
-NaN. Infinity gives scale 0: finite elements become 0, infinite elements NaN. Source: torchao's amax_to_scale and
-to_fp8_saturated. The formula shares no code with the kernels.
+A scale of these operators is the multiplier s; with `inverse` it is the factor 1 / s of the cast values (x ≈ q / s), as in nn.
+q_t (M, K) is column-major: the bytes of the transpose. amax is the largest |x| of all elements that share a scale. NaN is not
+sanitised: its scale and all elements under it become NaN. Infinity gives multiplier 0: finite elements become 0, infinite
+elements NaN. Source: torchao's amax_to_scale and to_fp8_saturated. The formula shares no code with the kernels.
 """
 
 import math
@@ -35,7 +36,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "inverse": (False, True),
     "special": (False, True),
 }
-"""Type of the output; power-of-two scales; 1 / scale instead of scale; rows of zeros, subnormals, NaN and infinity in x."""
+"""Type of the output; power-of-two scales; factors instead of multipliers; rows of zeros, subnormals, NaN and infinity in x."""
 
 GROUP_OPTIONS: dict[str, tuple[Option, ...]] = {**OPTIONS, "groups": ("balanced", "zipf", "ragged")}
 """The options of token groups: the options of every cast, and how unequal the groups are."""
@@ -104,22 +105,22 @@ def _plant(x: torch.Tensor) -> None:
             x[:, column + 8] = value
 
 
-def scale_of(amax: torch.Tensor, fp8_format: str, pow2: bool) -> torch.Tensor:
+def multiplier_of(amax: torch.Tensor, fp8_format: str, pow2: bool) -> torch.Tensor:
     """Return the multiplier of elements whose largest magnitude is amax."""
-    scale = (torch.finfo(FP8[fp8_format]).max / amax.double().clamp(min=1e-12)).float()
+    multiplier = (torch.finfo(FP8[fp8_format]).max / amax.double().clamp(min=1e-12)).float()
     if not pow2:
-        return scale
-    return torch.where(scale.isnan(), scale, (scale.view(torch.int32) & 0x7F800000).view(torch.float32))
+        return multiplier
+    return torch.where(multiplier.isnan(), multiplier, (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 
 def quantized(x: torch.Tensor, axis: int, inputs: Inputs) -> Pair:
-    """Cast x with one scale per slice along `axis`, which is kept; return the cast and the scales, inverted if asked for."""
+    """Cast x with one scale per slice along `axis`, which is kept; return the cast and the scales, factors under `inverse`."""
     dtype = FP8[inputs["fp8_format"]]
     amax = x.abs().amax(axis, keepdim=True) if x.shape[axis] else x.sum(axis, keepdim=True)
-    scale = scale_of(amax, inputs["fp8_format"], inputs["pow2"])
+    multiplier = multiplier_of(amax, inputs["fp8_format"], inputs["pow2"])
     limit = torch.finfo(dtype).max
-    q = (x.float() * scale).clamp(-limit, limit).to(dtype)
-    return q, 1.0 / scale if inputs["inverse"] else scale
+    q = (x.float() * multiplier).clamp(-limit, limit).to(dtype)
+    return q, 1.0 / multiplier if inputs["inverse"] else multiplier
 
 
 def quantized_groups(x: torch.Tensor, inputs: Inputs) -> Pair:
@@ -168,12 +169,12 @@ GROUP_CAST: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scaling(Constants):
-    """The constants by which a kernel makes scales.
+    """Hold the constants by which a kernel makes scales.
 
     Attributes:
         fp8_max: the largest finite value of the cast's type.
-        pow2: whether scales are rounded down to a power of two.
-        inverse: whether 1 / scale is written in place of the scale.
+        pow2: whether multipliers are rounded down to a power of two.
+        inverse: whether factors, 1 / multiplier, are written.
     """
 
     fp8_max: float
@@ -183,12 +184,12 @@ class Scaling(Constants):
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The rounding and scaling of a cast to fp8.
+    """Hold the rounding and scaling of a cast to fp8.
 
     Attributes:
         fp8_format: a key of `FP8`.
-        pow2: whether scales are rounded down to powers of two.
-        inverse: whether 1 / scale is returned instead of the multiplier.
+        pow2: whether multipliers are rounded down to powers of two.
+        inverse: whether factors, 1 / multiplier, are returned.
     """
 
     fp8_format: str

@@ -100,7 +100,7 @@ def compare_cast(offs: torch.Tensor, outputs: Outputs, y: torch.Tensor, slack: t
     rows, eps, y = int(offs[-1]), torch.finfo(y.dtype).eps, y.double()
     y, slack = y[:rows], slack[:rows] if isinstance(slack, torch.Tensor) else slack
     amax = y.abs().amax() if y.numel() else y.new_zeros(())
-    near = {1.0 / float(contract.scale_of(amax * (1.0 + way * eps), "e4m3", pow2=True)) for way in (-2, 0, 2)}
+    near = {1.0 / float(contract.multiplier_of(amax * (1.0 + way * eps), "e4m3", pow2=True)) for way in (-2, 0, 2)}
     scale = float(outputs["scale"])
     errors = [] if scale in near else [f"scale: {scale}, expected one of {sorted(near)}"]
     off = (outputs["q"][:rows].double() * scale - y).abs() > (2.0**-4 + 2 * eps) * y.abs() + 2.0**-9 * scale + slack

@@ -93,7 +93,7 @@ class SegmentOutput(NamedTuple):
 
     Attributes:
         q: the quantized values in the layout of the input; None where the layout leaves them out.
-        q_t: transposed; None where the layout leaves it out.
+        q_t: of a matrix (M, K), column-major: the bytes of the transpose; of weights (E, N, K), strides (N K, 1, N); or None.
         scale: (segments,) fp32.
     """
 
@@ -170,8 +170,8 @@ def fp8_tensorwise_2d(
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
-        q (M, K) fp8, contiguous, or None; q_t (M, K), strides (1, M), or None; scale (1,) fp32. With offs q_t is
-        (aligned_size, K), strides (1, aligned_size).
+        q (M, K) fp8, contiguous, or None; q_t (M, K), column-major (the bytes of the transpose), or None; scale (1,)
+        fp32. With offs q_t is (aligned_size, K), column-major.
     """
     check_matrix("x", x)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape

@@ -254,7 +254,7 @@ def test_tensorwise_casts_of_large_weights_are_exact_every_time(layout: str, std
     rising = torch.linspace(0.1, 100, 1408, device=WHERE)[:, None]
     w[4] = (w[4] * rising).bfloat16()
     amax = w.abs().amax((1, 2)).float()
-    scale = contract.scale_of(amax, "e4m3", True)
+    scale = contract.multiplier_of(amax, "e4m3", True)
     want = (w.float() * scale[:, None, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     for expected in (*(None,) * 10, amax * 0, amax, amax * 3, amax / 3, *(amax,) * 10):
         out = fp8.fp8_tensorwise_3d(w.transpose(1, 2), layout=layout, amax=expected)
@@ -297,7 +297,7 @@ def test_casts_of_more_than_2_to_the_31_elements_are_exact() -> None:
     assert out.q is not None
     assert out.q_t is not None
     want = (tail.float() * out.scale[-1]).to(torch.float8_e4m3fn)
-    assert same_bits("scale", out.scale[-1:], contract.scale_of(w[-1].abs().amax(), "e4m3", True)[None]) == []
+    assert same_bits("scale", out.scale[-1:], contract.multiplier_of(w[-1].abs().amax(), "e4m3", True)[None]) == []
     assert same_bits("q", out.q[-1, :, -8:], want.t()) == []
     assert same_bits("q_t", out.q_t[-1, -8:], want) == []
 

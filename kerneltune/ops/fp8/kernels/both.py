@@ -17,7 +17,16 @@ import triton.language as tl
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.launch import resident
-from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, max_seen, published, seen, word_ptrs
+from kerneltune.kernel_lib.tl_exchange import (
+    await_count,
+    count_in,
+    count_out_and_close,
+    launch_tag,
+    load_published,
+    load_words,
+    publish_if_larger,
+    word_ptrs,
+)
 from kerneltune.kernel_lib.tl_lib import (
     INTERPRETED,
     amax_to_scale,
@@ -43,7 +52,7 @@ if TYPE_CHECKING:
     from kerneltune.ops.fp8.rowwise_3d_both import BothConfig
 
 TILE_ROWS, TILE_COLS_OF_WARP = 128, 16
-"""Tile of a transpose program: 64 elements of a thread, and 128 bytes of a row of the transpose."""
+"""Tile of a transpose program: rows, and columns for each warp; 64 elements of a thread, 128 bytes of a row of the transpose."""
 
 _ROWS_TOGETHER = tl.constexpr(2048)
 """Rows of x whose tiles follow each other: they write neighbouring pieces of the same rows of the transpose."""
@@ -64,11 +73,11 @@ def cast_into_both(
 
     Args:
         x: rows of all groups.
-        outputs: q, q_t, scale, scale_t as the kernel has them.
+        outputs: q, q_t, scale, scale_t by position; q_t is row-major here: (E, K, N), or (K, ld) of token groups.
         groups: experts, or token groups where `arguments` have offs_ptr.
         blocks: row programs.
         tile_blocks: transpose programs of every stripe.
-        ahead: row programs that go first, in addition to the config's lag.
+        ahead: row programs that have the first ids, in addition to the config's lag.
         arguments: further arguments of the kernel that is launched.
     """
     check_apart("x", x, max(TILE_ROWS, c.rows))
@@ -97,7 +106,7 @@ def abreast(warps: int, cols: int) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RowPass(Constants):
-    """The work of a row program.
+    """Hold the work of a row program.
 
     Attributes:
         rows: rows of a program.
@@ -116,7 +125,7 @@ class RowPass(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TransposeTile(Constants):
-    """The rows and columns of a transpose program's tile."""
+    """Hold the rows and columns of a transpose program's tile."""
 
     rows: int
     cols: int
@@ -165,9 +174,9 @@ def _cast_rows(
     stride: tl.constexpr, K: tl.constexpr, SCALING: tl.constexpr,
     STEP: tl.constexpr, ABREAST: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Cast `height` rows of a group from `row` of all, STEP at a time, in loads of COLS words; 16-bit elements are in PAIRS.
+    """Cast `height` rows from row `row` of x, STEP rows at a time, in loads of COLS words; 16-bit elements are in PAIRS.
 
-    Rows of x lie `stride` words apart. WHOLE: height is a multiple of STEP.
+    group: counter and maxima that the rows count for. Rows of x lie `stride` words apart. WHOLE: height is a multiple of STEP.
 
     A tile is (ABREAST, STEP / ABREAST, COLS): Triton spreads warps over COLS first and then over ABREAST, so that a thread
     holds all STEP / ABREAST rows of a word and finds the larger of them alone.
@@ -183,12 +192,12 @@ def _cast_rows(
     x_ptr += row * stride
     q_ptr += row * C
     words = tl.arange(0, COLS)
-    inside = tl.arange(0, ABREAST)[:, None] + tl.arange(0, STEP // ABREAST)[None, :] * ABREAST
+    lanes = tl.arange(0, ABREAST)[:, None] + tl.arange(0, STEP // ABREAST)[None, :] * ABREAST
     tops = ()
     for _ in tl.static_range(CHUNKS):
         tops = tops + (_magnitudes(tl.zeros((ABREAST, COLS), dtype=x_ptr.dtype.element_ty), PAIRS),)
     for at in tl.range(0, height, STEP, num_stages=1):
-        rows = at + inside
+        rows = at + lanes
         xs, maxima = (), ()
         for c in tl.static_range(CHUNKS):
             offsets, mask = _place(rows, words, height, stride, c, C, COLS, WHOLE)
@@ -200,18 +209,18 @@ def _cast_rows(
             if c > 0:
                 top = _larger(top, m, PAIRS)
         tops = maxima
-        scale = amax_to_scale(_amax(_largest(top, 2, PAIRS), dtype, PAIRS), SCALING.fp8_max, SCALING.pow2)
-        store_here(scale_ptr + row + rows, reciprocal(scale) if SCALING.inverse else scale, rows < height)
+        multiplier = amax_to_scale(_amax(_largest(top, 2, PAIRS), dtype, PAIRS), SCALING.fp8_max, SCALING.pow2)
+        store_here(scale_ptr + row + rows, reciprocal(multiplier) if SCALING.inverse else multiplier, rows < height)
         for c in tl.static_range(CHUNKS):
             offsets, mask = _place(rows, words, height, C, c, C, COLS, WHOLE)
             if PAIRS == 2:
-                low = values(xs[c], 0, PAIRS, dtype) * scale[:, :, None]
-                q = to_fp8_pair(low, values(xs[c], 1, PAIRS, dtype) * scale[:, :, None], fp8)
+                low = values(xs[c], 0, PAIRS, dtype) * multiplier[:, :, None]
+                q = to_fp8_pair(low, values(xs[c], 1, PAIRS, dtype) * multiplier[:, :, None], fp8)
             else:
-                q = to_fp8(xs[c].to(tl.float32) * scale[:, :, None], fp8)
+                q = to_fp8(xs[c].to(tl.float32) * multiplier[:, :, None], fp8)
             tl.store(q_ptr + offsets, q, mask=mask, cache_modifier=".cs")
     _publish_columns(word_ptrs(ws_ptr, group * K + words), tops, words, tag, C, COLS, ABREAST, PAIRS, dtype)
-    leave_done(done_ptr + group)
+    count_in(done_ptr + group)
 
 
 @triton.jit
@@ -230,14 +239,14 @@ def _publish_columns(
             if first_c + i < CHUNKS:
                 for half in tl.static_range(PAIRS):
                     at = (first_c + i) * COLS
-                    befores = befores + (seen(word_ptr + (at + half * C), words < C - at),)
+                    befores = befores + (load_words(word_ptr + (at + half * C), words < C - at),)
         for i in tl.static_range(ABREAST):
             if first_c + i < CHUNKS:
                 at = (first_c + i) * COLS
                 top = _largest(tops[first_c + i], 0, PAIRS)
                 for half in tl.static_range(PAIRS):
                     amax = magnitude_to_fp32((top >> (16 * half)) & 0xFFFF if PAIRS == 2 else top, dtype)
-                    max_seen(word_ptr + (at + half * C), amax, tag, befores[i * PAIRS + half], words < C - at)
+                    publish_if_larger(word_ptr + (at + half * C), amax, tag, befores[i * PAIRS + half], words < C - at)
 
 
 @triton.jit
@@ -252,12 +261,12 @@ def _place_of_tile(tile, blocks, STRIPES: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _transpose_end(row, lo, hi, live, scale, x_ptr, to_ptr, ld, stride: tl.constexpr, fp8: tl.constexpr):
+def _transpose_end(row, lo, hi, live, multiplier, x_ptr, to_ptr, ld, stride: tl.constexpr, fp8: tl.constexpr):
     """Transpose the rows in [lo, hi) of a tile out of 16 from `row`, byte by byte."""
     rows, cols = row + tl.arange(0, 16), tl.arange(0, live.shape[0])
     mask = ((rows >= lo) & (rows < hi))[:, None] & live[None, :]
     x = tl.load(x_ptr + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0)
-    q = to_fp8(x.to(tl.float32) * scale[None, :], fp8).to(tl.uint8, bitcast=True)
+    q = to_fp8(x.to(tl.float32) * multiplier[None, :], fp8).to(tl.uint8, bitcast=True)
     tl.store(to_ptr + (rows[:, None] + cols[None, :] * ld), q, mask=mask)
 
 
@@ -287,14 +296,14 @@ def _transpose_tile(
     if K % COLS != 0:
         mask = mask & live[None, :]
     x = tl.load(x_ptr + (rows[:, None] * stride + cols[None, :]), mask=mask, other=0.0, eviction_policy="evict_first")
-    await_done(done_ptr + group, arrivals)
+    await_count(done_ptr + group, arrivals)
     column = tl.minimum(col0 + cols, K - 1)
-    amax = published(ws_ptr, group * K + column % PAIRS * (K // PAIRS) + column // PAIRS)
-    close_done(done_ptr + group, arrivals + waiters, ws_ptr, G)
-    scale = amax_to_scale(amax, SCALING.fp8_max, SCALING.pow2)
+    amax = load_published(ws_ptr, group * K + column % PAIRS * (K // PAIRS) + column // PAIRS)
+    count_out_and_close(done_ptr + group, arrivals + waiters, ws_ptr, G)
+    multiplier = amax_to_scale(amax, SCALING.fp8_max, SCALING.pow2)
     if first:
-        tl.store(scale_t_ptr + group * K + col0 + cols, reciprocal(scale) if SCALING.inverse else scale, mask=live)
-    q = to_fp8(x.to(tl.float32) * scale[None, :], fp8).to(tl.uint8, bitcast=True)
+        tl.store(scale_t_ptr + group * K + col0 + cols, reciprocal(multiplier) if SCALING.inverse else multiplier, mask=live)
+    q = to_fp8(x.to(tl.float32) * multiplier[None, :], fp8).to(tl.uint8, bitcast=True)
     to_ptr = to_ptr.to(tl.pointer_type(tl.uint8))
     offsets = cols[:, None] * ld + rows[None, :]
     if JAGGED:  # by sixteens, which the compiler sees to be stored all or none
@@ -304,7 +313,7 @@ def _transpose_tile(
         tl.store(to_ptr + offsets, tl.trans(q), mask=mask, cache_modifier=".cs")
         if (lo % 16 != 0) | (hi % 16 != 0):
             for end in range(2):
-                _transpose_end(tl.where(end == 0, lo, hi) // 16 * 16, lo, hi, live, scale, x_ptr, to_ptr, ld, stride, fp8)
+                _transpose_end(tl.where(end == 0, lo, hi) // 16 * 16, lo, hi, live, multiplier, x_ptr, to_ptr, ld, stride, fp8)
     elif ALIGNED:
         tl.store(to_ptr + offsets, tl.trans(q), mask=live[:, None], cache_modifier=".cs")
     else:
@@ -313,10 +322,15 @@ def _transpose_tile(
 
 @triton.jit
 def role_of(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
-    """Return the role of a program: its expert and tile, or tile -1 and its row block of all experts' BLOCKS; whether it casts.
+    """Return a program's role: expert, row block among those of all experts, tile (-1 if the program casts rows), casts.
 
-    After the first `lag` ids, at least BLOCKS, an expert's BLOCKS + TILES ids hold its tiles in order, and evenly between
-    them row blocks of later experts. So all of an expert's row blocks have smaller ids than its tiles.
+    A program casts (c) row block `block`, or transposes (t) tile `tile` of `expert`. With lag = BLOCKS = 2 and TILES = 3:
+
+        ids        c c | t t c t c | t t c t c | …
+        row block  0 1 |     2   3 |     4   5
+        tile           | 0 1   2   | 0 1   2          of expert 0, of expert 1
+
+    All of an expert's row blocks have smaller ids than its tiles, because lag is at least BLOCKS.
     """
     after = tl.maximum(program - lag, 0)
     expert = after // (BLOCKS + TILES)
@@ -370,10 +384,10 @@ def cast_both(
 
 @triton.jit
 def _slots_before(starts, ROWS: tl.constexpr):
-    """Return the blocks in the groups before each group that begins at one of `starts`.
+    """Return the number of block slots before each group, whose first rows are `starts`.
 
-    A group has one block more than it has multiples of ROWS in it. The last block may be empty; in return groups need no
-    table.
+    A group has a slot more than it has multiples of ROWS in it, so that slots follow from `starts` without a table. The last
+    slot may be empty.
     """
     return starts // ROWS + tl.arange(0, starts.shape[0])
 
@@ -392,9 +406,9 @@ def cast_both_groups(
 ):  # fmt: skip
     """Cast G ≤ GROUPS groups of rows of x (M, K), ends offs (G,), into q (M, K), scale (M,), qt (K, ld), scale_t (G, K).
 
-    Row programs begin where the group does; tiles lie at multiples of their rows, so that their bytes go out in whole lines;
-    or they begin with the group, where its columns are ALIGNED. Groups in disorder are taken for empty. Rows of x are
-    `stride` elements apart.
+    Row blocks begin with the group. Tiles begin at multiples of their rows, so that their bytes fill cache lines; if the
+    columns of a group are ALIGNED, tiles begin with the group, too. If ends are in disorder, all groups count as empty. Rows
+    of x are `stride` elements apart.
     """
     ROWS: tl.constexpr = ROW_PASS.rows
     ABREAST: tl.constexpr = ROW_PASS.abreast
@@ -409,8 +423,8 @@ def cast_both_groups(
     starts = tl.where(usable, starts, 0)
     blocks_before = _slots_before(starts, ROWS)
     tiles_before = _slots_before(starts, TILE_ROWS) * STRIPES
-    # Find the program's role: the first `lag` programs cast rows, all later programs cast rows or transpose tiles of a
-    # group.
+    # Find the program's role. The first `lag` ids cast rows. Then a group has `slots` ids that cast rows, `lag` row blocks
+    # ahead of its own, and then an id for each tile. A row block's number counts the row blocks of all groups.
     after = tl.maximum(program - lag, 0)
     if PHASE == 0:
         group = _group_of(after, blocks_before + tiles_before, G)
@@ -430,20 +444,20 @@ def cast_both_groups(
     else:
         block, tile, casts = program, program - tile_slot, PHASE == 1
     if casts:
-        of = _group_of(block, blocks_before, G)
-        begins = tl.where(usable, start_of(offs_ptr, of), 0)
-        ends = tl.where(usable, load_constant(offs_ptr + of), 0)
-        slot = block - begins // ROWS - of
-        if (ends - begins < ROWS) & (ROW_PASS.step > 1):
-            if slot == 0:  # few rows at a time: masks of more would take registers from all
+        row_group = _group_of(block, blocks_before, G)
+        row_start = tl.where(usable, start_of(offs_ptr, row_group), 0)
+        row_end = tl.where(usable, load_constant(offs_ptr + row_group), 0)
+        slot = block - row_start // ROWS - row_group
+        if (row_end - row_start < ROWS) & (ROW_PASS.step > 1):
+            if slot == 0:  # few rows at a time, because masks of more rows would take registers from all programs
                 _cast_rows(
-                    of, wide(begins), ends - begins, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+                    row_group, wide(row_start), row_end - row_start, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
                     stride // PAIRS, K, SCALING, ABREAST, ABREAST, ROW_PASS.words, PAIRS, ABREAST == 1,
                 )  # fmt: skip
-        elif slot * ROWS < tl.maximum(ends - begins, 1):  # the last ROWS rows may be some that another program casts, too
+        elif slot * ROWS < tl.maximum(row_end - row_start, 1):  # the last block may overlap the block before it
             _cast_rows(
-                of, wide(tl.maximum(tl.minimum(begins + slot * ROWS, ends - ROWS), begins)), tl.minimum(ends - begins, ROWS),
-                x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
+                row_group, wide(tl.maximum(tl.minimum(row_start + slot * ROWS, row_end - ROWS), row_start)),
+                tl.minimum(row_end - row_start, ROWS), x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
                 stride // PAIRS, K, SCALING, ROW_PASS.step, ABREAST, ROW_PASS.words, PAIRS, True,
             )  # fmt: skip
     elif tile < tile_blocks * STRIPES:

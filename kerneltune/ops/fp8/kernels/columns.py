@@ -19,7 +19,7 @@ from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import phases, resident
-from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, published
+from kerneltune.kernel_lib.tl_exchange import arrive, await_arrivals, close_launch, launch_tag, load_published
 from kerneltune.kernel_lib.tl_groups import group_bounds
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, amax_to_scale, reciprocal, to_fp8, to_fp8_words, values, wide
 from kerneltune.kernel_lib.tl_transpose import store_transposed, store_transposed_words
@@ -238,16 +238,16 @@ def _cast_tile(
         start = tl.maximum(lo, 0)
         end = TILE.rows if EVEN_ROWS else tl.minimum(hi, TILE.rows)
     for half in tl.static_range(PAIRS):
-        amax = published(ws_ptr, counters + (index * PAIRS + half) * COLS + lanes)
-        scale = amax_to_scale(amax, SCALING.fp8_max, SCALING.pow2)
+        amax = load_published(ws_ptr, counters + (index * PAIRS + half) * COLS + lanes)
+        multiplier = amax_to_scale(amax, SCALING.fp8_max, SCALING.pow2)
         if lo >= 0:
-            kept = reciprocal(scale) if SCALING.inverse else scale
+            kept = reciprocal(multiplier) if SCALING.inverse else multiplier
             to = (wide(group) * width + stripe * COLS + lanes) * PAIRS + half
             tl.store(out_scale_ptr + to, kept, mask=live)
-        y0 = values(xs[0], half, PAIRS, dtype) * scale[None, :]
-        y1 = values(xs[1], half, PAIRS, dtype) * scale[None, :]
-        y2 = values(xs[2], half, PAIRS, dtype) * scale[None, :]
-        y3 = values(xs[3], half, PAIRS, dtype) * scale[None, :]
+        y0 = values(xs[0], half, PAIRS, dtype) * multiplier[None, :]
+        y1 = values(xs[1], half, PAIRS, dtype) * multiplier[None, :]
+        y2 = values(xs[2], half, PAIRS, dtype) * multiplier[None, :]
+        y3 = values(xs[3], half, PAIRS, dtype) * multiplier[None, :]
         to_column = base + half * ld
         if PACKED:
             words = to_fp8_words(y0, y1, y2, y3, fp8)

@@ -20,7 +20,7 @@ from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import registers, resident, too_small_to_transpose
 from kerneltune.kernel_lib.relaunch import Launch, relaunch
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, max_and_load, publish, published
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, load_published, publish, publish_max_and_load
 from kerneltune.kernel_lib.tl_lib import (
     FP8_MAX,
     TL_DTYPES,
@@ -51,11 +51,11 @@ from kerneltune.rounding import cdiv
 if TYPE_CHECKING:
     from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig
 
-_AGAIN = 4
-"""Programs per SM of `cast_again`, after a launch with a program per tile."""
+_REPEATERS_PER_SM = 4
+"""Programs per SM of `cast_again`, which repeats few tiles, where `cast_early` has a program per tile."""
 
-_LANES = 128
-"""Tiles that a program of `cast_again` looks at together."""
+_TILES_TOGETHER = 128
+"""Tiles whose scales a program of `cast_again` compares at once."""
 
 
 def cast_with_one_scale(
@@ -71,8 +71,14 @@ def cast_with_one_scale(
 ) -> None:
     """Cast the rows of x in as many equal segments as there are scales, or in the groups of `offs`.
 
+    1. On a GPU with powers of two: if a call of the same `key` (shapes, layouts, which tensors are None, config; no addresses)
+       has compiled both kernels, launch them on the addresses of these tensors without the work of the host below.
+    2. Check the config, choose pairs, count tiles and programs, and gather the keywords that the kernels share.
+    3. With powers of two launch `cast_early` and `cast_again`, and keep them for the next call of this key; else launch
+       `amax_segments` and `cast_segments`.
+
     Args:
-        q, q_t: rows of the cast, and the cast transposed, contiguous; None to leave the output out.
+        q, q_t: rows of the cast, and the cast column-major; None to leave the output out.
         config: None where x is empty.
         amax: the expected largest magnitude of each segment.
         aligned: whether q_t holds aligned groups. If there is one scale then, all groups share the scale.
@@ -80,16 +86,16 @@ def cast_with_one_scale(
     if config is None or not x.numel():
         scale.fill_(cast.scale_of_nothing)
         return
-    case: Hashable = None
+    key: Hashable = None
     if x.is_cuda and cast.pow2:
         tensors = (x, q, q_t, scale, offs, amax)
-        pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        if not any(pointer % 16 for pointer in pointers):
-            counts = (scale.shape[0], 0 if offs is None else offs.shape[0], *(pointer == 0 for pointer in pointers))
-            case = (x.shape, x.stride(), x.dtype, x.device, counts, cast, config, aligned)
-            known = _LAUNCHES.get(case)
-            if known is not None:
-                _launch_again(known, x.device, pointers)
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        if not any(address % 16 for address in addresses):
+            counts = (scale.shape[0], 0 if offs is None else offs.shape[0], *(address == 0 for address in addresses))
+            key = (x.shape, x.stride(), x.dtype, x.device, counts, cast, config, aligned)
+            launches = _KNOWN_LAUNCHES.get(key)
+            if launches is not None:
+                _launch_again(launches, x.device, addresses)
                 return
     c, segments = config, scale.shape[0]
     if q_t is not None and (reason := too_small_to_transpose(c.rows, c.cols, c.warps)):
@@ -108,10 +114,10 @@ def cast_with_one_scale(
     blocks = segments * cdiv(rows, c.rows) if offs is None else rows // c.rows + groups
     if aligned:
         blocks = ld // c.rows
-    total = blocks * cdiv(x.shape[1], cols)
-    programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
+    num_tiles = blocks * cdiv(x.shape[1], cols)
+    programs = min(num_tiles, resident(x.device, c.ctas)) if c.ctas else num_tiles
     offs_or_any = x if offs is None else offs
-    tile: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "C": x.shape[1], "stride": x.stride(0), "num_warps": c.warps,
         "GROUPS": Groups.of(
             jagged=offs is not None, alignment=GROUP_ALIGNMENT if aligned else 0, one=aligned and segments == 1,
@@ -120,65 +126,66 @@ def cast_with_one_scale(
         "TILE": Tile.of(rows=c.rows, cols=cols, pairs=pairs, dtype=dtype),
     }  # fmt: skip
     if c.ctas:
-        tile |= registers(c.warps, c.ctas)
+        shared |= registers(c.warps, c.ctas)
     out = Out.of(
         fp8=TL_FP8[cast.fp8_format], fp8_max=FP8_MAX[cast.fp8_format], inverse=cast.inverse,
         rowmajor=q is not None, colmajor=q_t is not None, packed=ld % 4 == 0,
     )  # fmt: skip
-    size = (rows, ld, groups, total)
+    sizes = (rows, ld, groups, num_tiles)
     q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
     if cast.pow2:
         if not c.ctas and (offs is None or aligned) and x.itemsize == 4:
-            tile |= registers(c.warps, _at_most(c, 4 // pairs))
-        constants = {"OUT": out, **tile}
-        few = min(total, resident(x.device, c.ctas or _AGAIN))
+            shared |= registers(c.warps, _at_most(c, 4 // pairs))
+        with_out = {"OUT": out, **shared}
+        repeaters = min(num_tiles, resident(x.device, c.ctas or _REPEATERS_PER_SM))
         casts = (x, q_or_any, q_t_or_any)
-        early: dict[str, Any] = {**constants, "STAGES": c.stages}
-        again: dict[str, Any] = {**constants, "LANES": _LANES}
-        options = {"launch_pdl": True} if since_sm_90() else {}
-        with workspace(segments + total, x.device) as ws:
-            first = cast_early[(programs,)](*casts, offs_or_any, amax, ws, *size, **early)
-            second = cast_again[(few,)](*casts, scale, offs_or_any, amax, ws, *size, **again, **options)
-        if case is not None:
-            sizes = dict(zip(("rows", "ld", "G", "total"), size, strict=True))
-            _keep(case, segments + total, relaunch(cast_early, first, programs, 6, early | sizes),
-                  relaunch(cast_again, second, few, 7, again | sizes))  # fmt: skip
+        early_options: dict[str, Any] = {**with_out, "STAGES": c.stages}
+        again_options: dict[str, Any] = {**with_out, "LANES": _TILES_TOGETHER}
+        pdl = {"launch_pdl": True} if since_sm_90() else {}
+        with workspace(segments + num_tiles, x.device) as ws:
+            first = cast_early[(programs,)](*casts, offs_or_any, amax, ws, *sizes, **early_options)
+            second = cast_again[(repeaters,)](*casts, scale, offs_or_any, amax, ws, *sizes, **again_options, **pdl)
+        if key is not None:
+            sizes_by_name = dict(zip(("rows", "ld", "G", "total"), sizes, strict=True))
+            _keep(key, segments + num_tiles, relaunch(cast_early, first, programs, 6, early_options | sizes_by_name),
+                  relaunch(cast_again, second, repeaters, 7, again_options | sizes_by_name))  # fmt: skip
         return
-    tile |= {"STAGES": c.stages}
+    shared |= {"STAGES": c.stages}
     with workspace(segments, x.device) as ws:
-        amax_segments[(programs,)](x, offs_or_any, ws, *size, **tile)
-        cast_segments[(programs,)](x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size, OUT=out, **tile)
+        amax_segments[(programs,)](x, offs_or_any, ws, *sizes, **shared)
+        cast_segments[(programs,)](x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *sizes, OUT=out, **shared)
 
 
 class _Launches(NamedTuple):
-    """Hold the number of workspace words and the kernels of a cast, with which it is launched again."""
+    """Hold what another launch of a cast needs: the number of workspace words, and the compiled kernels."""
 
     words: int
     early: Launch
     again: Launch
 
 
-_LAUNCHES: dict[Hashable, _Launches] = {}
+_KNOWN_LAUNCHES: dict[Hashable, _Launches] = {}
+"""The kernels of each `key` of `cast_with_one_scale`."""
 _MOST_LAUNCHES = 4096
-"""Most entries of `_LAUNCHES`. A full dictionary is cleared, because sizes may change with every step."""
+"""Most entries of `_KNOWN_LAUNCHES`. A full dictionary is cleared, because sizes may change with every step."""
 
 
-def _keep(case: Hashable, words: int, early: Launch | None, again: Launch | None) -> None:
+def _keep(key: Hashable, words: int, early: Launch | None, again: Launch | None) -> None:
     if early is None or again is None:
         return
-    if len(_LAUNCHES) >= _MOST_LAUNCHES:
-        _LAUNCHES.clear()
-    _LAUNCHES[case] = _Launches(words, early, again)
+    if len(_KNOWN_LAUNCHES) >= _MOST_LAUNCHES:
+        _KNOWN_LAUNCHES.clear()
+    _KNOWN_LAUNCHES[key] = _Launches(words, early, again)
 
 
-def _launch_again(known: _Launches, where: torch.device, pointers: list[int]) -> None:
+def _launch_again(launches: _Launches, device: torch.device, addresses: list[int]) -> None:
     """Launch both kernels on tensors at these addresses: x, q, q_t, scale, offs and amax, 0 for none."""
-    x, q, q_t, scale, offs, amax = pointers
-    casts, more = (x, q or x, q_t or x), (offs or x, amax or None)
-    with workspace(known.words, where) as ws:
+    x, q, q_t, scale, offs, amax = addresses
+    matrices, offs_and_amax = (x, q or x, q_t or x), (offs or x, amax or None)
+    with workspace(launches.words, device) as ws:
         words = ws.data_ptr()
-        known.early(*casts, *more, words)
-        known.again(*casts, scale, *more, words)
+        launches.early(*matrices, *offs_and_amax, words)
+        launches.again(*matrices, scale, *offs_and_amax, words)
 
 
 def cast_with_known_scale(
@@ -197,8 +204,8 @@ def cast_with_known_scale(
     Args:
         q, q_t: as in `cast_with_one_scale`.
         scale_inv: (1,), written.
-        scale: (1,), multiplies before the cast.
-        amax: (1,), raised to the largest magnitude of the groups.
+        scale: (1,), the multiplier.
+        amax: (1,), set to the larger of its value and the largest magnitude of the groups.
     """
     if q_t is not None and (reason := too_small_to_transpose(c.rows, c.cols, c.warps)):
         raise ValueError(f"{c}: {reason}")
@@ -236,7 +243,7 @@ def _pairs(x: torch.Tensor, q: torch.Tensor | None, q_t: torch.Tensor | None) ->
 
 
 def _at_most(c: "SegmentConfig", itemsize: int) -> int:
-    """Return the programs whose registers an SM has: each its tile, half as much again, and 32 for addresses."""
+    """Return how many programs an SM has registers for: a thread takes 1.5 times its share of the tile, and 32 registers."""
     words = c.rows * c.cols * itemsize / (128 * c.warps)
     return max(1, int(65536 / (32 * c.warps * (1.5 * words + 32))))
 
@@ -246,14 +253,14 @@ def cast_early(
     x_ptr, q_ptr, qt_ptr, offs_ptr, amax_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write q and its transpose as `cast_segments` does, some tiles by another scale.
+    """Write q and its transpose as `cast_segments` does, some tiles by another multiplier.
 
     amax_ptr: None, or the largest magnitudes expected per segment.
 
     Workspace: word g has the largest magnitude of segment g, word G + t the magnitude that tile t was cast by.
     """
     if since_sm_90():
-        gdc_launch_dependents()  # the programs of `cast_again` may take their places; they wait for the end of all of these
+        gdc_launch_dependents()  # programs of `cast_again` may become resident; they wait until this launch has ended
     tag = launch_tag(ws_ptr)
     stripes = tl.cdiv(C, TILE.cols)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
@@ -262,13 +269,13 @@ def cast_early(
         x0, x1, x2, x3 = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
         x0, x1, x2, x3, largest = finite_tile(x0, x1, x2, x3, TILE)
         live = (hi > 0) | (columns > 0 if GROUPS.alignment else False)
-        seen = max_and_load(ws_ptr, segment_of(group, GROUPS.one), magnitude_to_fp32(largest, TILE.dtype), tag, live)
+        seen = publish_max_and_load(ws_ptr, segment_of(group, GROUPS.one), magnitude_to_fp32(largest, TILE.dtype), tag, live)
         if amax_ptr is not None:
             seen = tl.maximum(seen, tl.load(amax_ptr + group))
         if live:
             publish(ws_ptr, (1 if GROUPS.one else G) + tile, seen, tag, live)
-            scale = amax_to_scale(seen, OUT.fp8_max, True)
-            store_tile((x0, x1, x2, x3), scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
+            multiplier = amax_to_scale(seen, OUT.fp8_max, True)
+            store_tile((x0, x1, x2, x3), multiplier, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
 
 
 @triton.jit
@@ -276,7 +283,7 @@ def cast_again(
     x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, amax_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the scales and, at amax_ptr, the largest magnitudes; repeat the tiles that `cast_early` cast by another scale.
+    """Write the scales and, at amax_ptr, the largest magnitudes; repeat the tiles that `cast_early` cast by another multiplier.
 
     A program looks at LANES tiles at a time, each as far from the next as there are programs, because wrong tiles lie side
     by side.
@@ -288,27 +295,27 @@ def cast_again(
     lanes = tl.arange(0, LANES)
     segments = 1 if GROUPS.one else G
     for group in range(tl.program_id(0), segments, step):
-        amax = published(ws_ptr, group)
+        amax = load_published(ws_ptr, group)
         if GROUPS.jagged:
             amax = tl.where(without_rows(offs_ptr, group, rows, G, GROUPS.one), 0.0, amax)
         if amax_ptr is not None:
             tl.store(amax_ptr + group, amax)
-        scale = amax_to_scale(amax, OUT.fp8_max, True)
-        tl.store(scale_ptr + group, reciprocal(scale) if OUT.inverse else scale)
-    # Search LANES tiles together for a scale that turned out wrong, because most tiles are right and a load is slow.
+        multiplier = amax_to_scale(amax, OUT.fp8_max, True)
+        tl.store(scale_ptr + group, reciprocal(multiplier) if OUT.inverse else multiplier)
+    # Search LANES tiles together for a multiplier that turned out wrong, because most tiles are final and a load is slow.
     for first in range(tl.program_id(0), total, step * LANES):
         tiles = tl.minimum(first + lanes * step, total - 1)
         groups, _stripes, _tiles, _rows, _lo, his = locate_block(tiles, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
-        right = amax_to_scale(published(ws_ptr, segment_of(groups, GROUPS.one)), OUT.fp8_max, True)
-        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, segments + tiles), OUT.fp8_max, True) != right)
+        final = amax_to_scale(load_published(ws_ptr, segment_of(groups, GROUPS.one)), OUT.fp8_max, True)
+        wrong = (his > 0) & (amax_to_scale(load_published(ws_ptr, segments + tiles), OUT.fp8_max, True) != final)
         wrong = wrong & (first + lanes * step < total)
         lane = tl.min(tl.where(wrong, lanes, LANES), axis=0)
         while lane < LANES:
             at = locate_block(first + lane * step, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
             xs = finite_words(load_quads(x_ptr, stride, C, at, GROUPS, TILE, False), TILE)
             group = at[0]
-            scale = amax_to_scale(published(ws_ptr, segment_of(group, GROUPS.one)), OUT.fp8_max, True)
-            store_tile(xs, scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
+            multiplier = amax_to_scale(load_published(ws_ptr, segment_of(group, GROUPS.one)), OUT.fp8_max, True)
+            store_tile(xs, multiplier, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
             lane = tl.min(tl.where(wrong & (lanes > lane), lanes, LANES), axis=0)
     close_launch(ws_ptr, launch_tag(ws_ptr))
 
@@ -318,19 +325,19 @@ def cast_known(
     x_ptr, q_ptr, qt_ptr, scale_inv_ptr, scale_ptr, amax_ptr, offs_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write q and its transpose as `cast_segments` does, by the scale at scale_ptr; raise amax, write 1 / scale."""
-    scale = tl.load(scale_ptr)
+    """Write q and its transpose as `cast_segments` does, by the multiplier at scale_ptr; update amax, write the factor."""
+    multiplier = tl.load(scale_ptr)
     stripes = tl.cdiv(C, TILE.cols)
     if tl.program_id(0) == 0:
-        tl.store(scale_inv_ptr, reciprocal(scale))
+        tl.store(scale_inv_ptr, reciprocal(multiplier))
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         at = locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
         xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
         if at[2] > 0:
             if TILE.pairs == 2:
                 largest = largest_magnitude(xs, TILE)
-            else:  # of NaN and infinity, too
+            else:  # NaN and infinity count, too
                 m01, m23 = tl.maximum(magnitude(xs[0]), magnitude(xs[1])), tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
                 largest = tl.max(tl.max(tl.maximum(m01, m23), axis=1), axis=0)
             tl.atomic_max(amax_ptr, magnitude_to_fp32(largest, TILE.dtype), sem="relaxed")
-            store_tile(xs, scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
+            store_tile(xs, multiplier, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)

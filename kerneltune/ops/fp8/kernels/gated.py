@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import registers, resident, too_small_to_transpose
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, max_and_load, publish, published
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, load_published, publish, publish_max_and_load
 from kerneltune.kernel_lib.tl_lib import (
     FP8_MAX,
     TL_DTYPES,
@@ -36,11 +36,11 @@ from kerneltune.rounding import cdiv
 if TYPE_CHECKING:
     from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig
 
-_AGAIN = 4
-"""Programs per SM of `gate_again`, after a launch with a program per tile."""
+_REPEATERS_PER_SM = 4
+"""Programs per SM of `gate_again`, which repeats few tiles, where `gate_early` has a program per tile."""
 
-_LANES = 128
-"""Tiles that a program of `gate_again` looks at together."""
+_TILES_TOGETHER = 128
+"""Tiles whose scales a program of `gate_again` compares at once."""
 
 
 def gate_and_cast(
@@ -76,9 +76,9 @@ def gate_and_cast(
     if pairs == 2:
         x, q, dy = x.view(torch.int32), q.view(torch.int16), None if dy is None else dy.view(torch.int32)
     cols, width, ld = c.cols // pairs, N // pairs, aligned_size(M, groups)
-    total = ld // c.rows * cdiv(width, cols)
-    programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
-    tile: dict[str, Any] = {
+    num_tiles = ld // c.rows * cdiv(width, cols)
+    programs = min(num_tiles, resident(x.device, c.ctas)) if c.ctas else num_tiles
+    shared: dict[str, Any] = {
         "C": width, "stride": x.stride(0), "stride_dy": 0 if dy is None else dy.stride(0), "num_warps": c.warps,
         "GROUPS": Groups.of(
             jagged=True, alignment=GROUP_ALIGNMENT, one=True, log2=max(0, (groups - 1).bit_length()), even=False
@@ -91,12 +91,12 @@ def gate_and_cast(
         **(registers(c.warps, c.ctas) if c.ctas else {}),
     }  # fmt: skip
     operands = (dy, x, q, q if q_t is None else q_t.view(torch.uint8))
-    size = (M, ld, groups, total)
-    few = min(total, resident(x.device, c.ctas or _AGAIN))
-    options = {"launch_pdl": True} if since_sm_90() else {}
-    with workspace(1 + total, x.device) as ws:
-        gate_early[(programs,)](*operands, offs, ws, *size, STAGES=c.stages, **tile)
-        gate_again[(few,)](*operands, scale, offs, ws, *size, LANES=_LANES, **tile, **options)
+    sizes = (M, ld, groups, num_tiles)
+    repeaters = min(num_tiles, resident(x.device, c.ctas or _REPEATERS_PER_SM))
+    pdl = {"launch_pdl": True} if since_sm_90() else {}
+    with workspace(1 + num_tiles, x.device) as ws:
+        gate_early[(programs,)](*operands, offs, ws, *sizes, STAGES=c.stages, **shared)
+        gate_again[(repeaters,)](*operands, scale, offs, ws, *sizes, LANES=_TILES_TOGETHER, **shared, **pdl)
 
 
 _UNPACK_BF16 = "shl.b32 {0}l, {1}, 16; and.b32 {0}h, {1}, 0xffff0000;"
@@ -220,13 +220,13 @@ def gate_early(
     dy_ptr, x_ptr, q_ptr, qt_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     stride_dy: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write q and its transpose, some tiles by another scale than the scale of all groups.
+    """Write q and its transpose, some tiles by another multiplier than the multiplier of all groups.
 
     C columns of a half; x, dy, q, C and strides count words.
     Workspace: word 0 has the largest magnitude of all groups, word 1 + t the magnitude that tile t was cast by.
     """
     if since_sm_90():
-        gdc_launch_dependents()  # the programs of `gate_again` may take their places; they wait for the end of all of these
+        gdc_launch_dependents()  # programs of `gate_again` may become resident; they wait until this launch has ended
     tag = launch_tag(ws_ptr)
     stripes = tl.cdiv(C, TILE.cols)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
@@ -237,14 +237,14 @@ def gate_early(
             y0, y1, y2, y3, larger = finite_tile(xs[4], xs[5], xs[6], xs[7], TILE)
             largest = tl.maximum(largest, larger)
         live = (at[5] > 0) | (at[2] > 0)
-        seen = max_and_load(ws_ptr, 0, magnitude_to_fp32(largest, TILE.dtype), tag, live)
+        seen = publish_max_and_load(ws_ptr, 0, magnitude_to_fp32(largest, TILE.dtype), tag, live)
         if live:
             publish(ws_ptr, 1 + tile, seen, tag, live)
-            scale = amax_to_scale(seen, OUT.fp8_max, True)
+            multiplier = amax_to_scale(seen, OUT.fp8_max, True)
             width: tl.constexpr = C if dy_ptr is None else 2 * C
-            store_tile((x0, x1, x2, x3), scale, q_ptr, qt_ptr, ld, at, width, GROUPS, OUT, TILE)
+            store_tile((x0, x1, x2, x3), multiplier, q_ptr, qt_ptr, ld, at, width, GROUPS, OUT, TILE)
             if dy_ptr is not None:
-                store_tile((y0, y1, y2, y3), scale, q_ptr, qt_ptr, ld, _second_half(at, stripes), width, GROUPS, OUT, TILE)
+                store_tile((y0, y1, y2, y3), multiplier, q_ptr, qt_ptr, ld, _second_half(at, stripes), width, GROUPS, OUT, TILE)
 
 
 @triton.jit
@@ -252,20 +252,20 @@ def gate_again(
     dy_ptr, x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     stride_dy: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the scale; cast again the tiles that `gate_early` cast by another scale, found as `cast_again` finds them."""
+    """Write the scale; cast again the tiles that `gate_early` cast by another multiplier, found as `cast_again` finds them."""
     if since_sm_90():
         gdc_wait()
     stripes = tl.cdiv(C, TILE.cols)
     step = tl.num_programs(0)
     lanes = tl.arange(0, LANES)
-    amax = tl.where(without_rows(offs_ptr, 0, rows, G, True), 0.0, published(ws_ptr, 0))
-    scale = amax_to_scale(amax, OUT.fp8_max, True)
+    amax = tl.where(without_rows(offs_ptr, 0, rows, G, True), 0.0, load_published(ws_ptr, 0))
+    multiplier = amax_to_scale(amax, OUT.fp8_max, True)
     if tl.program_id(0) == 0:
-        tl.store(scale_ptr, reciprocal(scale) if OUT.inverse else scale)
+        tl.store(scale_ptr, reciprocal(multiplier) if OUT.inverse else multiplier)
     for first in range(tl.program_id(0), total, step * LANES):
         tiles = tl.minimum(first + lanes * step, total - 1)
         _groups, _stripes, _widths, _rows, _lo, his = locate_block(tiles, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
-        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, 1 + tiles), OUT.fp8_max, True) != scale)
+        wrong = (his > 0) & (amax_to_scale(load_published(ws_ptr, 1 + tiles), OUT.fp8_max, True) != multiplier)
         wrong = wrong & (first + lanes * step < total)
         lane = tl.min(tl.where(wrong, lanes, LANES), axis=0)
         while lane < LANES:
@@ -273,9 +273,9 @@ def gate_again(
             xs = _compute(dy_ptr, x_ptr, stride, stride_dy, C, at, GROUPS, TILE)
             width: tl.constexpr = C if dy_ptr is None else 2 * C
             words = finite_words((xs[0], xs[1], xs[2], xs[3]), TILE)
-            store_tile(words, scale, q_ptr, qt_ptr, ld, at, width, GROUPS, OUT, TILE)
+            store_tile(words, multiplier, q_ptr, qt_ptr, ld, at, width, GROUPS, OUT, TILE)
             if dy_ptr is not None:
                 words = finite_words((xs[4], xs[5], xs[6], xs[7]), TILE)
-                store_tile(words, scale, q_ptr, qt_ptr, ld, _second_half(at, stripes), width, GROUPS, OUT, TILE)
+                store_tile(words, multiplier, q_ptr, qt_ptr, ld, _second_half(at, stripes), width, GROUPS, OUT, TILE)
             lane = tl.min(tl.where(wrong & (lanes > lane), lanes, LANES), axis=0)
     close_launch(ws_ptr, launch_tag(ws_ptr))

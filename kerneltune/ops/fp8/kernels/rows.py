@@ -48,12 +48,12 @@ def _load_rows(
 
 
 @triton.jit
-def _store_rows(q_ptr, tile, cols, M, K, x, scale, ROWS: tl.constexpr, EVEN: tl.constexpr):
+def _store_rows(q_ptr, tile, cols, M, K, x, multiplier, ROWS: tl.constexpr, EVEN: tl.constexpr):
     lanes = tl.arange(0, ROWS)
     mask = (lanes < M - tile * ROWS)[:, None]
     if not EVEN:
         mask = mask & (cols < K)[None, :]
-    q = to_fp8(x.to(tl.float32) * scale[:, None], q_ptr.dtype.element_ty)
+    q = to_fp8(x.to(tl.float32) * multiplier[:, None], q_ptr.dtype.element_ty)
     tl.store(q_ptr + wide(tile * ROWS) * K + (lanes[:, None] * K + cols[None, :]), q, mask=mask, cache_modifier=".cs")
 
 
@@ -85,15 +85,15 @@ def _cast_rows(
             top = magnitude(xs[0])
             for c in tl.static_range(1, CHUNKS):
                 top = tl.maximum(top, magnitude(xs[c]))
-        scale = amax_to_scale(magnitude_to_fp32(tl.max(top, axis=1), x_ptr.dtype.element_ty), SCALING.fp8_max, SCALING.pow2)
-        kept = reciprocal(scale) if SCALING.inverse else scale
+        multiplier = amax_to_scale(magnitude_to_fp32(tl.max(top, axis=1), x_ptr.dtype.element_ty), SCALING.fp8_max, SCALING.pow2)
+        kept = reciprocal(multiplier) if SCALING.inverse else multiplier
         tl.store(scale_ptr + tile * ROWS + lanes, kept, mask=lanes < M - tile * ROWS)
         if RELOAD:
             for c in tl.range(0, CHUNKS, num_stages=STAGES):
                 cols = c * COLS + tl.arange(0, COLS)
                 x = _load_rows(x_ptr, tile, stride_xm, cols, M, K, ROWS, EVEN, False)
-                _store_rows(q_ptr, tile, cols, M, K, x, scale, ROWS, EVEN)
+                _store_rows(q_ptr, tile, cols, M, K, x, multiplier, ROWS, EVEN)
         else:
             for c in tl.static_range(CHUNKS):
                 cols = c * COLS + tl.arange(0, COLS)
-                _store_rows(q_ptr, tile, cols, M, K, xs[c], scale, ROWS, EVEN or c < CHUNKS - 1)
+                _store_rows(q_ptr, tile, cols, M, K, xs[c], multiplier, ROWS, EVEN or c < CHUNKS - 1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.constants import Constants
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, max_published, published
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, load_published, publish_max
 from kerneltune.kernel_lib.tl_groups import group_bounds
 from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
@@ -34,13 +34,13 @@ from kerneltune.ops.fp8.kernels.tiles import aligned_column, locate_block
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Out(Constants):
-    """The outputs of a cast.
+    """Describe the outputs of a cast.
 
     Attributes:
         fp8: the type of the cast.
         fp8_max: the largest finite value of that type.
-        inverse: whether 1 / scale is written in place of the scale.
-        rowmajor, colmajor: whether the cast, and whether its transpose, is written.
+        inverse: whether the written scale is a factor, 1 / multiplier.
+        rowmajor, colmajor: whether q, and whether the bytes of its transpose, are written.
         packed: whether rows of the transpose are a multiple of four bytes long, so that they are written as words.
     """
 
@@ -180,7 +180,7 @@ def finite_tile(x0, x1, x2, x3, TILE: tl.constexpr):
 
 @triton.jit
 def segment_of(group, ONE: tl.constexpr):
-    """Return the scale of a group; if `ONE`, all groups share the first scale."""
+    """Return the segment of a group, which has the scale: the group itself, or 0 if all groups share ONE scale."""
     return group * 0 if ONE else group
 
 
@@ -210,14 +210,14 @@ def amax_segments(
         group, _stripe, _tiles, _first_row, _lo, hi = at
         xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, True)
         amax = magnitude_to_fp32(largest_magnitude(finite_words(xs, TILE), TILE), TILE.dtype)
-        max_published(ws_ptr, segment_of(group, GROUPS.one), amax, tag, hi > 0)
+        publish_max(ws_ptr, segment_of(group, GROUPS.one), amax, tag, hi > 0)
 
 
 @triton.jit
 def store_tile(
-    xs, scale, q_ptr, qt_ptr, ld, at, C: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr
+    xs, multiplier, q_ptr, qt_ptr, ld, at, C: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Scale and cast a tile out of `finite_words` into q and its transpose, whose rows are `ld` apart.
+    """Multiply and cast a tile out of `finite_words` into q and its transpose, whose rows are `ld` apart.
 
     With an alignment all columns that the tile has in the transpose are written: a group's, and zeros.
     """
@@ -232,9 +232,9 @@ def store_tile(
     ys, qs = (), ()
     for k in tl.static_range(4):
         if PAIRS == 2:
-            q = to_fp8_pair(values(xs[k], 0, PAIRS, dtype) * scale, values(xs[k], 1, PAIRS, dtype) * scale, OUT.fp8)
+            q = to_fp8_pair(values(xs[k], 0, PAIRS, dtype) * multiplier, values(xs[k], 1, PAIRS, dtype) * multiplier, OUT.fp8)
         else:
-            y = finite(xs[k]) * scale
+            y = finite(xs[k]) * multiplier
             q = to_fp8(y, OUT.fp8)
             ys = ys + (y,)
         if OUT.rowmajor:
@@ -268,7 +268,7 @@ def cast_segments(
     In pairs x is int32 and q int16, and C and stride count words.
     """
     stripes = tl.cdiv(C, TILE.cols)
-    scale = 0.0
+    multiplier = 0.0
     of = -1
     # from the last tile to the first: L2 still holds the tiles that `amax_segments` has read last
     for back in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
@@ -277,13 +277,13 @@ def cast_segments(
         xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
         segment = segment_of(group, GROUPS.one)
         if segment != of:
-            scale = amax_to_scale(published(ws_ptr, segment), OUT.fp8_max, False)
+            multiplier = amax_to_scale(load_published(ws_ptr, segment), OUT.fp8_max, False)
             of = segment
         if (hi > 0) | (columns > 0 if GROUPS.alignment else False):
             if (lo >= 0) & (stripe == 0):
-                tl.store(scale_ptr + segment, reciprocal(scale) if OUT.inverse else scale)
-            store_tile(finite_words(xs, TILE), scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
-    # no tile writes the scale of a segment without rows
+                tl.store(scale_ptr + segment, reciprocal(multiplier) if OUT.inverse else multiplier)
+            store_tile(finite_words(xs, TILE), multiplier, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
+    # Because a segment without rows has no tile, its scale is written here.
     if GROUPS.jagged:
         empty = amax_to_scale(tl.zeros((), dtype=tl.float32), OUT.fp8_max, False)
         for group in range(tl.program_id(0), 1 if GROUPS.one else G, tl.num_programs(0)):

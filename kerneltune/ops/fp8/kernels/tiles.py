@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.constants import Constants
-from kerneltune.kernel_lib.tl_exchange import max_published
+from kerneltune.kernel_lib.tl_exchange import publish_max
 from kerneltune.kernel_lib.tl_groups import group_bounds, locate_aligned
 from kerneltune.kernel_lib.tl_lib import (
     aligned_start,
@@ -29,7 +29,7 @@ transpose."""
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tile(Constants):
-    """The tile of a program.
+    """Describe the tile of a program.
 
     Attributes:
         rows: rows of the tile.
@@ -46,10 +46,10 @@ class Tile(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Groups(Constants):
-    """The groups of rows.
+    """Describe the groups of rows.
 
     Attributes:
-        jagged: whether groups are token groups, which end at `offs`; else all groups have the same number of rows.
+        jagged: whether groups are token groups, whose ends are `offs`; else all groups have the same number of rows.
         alignment: the multiple of rows at which a token group begins in the transpose; 0 if groups follow each other.
         one: whether all groups share a scale.
         log2: steps of the binary search for a group.
@@ -73,8 +73,8 @@ def start_of(offs_ptr, group):
 def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
     """Locate a tile of weights with `rows` rows in every group.
 
-    Returns group, stripe of the group, tiles of the stripe, first of all rows, and the group's rows [lo, hi) from there.
-    Past the last tile it returns the last tile's, with hi = 0.
+    Returns, as all functions that locate a tile: group; stripe within the group; number of tiles of the stripe; first row of
+    the tile in the matrix; lo and hi, between which rows of the tile belong to the group. hi ≤ 0: the tile is empty.
     """
     tiles = tl.cdiv(rows, ROWS)
     inside = tl.minimum(tile, total - 1)
@@ -88,7 +88,7 @@ def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
 def _locate_aligned_tile(
     tile, total, offs_ptr, rows, stripes, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr
 ):  # fmt: skip
-    """Locate a tile of aligned groups as `locate_block` does; the tile's transposed columns replace the stripe's tiles."""
+    """Locate a tile of aligned groups as `locate_block` does, with the tile's columns of the transpose as the third value."""
     blocks = total // stripes
     together = tl.full((), _BLOCKS_TOGETHER, tl.int32)
     above = tile // (together * stripes) * together
@@ -115,11 +115,10 @@ def aligned_column(first_row, group, lo, ROWS: tl.constexpr, ALIGNMENT: tl.const
 def locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     """Locate a tile of weights, or of token groups, which end at offs (G,) and are cut at multiples of ROWS.
 
-    A token group may share its first and last block with its neighbours, and has a slot more than blocks if it ends at a
-    multiple. With an alignment a token group is cut at its first row and multiples of ROWS from there.
+    Blocks of ROWS rows at a group's ends may have rows of its neighbours. A group has a slot for each block, and an empty slot
+    if the group ends at a multiple. With an alignment the first block begins with the group.
 
-    Returns group, stripe of the group, tiles of the stripe (with an alignment columns of the transpose), first of all rows,
-    and the group's rows [lo, hi) from there.
+    Returns the values of `locate_in_weights`; with an alignment, columns of the transpose in place of the tiles of the stripe.
     """
     if not GROUPS.jagged:
         return locate_in_weights(tile, total, rows, stripes, ROWS)
@@ -210,10 +209,10 @@ def atomic_max_columns(xs, ws_ptr, first, tag, live, COLS: tl.constexpr, PAIRS: 
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
         low = magnitude_to_fp32(tl.max(pairs & 0xFFFF, axis=0), dtype)
         high = magnitude_to_fp32(tl.max(pairs >> 16, axis=0), dtype)
-        max_published(ws_ptr, first + lanes, low, tag, only_if(lanes >= 0, live))
-        max_published(ws_ptr, first + COLS + lanes, high, tag, only_if(lanes >= 0, live))
+        publish_max(ws_ptr, first + lanes, low, tag, only_if(lanes >= 0, live))
+        publish_max(ws_ptr, first + COLS + lanes, high, tag, only_if(lanes >= 0, live))
     else:
         m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
         m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
         amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), dtype)
-        max_published(ws_ptr, first + lanes, amax, tag, only_if(lanes >= 0, live))
+        publish_max(ws_ptr, first + lanes, amax, tag, only_if(lanes >= 0, live))

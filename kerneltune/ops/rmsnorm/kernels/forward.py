@@ -22,11 +22,11 @@ from kerneltune.kernel_lib.arguments import check_apart
 from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.launch import registers
 from kerneltune.kernel_lib.tl_exchange import (
-    await_done,
-    clear_done,
+    await_count,
     close_launch,
+    count_in,
+    count_out,
     launch_tag,
-    leave_done,
     publish,
     sum_of_published,
 )
@@ -337,8 +337,8 @@ def _rmsnorm_fwd_transposed(
     else:
         block, place = blocks - lag + past // TRANSPOSERS, past % TRANSPOSERS
     if transposes:
-        await_done(done_ptr + block, WRITERS)
-        clear_done(done_ptr + block, WRITERS + TRANSPOSERS)
+        await_count(done_ptr + block, WRITERS)
+        count_out(done_ptr + block, WRITERS + TRANSPOSERS)
         _transpose_tile(y_ptr, y_t_ptr, block, place * TILE, M, N, BLOCK, TILE)
     else:
         tile = block * WRITERS + place
@@ -347,7 +347,7 @@ def _rmsnorm_fwd_transposed(
                 tile, x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
                 M, N, stride_xm, stride_am, eps, OUTPUT, WHOLE,
             )  # fmt: skip
-        leave_done(done_ptr + block)
+        count_in(done_ptr + block)
 
 
 @triton.jit
