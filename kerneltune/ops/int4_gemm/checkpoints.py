@@ -2,7 +2,7 @@
 
 import torch
 
-from kerneltune.ops.int4_gemm.packing import MOST_CODE, ORDER, Codes, check_codes, into_words, out_of_words
+from kerneltune.ops.int4_gemm.packing import MOST_CODE, ORDER, Codes, check_codes, check_tensors, into_words, out_of_words
 
 
 def from_gptq(
@@ -17,6 +17,9 @@ def from_gptq(
 
     qweight (K / 8, M) int32: a word has eight k of a row, the first in the lowest bits. qzeros (K / group, M / 8) int32:
     zero points of eight rows, each minus 1, or None if all zero points are 8. scales (K / group, M).
+
+    Words of two or eight bits to a code have other shapes than words of four: either qzeros or g_idx shows it. Without both
+    the codes are read as if of four bits, and the weight has half or twice as many k: pass the checkpoint's g_idx.
 
     Args:
         g_idx: (K,) the group of every k, if the checkpoint has it; None for groups of consecutive k. Groups must be of
@@ -92,6 +95,7 @@ def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tenso
 
 def _check(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor, rows_per_word: int) -> None:
     """Check shapes and types before codes are read."""
+    check_tensors(qweight=qweight, qzeros=qzeros, scales=scales, optional="qzeros")
     for name, words in (("qweight", qweight), ("qzeros", qzeros)):
         if words is not None and (words.ndim != 2 or words.dtype != torch.int32):
             raise ValueError(f"{name} must be a matrix of int32, got {tuple(words.shape)} {words.dtype}")
@@ -103,6 +107,7 @@ def _check(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Ten
 
 
 def _check_order(g_idx: torch.Tensor, depth: int, group: int) -> None:
+    check_tensors(g_idx=g_idx)
     if g_idx.shape != (depth,) or g_idx.is_floating_point():
         raise ValueError(f"g_idx must be ({depth},) whole numbers, got {tuple(g_idx.shape)} {g_idx.dtype}")
     wrong = (g_idx != torch.arange(depth, device=g_idx.device) // group).nonzero()
@@ -126,6 +131,9 @@ def group_order(g_idx: torch.Tensor, group: int) -> torch.Tensor:
     Raises:
         ValueError: not every group has so many k.
     """
+    check_tensors(g_idx=g_idx)
+    if not isinstance(group, int):
+        raise ValueError(f"group must be a whole number, got {group=}")
     if g_idx.ndim != 1 or g_idx.is_floating_point() or group < 1 or not g_idx.numel() or g_idx.numel() % group:
         raise ValueError(f"g_idx must be (K,) whole numbers, K a multiple of {group=}, got {tuple(g_idx.shape)} {g_idx.dtype}")
     order = g_idx.argsort(stable=True)

@@ -4,6 +4,7 @@ Codes q are 0 … 15; a weight is (q - z) s with a scale s and a zero point z pe
 if no zero points are given. The module launches no kernel of its own.
 """
 
+import reprlib
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """ORDER[i] is the index, among eight consecutive codes, of the code in nibble i: codes 2 j and 2 j + 1 lie 16 bits apart.
 AWQ has the same order."""
 MOST_CODE = 15
-_MOST_ZERO = 16
+MOST_ZERO = 16
 """The largest code, of four bits, and the largest zero point: GPTQ stores z - 1 in four bits, so that z may be 16."""
 
 
@@ -54,6 +55,13 @@ class Int4Weight(NamedTuple):
     rows: int
     depth: int
     group: int
+
+
+def check_tensors(*, optional: str = "", **values: object) -> None:
+    """Check that arguments, by their names, are tensors; the optional argument may be None."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) and (value is not None or name != optional):
+            raise ValueError(f"{name} must be a tensor, got {reprlib.repr(value)}")
 
 
 def check_sizes(rows: int, depth: int, group: int) -> None:
@@ -149,6 +157,7 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
 
 def check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple[int, int, int]:
     """Check codes, scales and zero points as in `Codes`, and return M, K and the group size."""
+    check_tensors(codes=codes, scales=scales, zeros=zeros, optional="zeros")
     if codes.ndim != 2 or codes.dtype != torch.uint8 or not codes.numel():
         raise ValueError(f"codes must be (M, K) uint8, got {tuple(codes.shape)} {codes.dtype}")
     if int(codes.max()) > MOST_CODE:
@@ -165,8 +174,8 @@ def check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor |
         raise ValueError(f"scales must be finite, got {int((~scales.isfinite()).sum())} that are not")
     if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != torch.uint8):
         raise ValueError(f"zeros must be {tuple(scales.shape)} uint8, got {tuple(zeros.shape)} {zeros.dtype}")
-    if zeros is not None and int(zeros.max()) > _MOST_ZERO:
-        raise ValueError(f"zeros must be 0 … {_MOST_ZERO}, got {int(zeros.max())}")
+    if zeros is not None and int(zeros.max()) > MOST_ZERO:
+        raise ValueError(f"zeros must be 0 … {MOST_ZERO}, got {int(zeros.max())}")
     return rows, depth, depth // scales.shape[1]
 
 
