@@ -3,8 +3,8 @@
 The kernels run on a GPU and in Triton's interpreter. On any other device the weights are dequantized and torch multiplies.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Int4Linear(nn.Module):
     """Compute y = x · wᵀ + bias, w = (q - z) s with codes q of four bits. No tensor is a parameter, so there is no gradient.
 
     A new layer holds zeros. `from_linear` and `from_codes` make a layer with weights. `load_state_dict` fills a layer, and
-    refuses tensors of other types and scales that are not finite.
+    refuses tensors of other types, scales and biases that are not finite, and zero points that are not whole from 0 to 16.
 
     Args:
         in_features, out_features: K and M; K a multiple of the group and of 32, M even.
@@ -103,7 +103,7 @@ class Int4Linear(nn.Module):
         is faster.
 
         Args:
-            bias: (M,) numbers on the codes' device, or None.
+            bias: (M,) values on the codes' device, finite in the scales' type, or None.
             activations: as in the constructor.
             order: the columns of the codes in the order of their groups, from `group_order`; None for consecutive groups.
         """
@@ -114,16 +114,20 @@ class Int4Linear(nn.Module):
         weight = pack(*codes)
         if codes.zeros is not None and bool((codes.zeros == packing.MIDDLE).all()):
             weight = weight._replace(zeros=None)
-        if bias is not None and (bias.shape != (weight.rows,) or bias.device != codes.codes.device):
-            raise ValueError(f"bias must be ({weight.rows},) on {codes.codes.device}, got {tuple(bias.shape)} on {bias.device}")
+        if bias is not None:
+            packing.check_tensors(bias=bias)
+            if bias.shape != (weight.rows,) or bias.device != codes.codes.device:
+                where = f"({weight.rows},) on {codes.codes.device}"
+                raise ValueError(f"bias must be {where}, got {tuple(bias.shape)} on {bias.device}")
+            bias = bias.detach().to(weight.scales.dtype, copy=True)
+            if not bool(bias.isfinite().all()):
+                raise ValueError(f"bias must be finite in {bias.dtype}, got {int((~bias.isfinite()).sum())} that are not")
         layer = cls(
             weight.depth, weight.rows, group=weight.group, zeros=weight.zeros is not None, bias=bias is not None,
             device=weight.packed.device, dtype=weight.scales.dtype, activations=activations, ordered=order is not None,
         )  # fmt: skip
         layer.packed, layer.scales, layer.zeros = weight.packed, weight.scales, weight.zeros
-        layer.order = order
-        if bias is not None:
-            layer.bias = bias.detach().to(weight.scales.dtype).clone()
+        layer.order, layer.bias = order, bias
         return layer
 
     @property
@@ -134,7 +138,8 @@ class Int4Linear(nn.Module):
     def keep_fp8_weight(self) -> None:
         """Keep the weights in e4m3 too, a byte each, for inputs of many tokens under `activations="fp8"`.
 
-        Call it again after the weights have changed; `load_state_dict` drops the copy.
+        Call it again after the weights have changed; `load_state_dict` drops the copy. The copy moves with the layer to a
+        device and to shared memory. It keeps its types and values when `half` or `to` cast the layer.
         """
         if self.activations != "fp8":
             raise ValueError(f"a layer keeps its weights in fp8 under activations='fp8', got activations={self.activations!r}")
@@ -154,6 +159,15 @@ class Int4Linear(nn.Module):
             self.fp8_weight, self.fp8_scale,
         )  # fmt: skip
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply `fn` to every buffer, and to the fp8 copy as bytes, so that casts of floating-point tensors leave the copy."""
+
+        def keep_type(t: Tensor) -> Tensor:
+            return fn(t.view(torch.uint8)).view(t.dtype) if t is self.fp8_weight or t is self.fp8_scale else fn(t)
+
+        super()._apply(keep_type, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
@@ -181,11 +195,17 @@ def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
     if name == "order":
         return _broken_order(loaded, len(loaded), loaded.device)
     wrong = int((~loaded.isfinite()).sum())
-    return f"{name} must be finite, got {wrong} that are not" if wrong else None
+    if wrong:
+        return f"{name} must be finite, got {wrong} that are not"
+    if name == "zeros":
+        wrongs = loaded[(loaded < 0) | (loaded > packing.MOST_ZERO) | (loaded != loaded.round())]
+        return f"zeros must be whole numbers 0 … {packing.MOST_ZERO}, got {float(wrongs[0])}" if len(wrongs) else None
+    return None
 
 
 def _broken_order(order: Tensor, depth: int, where: torch.device) -> str | None:
     """Return why a tensor is no order of so many columns; None if it is."""
+    packing.check_tensors(order=order)
     if order.shape != (depth,) or order.dtype != torch.int64 or order.device != where:
         return f"order must be ({depth},) torch.int64 on {where}, got {tuple(order.shape)} {order.dtype} on {order.device}"
     is_whole = torch.equal(order.sort().values, torch.arange(depth, device=where))

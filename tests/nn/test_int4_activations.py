@@ -1,11 +1,13 @@
 """`Int4Linear` with inputs that are cast to e4m3 or sorted: which product runs for how many tokens, and bad arguments."""
 
+import copy
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
 import torch
 from int4_codes import DEVICE, some_codes, whole_numbers
-from torch import Tensor
+from torch import Tensor, nn
 
 from kerneltune.nn import Int4Linear
 from kerneltune.ops.int4_gemm import fastest, group_order, int4_fp8_gemm, int4_gemm
@@ -55,6 +57,35 @@ def test_int4_linear_drops_the_kept_fp8_weight_when_state_is_loaded() -> None:
     assert int4.fp8_weight is None
 
 
+@pytest.mark.parametrize("move", [
+    nn.Module.half, nn.Module.bfloat16, nn.Module.share_memory, lambda int4: int4.to(DEVICE, torch.float16), copy.deepcopy,
+])  # fmt: skip
+def test_int4_linear_keeps_its_fp8_weight_when_cast_or_moved(move: Callable[[nn.Module], nn.Module]) -> None:
+    int4 = layer(kept=True)
+    q, scale = int4.fp8_weight, int4.fp8_scale
+    assert q is not None
+    assert scale is not None
+    moved = move(int4)
+    assert isinstance(moved, Int4Linear)
+    assert moved.fp8_weight is not None
+    assert moved.fp8_weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(moved.fp8_weight.view(torch.uint8), q.view(torch.uint8))
+    assert moved.fp8_scale is not None
+    assert moved.fp8_scale.dtype == torch.float32
+    assert torch.equal(moved.fp8_scale, scale)
+    x = tokens(200).to(moved.scales.dtype)
+    assert moved(x).shape == (200, 64)
+
+
+def test_int4_linear_on_the_meta_device_keeps_the_type_of_its_fp8_weight() -> None:
+    int4 = layer(kept=True).half().to("meta")
+    found = [(t.device.type, t.dtype) for t in (int4.fp8_weight, int4.fp8_scale) if t is not None]
+    assert found == [("meta", torch.float8_e4m3fn), ("meta", torch.float32)]
+    emptied = int4.to_empty(device=DEVICE)
+    assert emptied.fp8_weight is not None
+    assert (emptied.fp8_weight.shape, emptied.fp8_weight.dtype) == ((64, 256), torch.float8_e4m3fn)
+
+
 def test_int4_linear_without_activations_keeps_inputs_in_16_bits() -> None:
     int4, x = Int4Linear.from_codes(CODES), tokens(40)
     assert torch.equal(int4(x), int4_gemm(x, int4.weight))
@@ -94,6 +125,12 @@ def test_int4_linear_with_an_invalid_order_raises() -> None:
         group_order(g_idx, 64)
     with pytest.raises(ValueError, match=r"whole numbers, K a multiple of group=96, got \(256,\)"):
         group_order(g_idx, 96)
+    with pytest.raises(ValueError, match=r"order must be a tensor, got \[1, 2\]"):
+        Int4Linear.from_codes(CODES, order=[1, 2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="group must be a whole number, got group='64'"):
+        group_order(g_idx, "64")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"g_idx must be a tensor, got \[0, 0\]"):
+        group_order([0, 0], 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="each of 0 … 255 once"):
         Int4Linear.from_codes(CODES, order=torch.zeros(256, dtype=torch.int64, device=DEVICE))
     with pytest.raises(ValueError, match=r"order must be \(256,\) torch.int64 on [\w:]+, got \(64,\)"):

@@ -192,6 +192,9 @@ def test_int4_linear_of_a_symmetric_checkpoint_has_no_zero_points() -> None:
     ("scales", lambda t: t.index_fill(0, torch.tensor(0, device=DEVICE), torch.nan), "1.scales must be finite, got 128 that are"),
     ("scales", lambda t: t.bfloat16(), "1.scales must be torch.float16, got torch.bfloat16"),
     ("zeros", lambda t: torch.full_like(t, torch.inf), "1.zeros must be finite, got 128 that are not"),
+    ("zeros", lambda t: torch.full_like(t, 200.5), "1.zeros must be whole numbers 0 … 16, got 200.5"),
+    ("zeros", lambda t: torch.full_like(t, 2.5), "1.zeros must be whole numbers 0 … 16, got 2.5"),
+    ("zeros", lambda t: torch.full_like(t, -1), "1.zeros must be whole numbers 0 … 16, got -1.0"),
     ("packed", lambda t: t.float() + 0.5, "1.packed must be torch.int32, got torch.float32"),
     ("packed", lambda t: t[..., :2], "size mismatch for 1.packed"),
     ("bias", lambda t: t.float(), "1.bias must be torch.float16, got torch.float32"),
@@ -226,5 +229,10 @@ def test_int4_linear_with_bad_arguments_raises() -> None:
     for bias in (torch.ones(1), torch.ones(64, 1), torch.ones(64, device="meta")):
         with pytest.raises(ValueError, match=re.escape(f"bias must be (64,) on {DEVICE}")):
             Int4Linear.from_codes(some_codes(64, 128, 64), bias if bias.is_meta else bias.to(DEVICE))
+    for value, dtype in ((1e6, torch.float16), (torch.nan, torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"bias must be finite in {dtype}, got 64 that are not"):
+            Int4Linear.from_codes(some_codes(64, 128, 64, dtype=dtype), torch.full((64,), value, device=DEVICE))
+    with pytest.raises(ValueError, match=r"bias must be a tensor, got \[1.0\]"):
+        Int4Linear.from_codes(some_codes(64, 128, 64), [1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"takes \(…, 128\) torch.float16"):
         Int4Linear(128, 64, device=DEVICE)(torch.zeros(2, 64, device=DEVICE).half())
