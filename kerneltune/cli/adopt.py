@@ -38,7 +38,7 @@ Folder = Annotated[Path, o.argument("DIR", "Folder of a capture.")]
 
 @app.command("list")
 def list_command(folder: Folder) -> None:
-    """Show the kernels of a capture: launches, share of the GPU time, configs, keys, and sizes that the keys leave out."""
+    """Show the kernels of a capture: launches, share of the GPU time, else of bytes, configs, keys, sizes that keys leave out."""
     from kerneltune.adopt.overview import read_capture
 
     show_capture(read_capture(folder))
@@ -290,7 +290,7 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
     """Return head and rows of the table of kernels, the most expensive first; with modules where kernels of two share a name."""
     from kerneltune.adopt.overview import unkeyed_dimensions, varying_sizes
 
-    head: tuple[str, ...] = ("kernel", "classes", "launches", "time %", "configs", "key", "key leaves out")
+    shared = "time %" if any(count.time_us for count in capture.notes.launches.values()) else "bytes %"
     shares = capture.shares()
     rows: list[tuple[str, ...]] = []
     kernels = list(capture.kernels().values())
@@ -305,4 +305,4 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
         key = "(plain)" if first.is_plain else " ".join(first.key_names) or "-"
         cells = (str(len(classes)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
         rows.append((first.kernel.text if num_homes[first.kernel.name] > 1 else first.kernel.name, *cells))
-    return head, rows
+    return ("kernel", "classes", "launches", shared, "configs", "key", "key leaves out"), rows

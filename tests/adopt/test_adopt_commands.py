@@ -36,9 +36,19 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_list_prints_kernels_and_sizes_that_their_keys_omit(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (8, 96))
     lines = run("adopt", "list", tmp_path).stdout.splitlines()
-    assert lines[0].split() == ["kernel", "classes", "launches", "time", "%", "configs", "key", "key", "leaves", "out"]
+    assert lines[0].split() == ["kernel", "classes", "launches", "bytes", "%", "configs", "key", "key", "leaves", "out"]
     sums = next(line.split() for line in lines if line.startswith("row_sum"))
     assert [*sums[:3], *sums[4:7]] == ["row_sum", "2", "2", "6", "N", "M*"]
+
+
+def test_list_of_timed_launches_shows_shares_of_the_time(tmp_path: Path) -> None:
+    captured(tmp_path, (4, 96))
+    for notes in (tmp_path / "launches").glob("*.json"):
+        stored = json.loads(notes.read_text())
+        stored["launches"] = {digest: [count[0], 10.0] for digest, count in stored["launches"].items()}
+        notes.write_text(json.dumps(stored))
+    head, *rows = (re.split("  +", line.strip()) for line in run("adopt", "list", tmp_path).stdout.splitlines())
+    assert [row[head.index("time %")] for row in rows] == ["50.0", "50.0"]
 
 
 def test_list_names_the_modules_of_kernels_that_share_a_name(tmp_path: Path) -> None:
