@@ -205,7 +205,7 @@ def _show_forecast(folder: Path, share: float, workers: int | None, budget: floa
         raise ValueError(f"{folder}: no class can be tuned")
     tried = f"{counted(work.num_classes, 'class', 'classes')}, up to {counted(work.num_configs, 'config')}"
     ends = f"; --budget ends it after {budget:g} s" if budget and budget < work.seconds else ""
-    show(f"{tried}: about {max(work.seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
+    show_wrapped(f"{tried}: about {max(work.seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
 
 
 def _show_skipped(skipped: "Sequence[tuple[str, str]]") -> None:

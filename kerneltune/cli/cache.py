@@ -11,7 +11,7 @@ import typer
 from kerneltune import cache, device, misses, sweep_file
 from kerneltune.cache import CacheEntry, Chooser, load, load_strict
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver, note, show, show_wrapped, width
+from kerneltune.cli.console import deliver, messages, note, show, show_wrapped, width
 from kerneltune.cli.files import bench_case, selected
 from kerneltune.errors import unknown
 from kerneltune.files import replace_text
@@ -187,7 +187,7 @@ def export_(
         exchange.require_replaceable(folder / name, text)
         replace_text(folder / name, text)
     first_file = folder / next(iter(texts))
-    note(f"wrote {len(texts)} files to {folder}" if len(texts) > 1 else f"wrote {first_file}")
+    show(f"wrote {len(texts)} files to {folder}" if len(texts) > 1 else f"wrote {first_file}", messages)
     for line in exchange.unnamed(operator, entries, names) if format_ == "triton" else ():
         note(f"{first_file}: {line}")
 

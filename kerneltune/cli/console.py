@@ -63,13 +63,13 @@ def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], target: C
 
 
 def note(text: str) -> None:
-    """Print a remark that is no part of the result."""
-    show(text, messages)
+    """Print a remark that is no part of the result, wrapped to the width."""
+    show_wrapped(text, target=messages)
 
 
 def error_line(text: str) -> None:
     """Print an error on a single line."""
-    note(" ".join(text.split()))
+    show(" ".join(text.split()), messages)
 
 
 def end_if_failed(records: Iterable[Record]) -> None:
@@ -95,4 +95,4 @@ def deliver(text: str, output: Path | None) -> None:
 def write(path: Path, content: str | bytes) -> None:
     """Write a file as a whole, and print its name."""
     replace_bytes(path, content.encode() if isinstance(content, str) else content)
-    note(f"wrote {path}")
+    show(f"wrote {path}", messages)

@@ -11,7 +11,7 @@ import typer
 from kerneltune.cache import path_of
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
-from kerneltune.cli.console import STDOUT, end_if_failed, error_line, note, show, width, write
+from kerneltune.cli.console import STDOUT, end_if_failed, error_line, messages, show, width, write
 from kerneltune.cli.files import SUFFIX, load_baseline, load_some, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.device import require_gpu, slug
@@ -170,7 +170,7 @@ def _require_mergeable(path: Path) -> None:
 
 def _keep(path: Path, measured: list[Record]) -> None:
     merge(path, measured)
-    note(f"wrote {path}")
+    show(f"wrote {path}", messages)
 
 
 def _reported(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> typer.Exit:

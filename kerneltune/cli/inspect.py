@@ -10,7 +10,7 @@ import typer
 
 from kerneltune.cache import readable
 from kerneltune.cli import options as o
-from kerneltune.cli.console import note, show, show_table, show_wrapped
+from kerneltune.cli.console import messages, note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept_cases
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import in_checkout
@@ -88,7 +88,7 @@ def command(
         _show(survey.rows)
     else:
         static.save(save, replace(survey, gpu=gpu))
-        note(f"wrote {save}")
+        show(f"wrote {save}", messages)
     if config is not None and any(row.error for row in survey.rows):
         raise typer.Exit(1)
 
@@ -262,7 +262,7 @@ def _show(rows: Sequence[StaticRow]) -> None:
             show_table(tuple(lines[0]), [tuple(line.values()) for line in lines])
         for row in config_rows:
             if row.error or not row.kernels:
-                show(f"  {row.target}: {row.error or 'launches no kernel in this case'}")
+                show_wrapped(f"  {row.target}: {row.error or 'launches no kernel in this case'}", "    ")
         show("")
     if any(row.kernels for row in rows):
         show_wrapped(_LEGEND, "")

@@ -10,7 +10,7 @@ import typer
 
 from kerneltune import device
 from kerneltune.cli import options as o
-from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, width
+from kerneltune.cli.console import end_if_failed, messages, note, show, show_wrapped, width
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root
 from kerneltune.plan import Options, Plan, Selection
@@ -101,7 +101,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
     for line in swept.coverage:
         show_wrapped(line)
     for path in swept.files:
-        note(f"wrote {path}")
+        show(f"wrote {path}", messages)
     if all(record.status == "skipped" for record in swept.records):
         reasons = first_of(dict.fromkeys(record.reason for record in swept.records), 1)
         raise ValueError(f"{plan.sweep.path}: nothing checked: {counted(len(swept.records), 'row')} skipped: {reasons}")

@@ -1,11 +1,13 @@
 """Test that tables fit the terminal, and that a narrow terminal loses no value."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from asserting import every
 from command_line import both, run
+from doc_blocks import ROOT
 
 from kerneltune.cli import console
 from kerneltune.cli.trials import show_searches
@@ -59,6 +61,20 @@ def test_command_in_80_columns_prints_every_letter_of_wider_output(
     assert [columns for columns, text in shown.items() if max(map(len, text.splitlines())) > columns] == []
     letters = [sorted(re.sub(r"\s", "", text)) for text in shown.values()]
     assert letters[0] == letters[1] == letters[2]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_capture_and_remarks_on_it_fit_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console.console, "width", 80)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples" / "two_kernels"))
+    code = "import two_kernels; two_kernels.step(4, 96); two_kernels.step(8, 96)"
+    shown = [run("capture", "--out", "cap", "--", sys.executable, "-c", code)]
+    shown += [run("tune", "cap", "--dry-run"), run("adopt", "list", "cap")]
+    assert [result.exit_code for result in shown] == [0, 0, 0]
+    assert [line for result in shown for line in result.output.splitlines() if len(line) > 80] == []
+    assert "on a GPU it tunes and times them" in " ".join(shown[0].stderr.split())
 
 
 @pytest.mark.usefixtures("no_gpu")
