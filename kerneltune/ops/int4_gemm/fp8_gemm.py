@@ -63,7 +63,8 @@ class Fp8Tokens(NamedTuple):
     """Hold tokens cast to e4m3, an operand of `int4_fp8_gemm`; `cast_tokens` makes it.
 
     Attributes:
-        q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; each 32 k are in the order `kernels.fp8.ORDER`.
+        q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; each 32 k are in the order `kernels.fp8.ORDER`. Nothing
+            checks the order: tokens of `cast_tokens(x, reorder=False)` give `int4_fp8_gemm` wrong results without an error.
         scale: (N,) or (1,) float32: an element of x is its q times its scale.
         depth: K.
         dtype: type of x and of y: fp16 or bf16.
@@ -83,7 +84,8 @@ def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
 
     Args:
         x: (N, K); rows may be any distance apart, elements of a row must be adjacent.
-        reorder: False leaves k in their order, for products that are not `int4_fp8_gemm`.
+        reorder: False leaves k in their order, for other products. `int4_fp8_gemm` and `int4_fp8_grouped_gemm` need True, and
+            give wrong results for False, without an error.
     """
     check_matrix("x", x)
     if x.dtype == torch.float32:
