@@ -36,7 +36,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
     """Require equality within atol + rtol |want|; NaN agrees with NaN, infinity with itself.
 
-    Whole numbers must be equal within atol. Values in float64 are compared in float64, all other values in float32. Results in
+    Integers must be equal within atol. Values in float64 are compared in float64, all other values in float32. Results in
     16 bits that are truncated where the cast of the expected values rounds them up fail, whatever the tolerance.
     """
     for value in (got, want):
@@ -108,7 +108,7 @@ def all_same_bits(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outp
 def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float = _SHARE) -> list[str]:
     """Compare values in 8 or 16 bits that may differ by a step, for results that differ in their last place before the cast.
 
-    Whole numbers are values as well. At most `share` of the elements may be off, as many elements towards zero as away from
+    Integers are values as well. At most `share` of the elements may be off, as many elements towards zero as away from
     zero, so that a cast by truncation fails, and in each row to both sides, so that a rounded factor of a row fails. NaN agrees
     with NaN alone.
     """
@@ -177,7 +177,7 @@ def _leaning(got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> tuple[
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """Return whole numbers in the order of the values, in 8 or 16 bits; neighbours differ by 1."""
+    """Return integers in the order of the values, in 8 or 16 bits; neighbours differ by 1."""
     if not values.is_floating_point():
         return values.to(torch.int32)
     half = 1 << (8 * values.element_size() - 1)
@@ -189,7 +189,7 @@ def rowwise(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, po
     """Compare rows in fp8 or int8 and their scales, x ≈ q * scale, with x before the cast (rows, columns): a scale for each row.
 
     Args:
-        pow2: scales are rounded up to powers of two.
+        pow2: scales, which are factors, are rounded up to powers of two, as multipliers 1 / scale are rounded down.
     """
     if scale.numel() != q.shape[0]:
         return [f"{name} scale: {scale.numel()} elements, expected one for each of {q.shape[0]} rows"]

@@ -423,6 +423,7 @@ def is_converted(module: nn.Module) -> bool:
     """Return whether a module multiplies in fp8 because it was converted."""
     if isinstance(module, GroupedLinear):
         return module.recipe is not None
+    # `convert_module` writes `fp8` into vars() of the parts of a converted module; of the module itself `fp8` is a child module.
     return isinstance(module, Fp8Linear) or (isinstance(module, Converted) and "fp8" not in vars(module))
 
 
@@ -440,7 +441,7 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
     for prefix, part in list(_named_parts(module)):
         names = [attribute for attribute, _ in _expert_parameters(part)] if kind is UnknownExperts else []
         if part is not module and names:
-            vars(part)["fp8"] = module.fp8  # no child of the part, so that it has its place in the state once
+            vars(part)["fp8"] = module.fp8  # not a child of the part, so that state_dict() has it once
         if (part is module or names) and not isinstance(part, Converted):
             part.__class__ = _made_class(kind, cast(Any, type(part)), tuple((name, prefix + name) for name in names))
 

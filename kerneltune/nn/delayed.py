@@ -36,7 +36,8 @@ class DelayedScaling(nn.Module):
     Attributes:
         num_experts: E.
         known: whether casts use `scales`.
-        scales: (2 + E,) fp32, the factors of the values before their cast; 1 until a magnitude is known.
+        scales: (2 + E,) fp32, multipliers of the values before their cast, not factors as elsewhere in nn; 1 until a magnitude
+            is known.
         history: (history, 2 + E) fp32, the largest magnitudes of each step, the present step first.
     """
 

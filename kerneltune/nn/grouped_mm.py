@@ -35,7 +35,10 @@ def multiply(x: Scaled, w: Scaled, offs: Tensor | None, dtype: torch.dtype) -> T
 
 
 def weight_gradient(dy_t: Scaled, x_t: Scaled, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return dW (E, N, K), or (N, K) of all rows, of the casts of dY and X down their columns."""
+    """Return dW (E, N, K), or (N, K) of all rows, of the casts of dY and X down their columns.
+
+    Both casts are (M, …) column-major: `dy_t.q.t()` is row-major (N, M), the left operand.
+    """
     if offs is None:
         return _multiply_all(dy_t.q.t(), x_t.q, dy_t.scale, x_t.scale, dtype)
     ops = torch.ops.kerneltune

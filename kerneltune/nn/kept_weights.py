@@ -250,7 +250,7 @@ def kept_weights_of(model: nn.Module) -> list[KeptWeights]:
 
 @cache
 def _optimizer_steps() -> Counter[str]:
-    """Return how many steps torch's optimizers have `made` since the first call."""
+    """Return a counter with one key, `made`: the steps of all torch optimizers since the first call; a hook counts them."""
     steps: Counter[str] = Counter()
     register_optimizer_step_post_hook(lambda *_: steps.update(["made"]))
     return steps

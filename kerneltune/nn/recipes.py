@@ -1,4 +1,7 @@
-"""Cast rows and weights to fp8 by a recipe with fresh scales; `delayed.py` has the scales of past steps."""
+"""Cast rows and weights to fp8 by a recipe with fresh scales; `delayed.py` has the scales of past steps.
+
+In nn a scale is a factor (x ≈ q * scale); in ops/fp8 it is a multiplier (q = fp8(x * scale)) unless `inverse`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,22 +18,21 @@ SCALINGS = ("tensorwise", "rowwise")
 
 
 class Scaled(NamedTuple):
-    """Hold an operand of one product: fp8 values and the factors of the values."""
+    """Hold an operand of one product: fp8 values, and the factors that turn the values into x."""
 
     q: Any = None
     scale: Any = None
 
 
 class Fp8Operand(NamedTuple):
-    """Hold rows, or a weight (E, K, N), in fp8 for two products; a tensor that no product reads is None.
+    """Hold a pair of `Scaled` of the same rows or weight, each for one product; None for a tensor that no product reads.
 
-    Attributes:
-        q: operand of the product that gives Y; a cast of dY is an operand of the product that gives dX. Of a weight (E, K, N),
-            strides (K N, 1, K).
-        scale: factors of the values of q: of a weight (E,) or (E, N) fp32.
-        q_t: operand of the other product: rows of the product that gives dW, a weight of the product that gives dX. Of a weight
-            (E, N, K), strides (N K, 1, N).
-        scale_t: factors of the values of q_t: of a weight (E,) or (E, K) fp32; may be scale.
+    | | rows x, or dY | weight (E, K, N) |
+    |---|---|---|
+    | q | (M, K) row-major, for Y, or for dX | (E, K, N), strides (K N, 1, K), for Y |
+    | scale | factors of q | (E,) or (E, N) fp32 |
+    | q_t | (M, K) column-major, the bytes of the transpose, for dW | (E, N, K), strides (N K, 1, N), for dX |
+    | scale_t | factors of q_t | (E,) or (E, K) fp32; may be `scale` |
     """
 
     q: Any = None
@@ -90,7 +92,7 @@ class Recipe:
     Attributes:
         scaling: `tensorwise` has a scale per activation or gradient tensor and a scale per expert's weights. `rowwise` has a
             scale per row of an operand: per token and per weight column, and for the weight gradient per group and column.
-        pow2: whether scales are rounded down to powers of two.
+        pow2: whether multipliers are rounded down, that is scales rounded up, to powers of two.
         keep_weights: whether the forward pass also casts the weights' transpose and keeps it for the backward pass, E K N
             bytes. If False, the backward pass casts the weights again, which takes one launch more, under tensorwise two. An
             Fp8Linear then also keeps its input instead of the input's cast, because other operators often keep this input
