@@ -50,7 +50,7 @@ def invalid(_case: Case, config: StreamConfig) -> str | None:
 
 
 def mix(read: int, write: int) -> tuple[int, int, int]:
-    """Return the read:write ratio as small whole numbers and a power of two: (2, 1, 1) is 2:1, (8, 1, 16) is 128:1."""
+    """Return the read:write ratio as small integers and a power of two: (2, 1, 1) is 2:1, (8, 1, 16) is 128:1."""
     ratio = Fraction(read, write).limit_denominator(4)
     if ratio <= _MOST_READS:
         return max(1, ratio.numerator), ratio.denominator, 1

@@ -46,15 +46,15 @@ class RowConfig:
 def space(case: Case) -> Space:
     """Offer loads from an eighth of a row to a whole row; up to four rows, or more rows if rows are short."""
     K = case["K"]
-    whole = next_power_of_2(K)
-    most = 8192 if whole > 16384 else 4096
+    padded = next_power_of_2(K)
+    most = 8192 if padded > 16384 else 4096
     return {
         "rows": (4, 8, 16) if K <= 256 else (1, 2, 4) if K <= 4096 else (1, 2) if K <= 8192 else (1,),
-        "cols": tuple(cols for cols in (8192, 4096, 2048, 1024, 512) if cols <= most and cols < 2 * K) or (max(16, whole),),
+        "cols": tuple(cols for cols in (8192, 4096, 2048, 1024, 512) if cols <= most and cols < 2 * K) or (max(16, padded),),
         "warps": (1, 2, 4, 8, 16),
         "ctas": (0, 2, 4, 6, 8),
         "stages": (1, 2, 3),
-        "reload": (False, True) if whole >= 8192 else (False,),
+        "reload": (False, True) if padded >= 8192 else (False,),
     }
 
 

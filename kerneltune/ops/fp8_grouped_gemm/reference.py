@@ -61,7 +61,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def _values(shape: tuple[int, ...], exact: bool, device: str, seed: int) -> torch.Tensor:
-    """Draw values as wide as quantization makes them: N(0, 64), or whole numbers from -2 to 2."""
+    """Draw values as wide as quantization makes them: N(0, 64), or integers from -2 to 2."""
     if exact:
         return draw("random_", shape, torch.bfloat16, device, seed, 0, 5).sub_(2).to(torch.float8_e4m3fn)
     return draw("normal_", shape, torch.bfloat16, device, seed, 0, 64).clamp_(-448, 448).to(torch.float8_e4m3fn)

@@ -101,14 +101,14 @@ def _aligned(x: torch.Tensor, weight: Int4Weight) -> bool:
     return x.stride(0) % 8 == 0 and not any(t.data_ptr() % 16 for t in tensors)
 
 
-def _reads_ahead(config: Int4Config, weight: Int4Weight, whole: bool) -> bool:
-    """Say whether there are registers for the x of two steps. whole: nothing is past an end."""
+def _reads_ahead(config: Int4Config, weight: Int4Weight, is_even: bool) -> bool:
+    """Return whether there are registers for the x of two steps. is_even: the programs take exactly N and K."""
     if weight.scales.shape[3] == 4:
         return False
     if config.tokens == 32:
         return True
     alone = config.rows == 32 and config.blocks == 1  # of several blocks of rows most warps find x in L1
-    return alone and whole and weight.zeros is None and weight.group in GROUPS
+    return alone and is_even and weight.zeros is None and weight.group in GROUPS
 
 
 def _last_shorter(depth: int, config: Int4Config) -> bool:
@@ -124,7 +124,7 @@ def _last_shorter(depth: int, config: Int4Config) -> bool:
 def _lead(config: Int4Config) -> int:
     """Return the steps of every warp that L2 is asked for in advance.
 
-    More if half as many warps wait for memory; of these fewer with several blocks of rows.
+    An SM that holds eight warps asks for more steps than an SM of 16 warps, with several blocks of rows for fewer.
     """
     if is_paired(config) or config.warpgroup:
         return 4

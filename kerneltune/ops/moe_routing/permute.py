@@ -37,10 +37,10 @@ class RowsConfig:
 
 def space(case: Case) -> Space:
     """Offer 1 to 8 tokens per program, and from 256 columns to a whole row."""
-    whole = max(256, next_power_of_2(case["H"]))
+    padded = max(256, next_power_of_2(case["H"]))
     return {
         "rows": (1, 2, 4, 8),
-        "cols": tuple(cols for cols in (256, 512, 1024, 2048, 4096, 8192) if cols <= whole),
+        "cols": tuple(cols for cols in (256, 512, 1024, 2048, 4096, 8192) if cols <= padded),
         "warps": (1, 2, 4, 8),
     }
 

@@ -39,10 +39,10 @@ class SwigluConfig:
 
 def space(case: Case) -> Space:
     """Offer 1 to 8 rows and 128 to 2048 columns of each half."""
-    whole = max(128, next_power_of_2(case["N"]))
+    padded = max(128, next_power_of_2(case["N"]))
     return {
         "rows": (1, 2, 4, 8),
-        "cols": tuple(cols for cols in (128, 256, 512, 1024, 2048) if cols <= whole),
+        "cols": tuple(cols for cols in (128, 256, 512, 1024, 2048) if cols <= padded),
         "warps": (1, 2, 4, 8),
     }
 

@@ -8,7 +8,7 @@ Both tiles of x of a step are stored before the first is read, so that a step ha
 also moves the elements of w and the scales through shared memory, with six barriers to a step.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the
-next codes become elements, and all configs must multiply whole numbers exactly before they are timed.
+next codes become elements, and all configs must multiply integers exactly before they are timed.
 """
 
 import triton
