@@ -87,7 +87,10 @@ def int4_fp8_grouped_gemm(
     Args:
         x: (N, K) fp16 or bf16, the tokens of group after group, or the result of `cast_tokens`.
         weight: (E M, K), from `pack`: the rows of group e are e M to (e + 1) M. M is a multiple of 64.
-        offs: (E,) int32, the row of x at which each group ends, ascending. Rows behind the last group are not written.
+        offs: (E,) int32, the row of x at which each group ends, not decreasing, at most N. Rows of no group are not written, so
+            they are undefined. Not read by the host: under TRITON_DEBUG=1 the device asserts the order. Without it, ends
+            below 0 or beyond N are taken for 0 or N, rows from a smaller end on are undefined, and no byte outside the tensors
+            is read or written.
         config: None takes the best known config.
 
     Returns:
@@ -113,7 +116,7 @@ def int4_fp8_grouped_gemm(
     int4_fp8_groups[(M // (ROWS * c.blocks), min(count, E))](
         x_desc, *(replace(x_desc, block_shape=[rows, x_desc.block_shape[1]]) for rows in fewer), w_desc,
         tokens.scale, weight.scales, weight.scales if weight.zeros is None else weight.zeros, offs, y,
-        M, weight.depth, E, int(tokens.scale.shape[0] > 1), gemm.constants(weight, False),
+        count, M, weight.depth, E, int(tokens.scale.shape[0] > 1), gemm.constants(weight, False),
         *(Fp8Work.of(tokens=rows, blocks=c.blocks, splits=1, stages=c.stages) for rows in (c.tokens, *fewer)),
         GROUPS=max(32, next_power_of_2(E)), EARLY=early, num_warps=c.warps,
         **({"launch_pdl": True} if early else {}), **({"maxnreg": c.maxnreg} if c.maxnreg else {}),

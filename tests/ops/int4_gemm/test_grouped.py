@@ -83,6 +83,21 @@ def test_int4_grouped_gemm_of_cast_tokens_gives_the_same() -> None:
     assert int4_fp8_grouped_gemm(X[:0], pack(*CODES), OFFS * 0).shape == (0, 64)
 
 
+@pytest.mark.parametrize(("offs", "ends_of", "known"), [
+    ([5, 5, 60], (5, 5, 37), (0, 37)), ([-5, 5, 37], (0, 5, 37), (0, 37)), ([20, 5, 37], (5, 5, 37), (20, 37)),
+    ([2**31 - 1, -(2**31), 4], (0, 0, 4), (0, 0)), ([99, 98, 97], (37, 37, 37), (0, 37)), ([-9, -8, -7], (0, 0, 0), (0, 0)),
+])  # fmt: skip
+def test_int4_grouped_gemm_of_offs_in_disorder_accesses_nothing_outside(
+    offs: list[int], ends_of: tuple[int, ...], known: tuple[int, int]
+) -> None:
+    """The interpreter ends the process at an access outside, a GPU may end its context. known: rows with a defined result."""
+    x, rows = tokens_of(37, 256), slice(*known)
+    want, given = exact_groups(x, CODES, torch.tensor(ends_of)), torch.tensor(offs, dtype=torch.int32, device=DEVICE)
+    for most in (16, 64):
+        got = int4_fp8_grouped_gemm(x, pack(*CODES), given, config=Int4GroupedConfig(most, 1, 4, 3, early=True))
+        assert torch.equal(got[rows], want[rows])
+
+
 @pytest.mark.parametrize(("x", "offs", "message"), [
     (X[:, :128], OFFS, "x must be"), (X.bfloat16(), OFFS, "scales must be"), (X, OFFS.long(), "offs must be"),
     (X, OFFS[None], "offs must be"), (X, [2, 2, 4], "offs must be a tensor"), (X, OFFS[:0], "for each of 0 groups"),

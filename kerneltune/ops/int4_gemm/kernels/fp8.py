@@ -272,22 +272,23 @@ def _step_of_group(
     finish(y_ptr, y_ptr, y_ptr, 0, tile, first_token, y, end, M, 1, False)
 
 
-@triton.jit(do_not_specialize=["E"])
+@triton.jit(do_not_specialize=["N", "E"])
 def int4_fp8_groups(
-    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, E, token_scale_stride,
+    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, N, M, K, E, token_scale_stride,
     WEIGHT: tl.constexpr, WORK: tl.constexpr, WORK32: tl.constexpr, WORK16: tl.constexpr, GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write y (N, M); x as in `int4_fp8_gemm`, the weights of E groups stacked. A program walks over the tokens of its group.
 
-    A step has WORK.tokens, or 32 or 16 where no more are left. x32_desc, x16_desc: x in blocks of as many rows.
+    A step has WORK.tokens, or 32 or 16 where no more are left. x32_desc, x16_desc: x in blocks of as many rows. Groups are
+    limited to rows of x whatever their ends are.
     """
     if EARLY:
         gdc_wait()
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     group = _group_of(tl.program_id(1), end_ptr, E, GROUPS)
-    start = tl.load(end_ptr + group - 1, (group > 0) & (group < E), 0)
-    end = tl.load(end_ptr + group, group < E, 0)
+    start = tl.maximum(tl.load(end_ptr + group - 1, (group > 0) & (group < E), 0), 0)
+    end = tl.minimum(tl.load(end_ptr + group, group < E, 0), N)
     at = group * tiles + tile
     row_block = at * WORK.blocks + tl.arange(0, 4 * WORK.blocks) // 4
     row_blocks = tiles * WORK.blocks * E
