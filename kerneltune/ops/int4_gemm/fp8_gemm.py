@@ -7,19 +7,21 @@ in front of the sums.
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune import cache
 from kerneltune.kernel_lib.arguments import check_like, check_matrix
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, INTERPRETED, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import configs, gemm, reference
 from kerneltune.ops.int4_gemm.estimate import HELD, TIMES, ShapeCost, StepTimes, product_us, reads_us, shape_cost, sms, warps_of
-from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows
+from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows, norm_rows
 from kerneltune.ops.int4_gemm.kernels.fp8 import int4_fp8_gemm as kernel
 from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
 from kerneltune.rounding import cdiv, next_power_of_2
@@ -29,6 +31,8 @@ _LEAD = 4
 """Steps of w that L2 is asked for while the cast of the tokens runs: 32 KB for a program of 128 rows."""
 _CAST_BLOCK = 4096
 """Elements of a token that a program casts at a time."""
+_NORM_BLOCK = 16384
+"""Most elements of a row that a program normalizes, because it holds the row: 16 elements a thread."""
 _SPLITS = (1, 2, 3, 4, 6, 8)
 """Counts of programs that may share a row of w."""
 _EARLY = 24
@@ -60,7 +64,7 @@ class Int4Fp8Config:
 
 
 class Fp8Tokens(NamedTuple):
-    """Hold tokens cast to e4m3, an operand of `int4_fp8_gemm`; `cast_tokens` makes it.
+    """Hold tokens cast to e4m3, an operand of `int4_fp8_gemm`; `cast_tokens` and `norm_tokens` make it.
 
     Attributes:
         q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; each 32 k are in the order `kernels.fp8.ORDER`. Nothing
@@ -103,6 +107,74 @@ def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
     return Fp8Tokens(q, scale, K, x.dtype)
 
 
+@overload
+def norm_tokens(
+    x: Tensor, weight: Tensor | None, *, eps: float = 1e-6, zero_centered: bool = False, residual: None = None
+) -> Fp8Tokens: ...
+@overload
+def norm_tokens(
+    x: Tensor, weight: Tensor | None, *, eps: float = 1e-6, zero_centered: bool = False, residual: Tensor
+) -> tuple[Fp8Tokens, Tensor]: ...
+def norm_tokens(
+    x: Tensor, weight: Tensor | None, *, eps: float = 1e-6, zero_centered: bool = False, residual: Tensor | None = None
+) -> Fp8Tokens | tuple[Fp8Tokens, Tensor]:
+    """Compute RMSNorm of every row of x (N, K) as `rmsnorm_fwd` does, and cast the result as `cast_tokens` does, in a launch.
+
+    Args:
+        x: (N, K) fp16 or bf16, K at most 16384; rows may be any distance apart, elements of a row must be adjacent.
+        weight: (K,), of x's type or fp32; None multiplies by 1.
+        eps: added to the mean of the squares, 0 or more.
+        zero_centered: multiply by `weight + 1` instead.
+        residual: (N, K), likewise, of x's type, added to x first.
+
+    Returns:
+        The cast tokens; with a residual the tokens and x + residual, rounded to x's type.
+    """
+    check_matrix("x", x)
+    if x.dtype == torch.float32:
+        raise ValueError(f"x must be float16 or bfloat16, got {x.dtype}")
+    if not 1 <= x.shape[1] <= _NORM_BLOCK:
+        raise ValueError(f"x must have 1 to {_NORM_BLOCK} columns, got {x.shape[1]}")
+    if weight is not None:
+        is_wide = isinstance(weight, Tensor) and weight.dtype == torch.float32
+        check_like("weight", weight, (x.shape[1],), torch.float32 if is_wide else x.dtype, x.device)
+    elif zero_centered:
+        raise ValueError("zero_centered needs a weight, got weight=None")
+    if residual is not None:
+        check_matrix("residual", residual)
+        check_like("residual", residual, tuple(x.shape), x.dtype, x.device)
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps=}")
+    q, scale, total = _norm_tokens(x, residual, weight, eps, zero_centered)
+    tokens = Fp8Tokens(q, scale, x.shape[1], x.dtype)
+    return tokens if residual is None else (tokens, total)
+
+
+@custom_op("kerneltune::norm_tokens")
+@on_its_device
+def _norm_tokens(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q and scale of `Fp8Tokens`, and x + residual, without elements where there is no residual."""
+    (q, scale, total), (N, K) = _empty_norm(x, residual), x.shape
+    if N:
+        block = next_power_of_2(q.shape[1])
+        norm_rows[(N,)](
+            x, residual, weight, None if residual is None else total, q, scale,
+            x.stride(0), 0 if residual is None else residual.stride(0), K, 1 / K, eps,
+            ZERO_CENTERED=zero_centered, BLOCK=block, num_warps=min(32, max(1, block // 256)),
+            **({"launch_pdl": True} if since_sm_90() else {}),
+        )  # fmt: skip
+    return q, scale, total
+
+
+@_norm_tokens.register_fake
+def _empty_norm(x: Tensor, residual: Tensor | None, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    N, K = x.shape
+    q = x.new_empty((N, cdiv(K, DEPTH) * DEPTH), dtype=torch.float8_e4m3fn)
+    return q, x.new_empty((N,), dtype=torch.float32), x.new_empty(0 if residual is None else (N, K))
+
+
 def descriptors(tokens: Fp8Tokens, weight: Int4Weight, c: Any) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return what TMA copies: the tokens and the codes of a program's step.
 
@@ -129,7 +201,7 @@ def int4_fp8_gemm(
     """Return x · wᵀ + bias with weights of four bits and x cast to e4m3, fp32 inside.
 
     Args:
-        x: (N, K) fp16 or bf16, or the result of `cast_tokens`.
+        x: (N, K) fp16 or bf16, or the result of `cast_tokens` or `norm_tokens`.
         weight: w (M, K), from `pack`, with scales and zero points of x's type.
         bias: (M,) of x's type, or None.
         config: None takes the best known config.

@@ -338,6 +338,45 @@ def cast_rows(x_ptr, q_ptr, scale_ptr, stride, K, REORDER: tl.constexpr, STEPS: 
 
 
 @triton.jit
+def _in_order(q):
+    """Return elements (BLOCK) with each 32 k in `ORDER`."""
+    k = tl.reshape(q, (q.shape[0] // 32, 4, 2, 2, 2))  # c, e0, h, e1
+    return tl.reshape(tl.permute(k, (0, 3, 1, 4, 2)), (q.shape[0],))
+
+
+@triton.jit
+def norm_rows(
+    x_ptr, add_ptr, g_ptr, sum_ptr, q_ptr, scale_ptr, stride_x, stride_add, K, inverse, eps,
+    ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the RMSNorm of a row of x, rounded to x's type, as `cast_rows` writes a row in `ORDER`.
+
+    add_ptr: a matrix that is added to x first, sum_ptr: where the sum goes; or both None. g_ptr None: the weight is 1.
+    inverse: 1 / K. The program holds the row.
+    """
+    if since_sm_90():
+        gdc_launch_dependents()
+        gdc_wait()
+    row = wide(tl.program_id(0))
+    k = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_x + k, k < K, 0.0)
+    g = tl.full((1,), 1.0, tl.float32) if g_ptr is None else tl.load(g_ptr + k, k < K, 0.0).to(tl.float32)
+    if add_ptr is not None:
+        x = (x.to(tl.float32) + tl.load(add_ptr + row * stride_add + k, k < K, 0.0).to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * K + k, x, k < K)
+    # Normalize, with the roundings of `rmsnorm_fwd`.
+    x32 = x.to(tl.float32)
+    r = tl.rsqrt(tl.sum(x32 * x32, 0) * inverse + eps)
+    y = (x32 * r * (g + 1.0 if ZERO_CENTERED else g)).to(x.dtype)
+    # Cast.
+    scale = amax_to_scale(magnitude_to_fp32(tl.max(magnitude(y), 0), y.dtype), 448.0, False)
+    q = quantize(y.to(tl.float32), scale, 448.0, tl.float8e4nv)
+    padded = tl.cdiv(K, 128) * 128
+    tl.store(q_ptr + row * padded + k, _in_order(q), k < padded)
+    tl.store(scale_ptr + row, reciprocal(scale))
+
+
+@triton.jit
 def scale_sums(sums_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """Write y (N, M): sums in the scale of row 0 squared, in the scales of their token and row instead, plus a bias under BIAS.
 
