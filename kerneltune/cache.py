@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from kerneltune import device, files, misses
-from kerneltune.nearness import Group, Place, group_of, ranked
+from kerneltune.nearness import CaseValues, Group, group_of, ranked
 from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_of_class, out_of_range
 
 SCHEMA = 1
@@ -331,14 +331,14 @@ class Chooser:
         Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
         """
         op, entries = self.op, _entries(self, gpu).groups.get(self.group_of(case), ())
-        for nearness, entry in ranked(_place(case), entries, op.free_axes, op.free_options, op.bands, max_distance):
+        for nearness, entry in ranked(_case_values(case), entries, op.free_axes, op.free_options, op.bands, max_distance):
             config = self.variant.valid_config(case, entry.config)
             if config is not None:
                 yield entry, config, nearness.distance
 
     def group_of(self, case: Case) -> Group:
         """Return the group of the entries that can serve a case."""
-        return group_of(_place(case), self.op.free_axes, self.op.bands)
+        return group_of(_case_values(case), self.op.free_axes, self.op.bands)
 
     def why_rejected(self, entry: CacheEntry) -> str | None:
         """Return why an entry is not used: a knob's name, type or range, or `invalid` for its own case; None if it is used."""
@@ -357,7 +357,7 @@ class Chooser:
             return f"{kind}{str(error)[:160]}"
 
 
-def _place(case: Case) -> Place:
+def _case_values(case: Case) -> CaseValues:
     """Return a case as `ranked` takes it."""
     return dict(case.axes), case.dtype, case.quant, dict(case.options)
 
@@ -374,7 +374,7 @@ class _Entries:
 
     folder: str
     own: Mapping[Case, CacheEntry]
-    groups: Mapping[Group, Sequence[tuple[Place, CacheEntry]]]
+    groups: Mapping[Group, Sequence[tuple[CaseValues, CacheEntry]]]
 
 
 _loaded = lru_cache(maxsize=1024)(load)
@@ -387,7 +387,7 @@ def _entries(chooser: Chooser, gpu: str) -> _Entries:
     folder = _serving_folder(chooser.op.name, gpu, chooser.root)
     path = path_of(chooser.op.name, folder, chooser.root)
     own: dict[Case, CacheEntry] = {}
-    groups: dict[Group, list[tuple[Place, CacheEntry]]] = {}
+    groups: dict[Group, list[tuple[CaseValues, CacheEntry]]] = {}
     reasons = []
     policies = [chooser.policy, "cold"]
     op_entries = _loaded(chooser.op.name, folder, chooser.root)
@@ -399,7 +399,7 @@ def _entries(chooser: Chooser, gpu: str) -> _Entries:
             continue
         if entry.policy == chooser.policy and folder == gpu:
             own.setdefault(entry.case, entry)
-        groups.setdefault(chooser.group_of(entry.case), []).append((_place(entry.case), entry))
+        groups.setdefault(chooser.group_of(entry.case), []).append((_case_values(entry.case), entry))
     _warn_of(reasons)
     return _Entries(folder, own, groups)
 

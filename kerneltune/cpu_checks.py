@@ -10,7 +10,7 @@ from functools import partial
 
 from kerneltune import records
 from kerneltune.checking.addresses import largest_cases
-from kerneltune.checking.check import host_folder, is_shipped, meta_inputs
+from kerneltune.checking.check import host_folder, is_foreign, meta_inputs
 from kerneltune.checking.derived import derived_cases
 from kerneltune.checking.jobs import Job, address_job, case_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.interpreter.facts import Fact
@@ -38,7 +38,7 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
         with suppress(CaseError):  # its own check says why
             meta_inputs(plan.ops[sweep_case.op], sweep_case.case)
     ops = {sweep_case.op: plan.ops[sweep_case.op] for sweep_case in sweep_cases}
-    for folder in {host_folder(op) for op in ops.values() if is_shipped(op)}:
+    for folder in {host_folder(op) for op in ops.values() if not is_foreign(op)}:
         read_sources(folder)
     if plan.options.quick:
         runner.run("check", runner.case_jobs(sweep_cases))
@@ -79,7 +79,7 @@ class _JobRunner:
 
     def run(self, stage: str, jobs: Sequence[Job]) -> None:
         """Run jobs whose cases the journal lacks, and keep the records of each case in the journal."""
-        journal, family = Journal(self.plan.run_file("check.journal")), self.plan.family
+        journal, family = Journal(self.plan.scratch_file("check.journal")), self.plan.family
         lacking = list[Job]()
         for job in jobs:
             rows = journal.finished(job.runs) if job.runs else None
@@ -118,8 +118,8 @@ class _JobRunner:
         largest: dict[tuple[str, str, str], Run] = {}
         for run in sorted(runs, key=lambda run: run.task.op.traffic(run.task.case).total):
             task = run.task
-            is_ours = is_shipped(task.op) and not task.op.origin
-            if not is_ours and not task.variant.unsupported(task.case):
+            is_others = is_foreign(task.op) or task.op.origin is not None  # a user's, or of a capture
+            if is_others and not task.variant.unsupported(task.case):
                 largest[task.op.name, task.variant.name, task.case.quant] = run
         runs = list(largest.values())
         if not runs:
@@ -166,7 +166,7 @@ def _further_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], facts: Mapping[s
     for op, cases in check_cases.items():
         tasks = plan.check_tasks(op, cases[0])
         jobs += [pairs_job(task, cases) for task in tasks]
-        if not is_shipped(plan.ops[op]):
+        if is_foreign(plan.ops[op]):
             jobs += [compare_job(task, cases) for task in tasks if not task.variant.part][:1]
     for op, cases in cases_by_op(plan.cases()).items():
         for case in largest_cases(plan.ops[op], cases):

@@ -31,7 +31,7 @@ _SIZES = (4096, 256, 16)
 
 
 @dataclass(frozen=True)
-class VariantFacts:
+class VariantSummary:
     """Hold the fields of a `Variant` that the index keeps."""
 
     name: str
@@ -44,7 +44,7 @@ class VariantFacts:
 
 
 @dataclass(frozen=True)
-class OpFacts:
+class OpSummary:
     """Hold the fields of an `Op` that the index keeps."""
 
     name: str
@@ -52,19 +52,19 @@ class OpFacts:
     dtypes: tuple[str, ...]
     quants: tuple[str, ...]
     options: Mapping[str, tuple[Option, ...]]
-    variants: tuple[VariantFacts, ...]
+    variants: tuple[VariantSummary, ...]
 
 
-def facts_of(op: Op) -> OpFacts:
+def summary_of(op: Op) -> OpSummary:
     """Return the fields of an operator that the index keeps."""
-    variants = tuple(VariantFacts(variant.name, variant.role, variant.requires) for variant in op.variants)
-    return OpFacts(op.name, op.axes, op.dtypes, op.quants, dict(op.options), variants)
+    variants = tuple(VariantSummary(variant.name, variant.role, variant.requires) for variant in op.variants)
+    return OpSummary(op.name, op.axes, op.dtypes, op.quants, dict(op.options), variants)
 
 
 def listed(
     modules: Iterable[str], operators_in: Callable[[str], Iterable[Op]], before_import: Callable[[], None]
-) -> dict[str, OpFacts]:
-    """Return the facts of the operators of some modules, by operator name.
+) -> dict[str, OpSummary]:
+    """Return the summaries of the operators of some modules, by operator name.
 
     Args:
         modules: names of the modules.
@@ -72,12 +72,12 @@ def listed(
         before_import: function that is called before each import.
     """
     index = _read(INDEX)
-    ops: dict[str, OpFacts] = {}
+    ops: dict[str, OpSummary] = {}
     for module in modules:
         if module not in index:
             before_import()
-        listed_ops = index[module] if module in index else map(facts_of, operators_in(module))
-        ops |= {facts.name: facts for facts in listed_ops}
+        listed_ops = index[module] if module in index else map(summary_of, operators_in(module))
+        ops |= {summary.name: summary for summary in listed_ops}
     return ops
 
 
@@ -85,7 +85,7 @@ def write_index(operators: Mapping[str, Iterable[Op]], path: Path = INDEX) -> No
     """Write the index of operators, which are given by module: a line for each operator."""
     lines = [
         f"  {msgspec.json.encode(module).decode()}: [\n    "
-        + ",\n    ".join(msgspec.json.encode(facts_of(op)).decode() for op in ops)
+        + ",\n    ".join(msgspec.json.encode(summary_of(op)).decode() for op in ops)
         + "\n  ]"
         for module, ops in sorted(operators.items())
     ]
@@ -93,9 +93,9 @@ def write_index(operators: Mapping[str, Iterable[Op]], path: Path = INDEX) -> No
 
 
 @cache
-def _read(path: Path) -> dict[str, tuple[OpFacts, ...]]:
+def _read(path: Path) -> dict[str, tuple[OpSummary, ...]]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[OpFacts, ...]])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[OpSummary, ...]])
     except (OSError, msgspec.MsgspecError):  # without a valid index, all modules are imported
         return {}
 
@@ -217,7 +217,7 @@ def check_case(op: Op, case: Case) -> None:
         counts.append(("flops", op.flops, _ask(subject, "flops", op.flops, case)))
     for field, function, count in counts:
         if count is not None and type(count) is not int:
-            raise _error(subject, field, function, f"{count!r}: expected a whole number of type int")
+            raise _error(subject, field, function, f"{count!r}: expected an integer of type int")
     for variant in op.variants:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)

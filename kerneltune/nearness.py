@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-Place = tuple[dict[str, int], str, str, dict[str, Any]]
+CaseValues = tuple[dict[str, int], str, str, dict[str, Any]]
 """Sizes by axis, element type, quantization mode and options."""
 Group = tuple[str, frozenset[tuple[str, int]]]
 Bands = Mapping[str, tuple[int, ...]]
@@ -29,8 +29,8 @@ class Nearness(NamedTuple):
 
 
 def ranked(
-    case: Place,
-    stored: Iterable[tuple[Place, Any]],
+    case: CaseValues,
+    stored: Iterable[tuple[CaseValues, Any]],
     free_axes: Collection[str],
     free_options: Collection[str],
     bands: Bands,
@@ -45,17 +45,17 @@ def ranked(
     """
     group = group_of(case, free_axes, bands)
     serving = []
-    for place, entry in stored:
-        if group_of(place, free_axes, bands) == group:
-            nearness = _nearness(case, place, frozenset(free_options), max_distance)
+    for values, entry in stored:
+        if group_of(values, free_axes, bands) == group:
+            nearness = _nearness(case, values, frozenset(free_options), max_distance)
             if nearness is not None:
                 serving.append((nearness, entry))
     return sorted(serving, key=lambda pair: pair[0])
 
 
-def _nearness(case: Place, place: Place, free_options: frozenset[str], max_distance: float) -> Nearness | None:
-    """Compare the place of an entry with a case of its group; return None if the entry cannot serve the case."""
-    (axes, dtype, _, options), (stored_axes, stored_dtype, _, stored_options) = case, place
+def _nearness(case: CaseValues, stored: CaseValues, free_options: frozenset[str], max_distance: float) -> Nearness | None:
+    """Compare an entry with a case of its group; return None if the entry cannot serve the case."""
+    (axes, dtype, _, options), (stored_axes, stored_dtype, _, stored_options) = case, stored
     other_type, other_sizes = stored_dtype != dtype, stored_axes != axes
     if other_type and not {dtype, stored_dtype} <= _SIXTEEN_BIT:
         return None
@@ -66,12 +66,12 @@ def _nearness(case: Place, place: Place, free_options: frozenset[str], max_dista
     return Nearness(other_type, other_sizes, distance) if distance <= max_distance else None
 
 
-def group_of(place: Place, free_axes: Collection[str], bands: Bands) -> Group:
+def group_of(case: CaseValues, free_axes: Collection[str], bands: Bands) -> Group:
     """Return the mode, each fixed size, and the band of each free size; an entry serves only cases of its group.
 
     `ranked` leaves out entries of another group, and the cache keeps its entries by group.
     """
-    axes, _, quant, _ = place
+    axes, _, quant, _ = case
     return quant, frozenset(
         (axis, band_of(bands.get(axis, ()), axes[axis]) if axis in free_axes else axes[axis]) for axis in axes
     )

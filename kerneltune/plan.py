@@ -170,11 +170,11 @@ class Plan:
         """Return a task for each selected own variant of a case that is checked, and for each peer if wanted."""
         return [task for task in self.tasks(op, case, CHECK_POLICY) if with_peers or not task.variant.is_peer]
 
-    def key(self, sweep_case: SweepCase) -> TaskKey:
-        """Return the key that the records of a case share."""
-        return TaskKey(sweep_case.op, "", sweep_case.case, self.policy(sweep_case.op))
+    def case_key(self, sweep_case: SweepCase, policy: str = "") -> TaskKey:
+        """Return the key that the records of a case share; an empty policy stands for `self.policy`."""
+        return TaskKey(sweep_case.op, "", sweep_case.case, policy or self.policy(sweep_case.op))
 
-    def run_file(self, kind: RunFile) -> Path:
+    def scratch_file(self, kind: RunFile) -> Path:
         """Return the file of rows on this device that `check` keeps, or the journal of a stage, which the stage's end removes."""
         return self.options.results / "runs" / device.current().slug / f"{self.family}.{kind}.jsonl"
 

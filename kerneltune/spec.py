@@ -34,9 +34,9 @@ LARGEST_MEASURE = 1e15
 _LARGEST = (1 << 63) - 1
 Name = Annotated[str, Meta(min_length=1)]
 Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
-Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
+Integer = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
 Measure = Annotated[float, Meta(ge=0, le=LARGEST_MEASURE)]
-Knob = bool | Whole | float | str
+Knob = bool | Integer | float | str
 
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
 """Entry-point group and environment variable that name the operators of other packages."""

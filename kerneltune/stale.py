@@ -137,12 +137,12 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
     policies = {plan.policy(sweep_case.op) for sweep_case in plan.sweep.bench}
     recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
     rows = {row.key: row for row in recorded}
-    measured, keys = {row.key.of_case for row in recorded}, set(map(plan.key, plan.sweep.bench))
+    measured, keys = {row.key.of_case for row in recorded}, set(map(plan.case_key, plan.sweep.bench))
     cases = sorted(plan.cases(), key=lambda sweep_case: not plan.sweep.is_headline(sweep_case))
     stale = {}
     for sweep_case in cases:
         if not _is_fresh(plan, sweep_case, rows, folder.name):
-            rank = _RECORDED if plan.key(sweep_case) in measured else _UNMEASURED
+            rank = _RECORDED if plan.case_key(sweep_case) in measured else _UNMEASURED
             stale[sweep_case] = _HEADLINE if plan.sweep.is_headline(sweep_case) else rank
     orphans = sum(row.key.of_case not in keys for row in recorded)
     return StaleFamily(plan, len(cases), stale, _seconds_a_case(recorded, policies), orphans)

@@ -151,8 +151,8 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
     return _Reader(ops, max_cases).read_sweep(_read_yaml(path))
 
 
-def whole_numbers(path: Path) -> dict[str, list[int]]:
-    """Return the whole numbers of 0 or more in a YAML file, one or more for each field."""
+def read_integers(path: Path) -> dict[str, list[int]]:
+    """Return the integers of 0 or more in a YAML file, one or more for each field."""
     return {name: numbers.sizes(0) for name, numbers in _read_yaml(path).fields().items()}
 
 

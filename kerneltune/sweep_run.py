@@ -63,14 +63,14 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
     """
-    for path in (plan.run_file("check"), plan.options.records_folder / f"{plan.family}.jsonl"):
+    for path in (plan.scratch_file("check"), plan.options.records_folder / f"{plan.family}.jsonl"):
         if path.exists():
             records.load(path)  # a file that cannot be merged with is an error before the work
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        sweep_run = _SweepRun(plan, progress, worker)
+        stages = _SweepStages(plan, progress, worker)
         if plan.options.mode == "check" or not device.current().is_gpu:
-            return sweep_run.check_alone()
-        return sweep_run.measure_headline(first_table) if plan.options.quick else sweep_run.check_tune_and_measure(first_table)
+            return stages.check_alone()
+        return stages.measure_headline(first_table) if plan.options.quick else stages.check_tune_and_measure(first_table)
 
 
 def measure_live(
@@ -81,9 +81,9 @@ def measure_live(
     keys: restrict the cases further, if given.
     """
     device.require_gpu(command)
-    sweep_cases = [sweep_case for sweep_case in plan.cases() if keys is None or plan.key(sweep_case) in keys]
+    sweep_cases = [sweep_case for sweep_case in plan.cases() if keys is None or plan.case_key(sweep_case) in keys]
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        return _SweepRun(plan, progress, worker, repeat=repeat).measure(sweep_cases, Journal(None))
+        return _SweepStages(plan, progress, worker, repeat=repeat).measure_cases(sweep_cases, Journal(None))
 
 
 def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
@@ -100,13 +100,13 @@ def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progres
             if time.monotonic() >= until:
                 break
             done += len(sweep_cases)
-            sweep_run = _SweepRun(plan, progress, worker, until=until)
-            measured += sweep_run.measure_and_write(sweep_cases, f"measure {plan.family}, to {done} of {total}").records
+            stages = _SweepStages(plan, progress, worker, until=until)
+            measured += stages.measure_and_write(sweep_cases, f"measure {plan.family}, to {done} of {total}").records
     return measured
 
 
 @dataclass(slots=True)
-class _SweepRun:
+class _SweepStages:
     """Run the stages of a sweep; checks and comparisons share a GPU worker.
 
     Attributes:
@@ -143,11 +143,11 @@ class _SweepRun:
 
             checked, coverage = check_on_cpu(plan, self.progress, sweep_cases)
         self._warn_if_all_variants_fail(checked)
-        path = plan.run_file("check")
-        sweep_keys = {TaskKey(sweep_case.op, "", sweep_case.case, CHECK_POLICY) for sweep_case in plan.sweep.check}
+        path = plan.scratch_file("check")
+        sweep_keys = {plan.case_key(sweep_case, CHECK_POLICY) for sweep_case in plan.sweep.check}
         key_of = records.check_key if plan.options.quick else records.row_key  # `quick` checks no further configs
         records.merge_checks(path, checked, lambda record: record.key.of_case in sweep_keys, key_of)
-        plan.run_file("check.journal").unlink(missing_ok=True)
+        plan.scratch_file("check.journal").unlink(missing_ok=True)
         return SweepResult(checked, [path], coverage)
 
     def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
@@ -181,7 +181,7 @@ class _SweepRun:
             self.worker.end()
             run_tune(plan.without(self.wrong), self.progress)
         result = self.measure_and_write(sweep_cases)
-        plan.run_file("check.journal").unlink(missing_ok=True)
+        plan.scratch_file("check.journal").unlink(missing_ok=True)
         return replace(result, records=[*failed, *result.records])
 
     def check(self, sweep_cases: Sequence[SweepCase], with_peers: bool = False) -> list[Record]:
@@ -189,7 +189,7 @@ class _SweepRun:
 
         The journal of checks keeps the records until the run is over.
         """
-        family, journal = self.plan.family, Journal(self.plan.run_file("check.journal"))
+        family, journal = self.plan.family, Journal(self.plan.scratch_file("check.journal"))
         work = [(runs, journal.finished(runs)) for runs in _runs_to_check(self.plan, sweep_cases, with_peers)]
         lacking = [runs for runs, rows in work if rows is None]
         if lacking:
@@ -220,21 +220,21 @@ class _SweepRun:
         """
         headlines = self.plan.headline()
         slow = dict.fromkeys(v.name for sweep_case in headlines for v in self.plan.variants(sweep_case.op) if v.compiles)
-        resumes = any(self.plan.run_file(kind).exists() for kind in ("journal", "check.journal"))
+        resumes = any(self.plan.scratch_file(kind).exists() for kind in ("journal", "check.journal"))
         if first_table is None or resumes or (not slow and len(sweep_cases) <= len(headlines)):
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
         self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(sweep_cases)}")
         fast = self.plan.without({(sweep_case.op, name) for sweep_case in headlines for name in slow})
-        measured = replace(self, plan=fast).measure(headlines, Journal(None), "measure the first table")
+        measured = replace(self, plan=fast).measure_cases(headlines, Journal(None), "measure the first table")
         self.write(measured)
         first_table(measured)
 
     def measure_and_write(self, sweep_cases: Sequence[SweepCase], stage: str = "measure") -> SweepResult:
         """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
-        path = self.plan.run_file("journal")
+        path = self.plan.scratch_file("journal")
         try:
-            measured = self.measure(sweep_cases, Journal(path), stage)
+            measured = self.measure_cases(sweep_cases, Journal(path), stage)
         except (KeyboardInterrupt, WorkerStoppedError):
             if Journal(path).rows:
                 self.write([])
@@ -243,7 +243,7 @@ class _SweepRun:
         path.unlink(missing_ok=True)
         return SweepResult(measured, files)
 
-    def measure(self, sweep_cases: Sequence[SweepCase], journal: Journal, stage: str = "measure") -> list[Record]:
+    def measure_cases(self, sweep_cases: Sequence[SweepCase], journal: Journal, stage: str = "measure") -> list[Record]:
         """Measure every case beside its peers; a case that the journal has is not measured again.
 
         Where no config of a variant is valid in a case, the variant has a failed row, which is not kept in the journal.
@@ -309,7 +309,7 @@ class _SweepRun:
         """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
         plan = self.plan
         rows, markdown, csv = (plan.options.records_folder / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
-        records.merge(rows, [*Journal(plan.run_file("journal")).rows, *measured])
+        records.merge(rows, [*Journal(plan.scratch_file("journal")).rows, *measured])
         table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())
         replace_text(csv, table.csv())

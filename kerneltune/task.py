@@ -197,8 +197,8 @@ def is_stale(variant: Variant, entry: CacheEntry) -> bool:
 
 
 def is_outdated(variant: Variant, entry: CacheEntry) -> bool:
-    """Return whether an entry was chosen with another fingerprint: other code, driver, torch or triton. Ask on its GPU."""
-    return any(entry.evidence.get(name) != value for name, value in fingerprint(variant).items())
+    """Return whether an entry was chosen with another driver, torch or triton than here; call it on the entry's GPU."""
+    return any(entry.evidence.get(name) != value for name, value in fingerprint(variant).items() if name != "source_hash")
 
 
 def trials_folder(results: Path, gpu: str) -> Path:

@@ -131,7 +131,7 @@ class FakeTuner(Tuner):
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         return None
 
-    def measure(self, config: Config) -> Evaluation:
+    def measure_config(self, config: Config) -> Evaluation:
         self.evaluated.append(config)
         time_us = self.landscape(config)
         return Evaluation("failed", reason="off by one") if time_us is None else Evaluation("passed", time_us)

@@ -157,7 +157,7 @@ def installed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, entry_p
     own = {
         name for block in (*blocks(page), *blocks(GUIDE)) for name in re.findall(r'^ +name="(\w+)",$', block.text, re.MULTILINE)
     }
-    return {*ops.facts(), *workloads.facts(), *own}
+    return {*ops.summaries(), *workloads.summaries(), *own}
 
 
 def tell(command: Command, folder: Path, operators: set[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +189,7 @@ def unknown(values: dict[str, Any], folder: Path, operators: set[str]) -> list[s
         values_of = [values.get(name) for name in names]
         return [str(item) for value in values_of if value for item in (value if isinstance(value, list | tuple) else [value])]
 
-    variants = {v.name for listed in (ops.facts(), workloads.facts()) for op in listed.values() for v in op.variants}
+    variants = {v.name for listed in (ops.summaries(), workloads.summaries()) for op in listed.values() for v in op.variants}
     wrong = [f"operator {name}" for name in all_of("op", "ops") if name not in operators]
     wrong += [f"variant {name}" for name in all_of("variant") if not fnmatch.filter(variants, name)]
     for family in filter(None, (values.get("family"), values.get("run") if isinstance(values.get("run"), str) else None)):

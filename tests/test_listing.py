@@ -14,7 +14,7 @@ import pytest
 
 from kerneltune import listing, ops, records, workloads
 from kerneltune.files import data_root
-from kerneltune.listing import check_case, check_contract, facts_of
+from kerneltune.listing import check_case, check_contract, summary_of
 from kerneltune.measuring.compare import ceiling_task
 from kerneltune.plan import Selection, load_plan
 from kerneltune.spec import Case, Op, Traffic, Variant, missing_packages
@@ -27,13 +27,13 @@ def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
     }
     listing.write_index(facts, tmp_path / "index.json")
     assert listing.INDEX.read_text() == (tmp_path / "index.json").read_text(), "run `kerneltune ops --index`"
-    assert ops.facts() == {name: facts_of(op) for name, op in ops.load().items()}
+    assert ops.summaries() == {name: summary_of(op) for name, op in ops.load().items()}
 
 
 @pytest.mark.parametrize("path", sorted((data_root("results") / "nvidia_h200").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_shipped_records_have_the_roles_that_their_operators_give(path: Path) -> None:
     """Variants that only call torch are peers; records of removed operators are of peers alone."""
-    facts = ops.facts() | workloads.facts()
+    facts = ops.summaries() | workloads.summaries()
     roles = {(op.name, variant.name): variant.role for op in facts.values() for variant in op.variants}
     assert roles["fp8_grouped_gemm", "baseline"] == "peer"
     recorded = {(record.op, record.variant, record.role) for record in records.load(path)}
@@ -56,7 +56,7 @@ def test_ops_and_compare_import_neither_torch_nor_triton(command: list[str]) -> 
 def test_facts_of_a_module_missing_from_the_index_are_read_by_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[None] = []
     monkeypatch.setattr(listing, "INDEX", tmp_path / "none.json")
-    assert ops.facts(lambda: prepared.append(None)).keys() == ops.load().keys()
+    assert ops.summaries(lambda: prepared.append(None)).keys() == ops.load().keys()
     assert len(prepared) == len(ops.modules())
 
 
@@ -64,7 +64,7 @@ def test_facts_of_a_plug_in_are_those_of_its_code(tmp_path: Path, monkeypatch: p
     code = "import dataclasses\nfrom kerneltune.ops.stream import OP\n"
     (tmp_path / "listed_plug_in.py").write_text(code + "OPS = (dataclasses.replace(OP, name='listed'),)\n")
     monkeypatch.setenv("KERNELTUNE_PLUGINS", str(tmp_path / "listed_plug_in.py"))
-    assert ops.facts()["listed"].axes == ("read", "write")
+    assert ops.summaries()["listed"].axes == ("read", "write")
 
 
 @dataclass(frozen=True)
@@ -276,8 +276,8 @@ def test_ceiling_of_a_variant_that_writes_nothing_reads_as_much_and_writes_a_byt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"flops": lambda _case: 64.0}, "flops: 64.0: expected a whole number of type int"),
-        ({"traffic": lambda _case: Traffic(1.5, 2)}, "traffic: 1.5: expected a whole number of type int"),  # type: ignore[arg-type]
+        ({"flops": lambda _case: 64.0}, "flops: 64.0: expected an integer of type int"),
+        ({"traffic": lambda _case: Traffic(1.5, 2)}, "traffic: 1.5: expected an integer of type int"),  # type: ignore[arg-type]
     ],
 )
 def test_traffic_or_flops_of_another_type_raise_one_line_before_the_check(changes: dict[str, Any], message: str) -> None:

@@ -2,16 +2,16 @@
 
 import pytest
 
-from kerneltune.nearness import Place, ranked
+from kerneltune.nearness import CaseValues, ranked
 
-WANTED: Place = ({"M": 1024, "N": 4096}, "bfloat16", "int4", {"group": 64, "zeros": False})
+WANTED: CaseValues = ({"M": 1024, "N": 4096}, "bfloat16", "int4", {"group": 64, "zeros": False})
 
 
-def place(M: int = 1024, N: int = 4096, dtype: str = "bfloat16", **options: object) -> Place:
+def place(M: int = 1024, N: int = 4096, dtype: str = "bfloat16", **options: object) -> CaseValues:
     return {"M": M, "N": N}, dtype, "int4", {"group": 64, "zeros": False} | options
 
 
-def order(stored: dict[str, Place], bands: dict[str, tuple[int, ...]] | None = None, max_distance: float = 4.0) -> list[str]:
+def order(stored: dict[str, CaseValues], bands: dict[str, tuple[int, ...]] | None = None, max_distance: float = 4.0) -> list[str]:
     """Rank entries by name, where M and both options are free."""
     names = ranked(WANTED, [(at, name) for name, at in stored.items()], {"M"}, {"group", "zeros"}, bands or {}, max_distance)
     return [name for _, name in names]
@@ -43,7 +43,7 @@ def test_ranked_keeps_the_order_of_entries_at_one_distance() -> None:
         pytest.param((*place()[:2], "none", place()[3]), id="another mode"),
     ],
 )
-def test_ranked_leaves_out_entries_that_cannot_serve(refused: Place) -> None:
+def test_ranked_leaves_out_entries_that_cannot_serve(refused: CaseValues) -> None:
     assert order({"refused": refused, "kept": place(M=2048)}, bands={"M": (2048,)}) == ["kept"]
 
 

@@ -1,4 +1,4 @@
-"""Whole numbers rounded up."""
+"""Integers rounded up."""
 
 import pytest
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kerneltune.adopt.folder import read_json, whole_folder
+from kerneltune.adopt.folder import read_json, replaced_folder
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
@@ -55,7 +55,7 @@ def _copy(entry: Path, target: Path) -> bool:
     if target.is_dir() and any(target.glob(f"{_GROUP}*")):
         return False
     try:
-        with whole_folder(target) as part:  # Triton was writing a target without its group
+        with replaced_folder(target) as part:  # Triton was writing a target without its group
             for file in entry.iterdir():
                 if file.is_file() and file.suffix in _DATA:
                     if file.name.startswith(_GROUP):

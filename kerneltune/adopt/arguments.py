@@ -185,7 +185,7 @@ class TensorLayout(msgspec.Struct, frozen=True, rename={"holds_integers": "is_wh
         if len(self.shape) != len(self.stride):
             raise ValueError(f"stride: {list(self.stride)}: expected {len(self.shape)} of them")
         if min(*self.shape, *self.stride, self.storage, self.offset, self.element_bytes) < 0:
-            raise ValueError("expected whole numbers of 0 or more")
+            raise ValueError("expected integers of 0 or more")
 
     @property
     def end(self) -> int:
@@ -239,7 +239,7 @@ class Argument:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of an argument by name: a whole number, or each side of a tensor as `name.0`, `name.1`, …."""
+        """Return the sizes of an argument by name: an integer, or each side of a tensor as `name.0`, `name.1`, …."""
         if self.tensor is not None:
             return {f"{self.name}.{axis}": size for axis, size in enumerate(self.tensor.shape)}
         return {self.name: self.value} if type(self.value) is int else {}
@@ -386,10 +386,10 @@ def span(tensors: Sequence[TensorLayout]) -> tuple[int, int]:
 
 
 SAMPLE_BYTES = 1 << 20
-"""Most bytes that are kept of a storage of data: of floats, of bytes, of whole numbers that are no indices."""
+"""Most bytes that are kept of a storage of data: of floats, of bytes, of integers that are no indices."""
 _STATISTICS_BYTES = 1 << 16
 _LARGEST_INDEX, _LEAST_INDEX = 1 << 30, -(1 << 16)
-"""Whole numbers beyond these bounds are packed data, such as 4-bit weights in 32 bits."""
+"""Integers beyond these bounds are packed data, such as 4-bit weights in 32 bits."""
 
 
 @dataclass(slots=True)
@@ -399,7 +399,7 @@ class Values:
     Attributes:
         tensors: bytes of each storage by name `storage.N`, on the CPU.
         kinds: for every storage its bytes, the kind of values that are kept, and statistics.
-        left_out: bytes of whole numbers that the budget did not allow.
+        left_out: bytes of integers that the budget did not allow.
         sampled: bytes of samples of data.
     """
 
@@ -452,9 +452,9 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
 
 
 def _are_indices(live: Any, tensors: Sequence[TensorLayout]) -> bool:
-    """Return whether a storage holds whole numbers that a kernel may read as indices, so that all of them must be kept.
+    """Return whether a storage holds integers that a kernel may read as indices, so that all of them must be kept.
 
-    Few bytes are kept in any case. Many bytes of 8-bit whole numbers are weights.
+    Few bytes are kept in any case. Many bytes of 8-bit integers are weights.
     """
     integers, (begin, end) = [tensor for tensor in tensors if tensor.holds_integers], span(tensors)
     if not integers or end - begin <= SAMPLE_BYTES:

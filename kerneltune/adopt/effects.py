@@ -84,7 +84,7 @@ def _hidden_writes(replay: Replay, stored: StoredConfig, changed: set[str]) -> s
     before = replay.before or []
     replay.before = list(before)
     for number, about in enumerate(replay.launch_class.storages):
-        if number not in changed_storages and _is_floating(about):
+        if number not in changed_storages and _holds_data(about):
             replay.before[number] = torch.full_like(before[number], _LEAST_FILL + number % _FILLS)
     _run(replay, stored)
     hidden = {name for name in _changed(replay) if storages[name] not in changed_storages}
@@ -92,7 +92,7 @@ def _hidden_writes(replay: Replay, stored: StoredConfig, changed: set[str]) -> s
     return hidden
 
 
-def _is_floating(about: Mapping[str, Any]) -> bool:
+def _holds_data(about: Mapping[str, Any]) -> bool:
     """Return whether a storage holds data, such as floating-point values, and no indices, which a capture keeps as `values`."""
     return about.get("kept") != "values"
 
@@ -101,7 +101,7 @@ def _vary(replay: Replay) -> None:
     """Vary the rows of inputs whose values are not kept, so that the author's reference sees more than values around zero."""
     for name, tensor in _tensors(replay.named).items():
         argument = next(a for a in replay.launch_class.arguments if a.name == name)
-        is_data = argument.tensor is not None and _is_floating(replay.launch_class.storages[argument.tensor.storage])
+        is_data = argument.tensor is not None and _holds_data(replay.launch_class.storages[argument.tensor.storage])
         is_wide = tensor.is_floating_point() and tensor.element_size() > 1
         if is_data and is_wide and tensor.ndim > 1 and tensor.is_contiguous() and tensor.any():  # zeros are a sum that begins
             vary_rows(tensor, large=1.0)  # a large row would hide differences elsewhere: they are relative to all elements
@@ -149,7 +149,7 @@ def _poison(replay: Replay, stored: StoredConfig, written: Sequence[str]) -> Non
     launch_class, contents = replay.launch_class, replay.before or []
     written_storages = {a.tensor.storage for a in launch_class.arguments if a.tensor is not None and a.name in written}
     for number in sorted(written_storages):
-        if not _is_floating(launch_class.storages[number]):
+        if not _holds_data(launch_class.storages[number]):
             continue
         before = contents[number]
         contents[number] = torch.full_like(before, _POISON)
@@ -234,7 +234,7 @@ def disagreement(
     """
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = int((expected != found).sum())
-        return f"{wrong} of {expected.numel()} whole numbers differ" if wrong and not noise else ""
+        return f"{wrong} of {expected.numel()} integers differ" if wrong and not noise else ""
     if other := int((torch.isnan(expected.float()) != torch.isnan(found.float())).sum()):
         return f"NaN in other places: {other} of {expected.numel()} elements"
     if expected.element_size() == 1 and expected.numel() and not noise:

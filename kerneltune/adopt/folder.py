@@ -59,7 +59,7 @@ _NAMES_IN_FILES = {
 
 
 class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=_NAMES_IN_FILES):
-    """Hold a class of launches of a kernel: the launches with equal shapes, strides, types and whole numbers.
+    """Hold a class of launches of a kernel: the launches with equal shapes, strides, types and integers.
 
     Attributes:
         digest: digest of kernel, source, configs and the arguments' metadata; the name of the class's folder.
@@ -206,7 +206,7 @@ def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any]
     folder = root / CLASSES / launch_class.digest
     if (folder / META).exists() and not _has_more(launch_class, folder):
         return
-    with whole_folder(folder) as part:
+    with replaced_folder(folder) as part:
         if values:
             from safetensors.torch import save_file
 
@@ -216,7 +216,7 @@ def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any]
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder that takes the place of `folder` once it is filled, whole or not at all.
 
     A folder that another process makes meanwhile stays.
@@ -242,7 +242,7 @@ _STALE_S = 3600
 
 
 def remove_parts(root: Path) -> None:
-    """Remove the folders below a capture that killed processes have left: see `whole_folder`."""
+    """Remove the folders below a capture that killed processes have left: see `replaced_folder`."""
     for part in (*root.glob("*/.part-*"), *root.glob(f"{MISSES}/*/.part-*")):
         with suppress(OSError):  # another process removes it
             if time.time() - part.stat().st_mtime > _STALE_S:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kerneltune.workloads.model_config import Model
 
-FACTS = "getter.json"
+FILE = "getter.json"
 ADDED_OPTIONS = ("num_warps", "num_stages")
 """Options of a launch that an override may add to a config without them, where the call hands them on to the kernel."""
 _CALL = "call"
@@ -64,7 +64,7 @@ class CallCase(msgspec.Struct, frozen=True):
         return self.is_wanted and not self.problem
 
 
-class GetterFacts(msgspec.Struct, frozen=True):
+class GetterSpec(msgspec.Struct, frozen=True):
     """Hold a getter and the calls that ask it.
 
     Attributes:
@@ -87,15 +87,15 @@ class GetterFacts(msgspec.Struct, frozen=True):
     defaults: dict[str, int] = {}
 
 
-def write_facts(root: Path, facts: GetterFacts) -> None:
-    """Write the facts of a folder."""
-    write_json(root / FACTS, facts)
+def write_spec(root: Path, spec: GetterSpec) -> None:
+    """Write the spec of a folder."""
+    write_json(root / FILE, spec)
     operators.cache_clear()
 
 
-def read_facts(root: Path) -> GetterFacts:
-    """Return the facts of a folder."""
-    return read_json(root / FACTS, GetterFacts)
+def read_spec(root: Path) -> GetterSpec:
+    """Return the spec of a folder."""
+    return read_json(root / FILE, GetterSpec)
 
 
 @dataclass(slots=True)
@@ -116,9 +116,9 @@ class Getter:
         """Return the program's own result, or of a tuple its first element, with the knobs of the override."""
         result = self.function(*args, **kwargs)
         own = result[0] if isinstance(result, tuple) and result else result
-        if not isinstance(own, dict) or not whole_numbers(own):
+        if not isinstance(own, dict) or not integer_knobs(own):
             shown = " ".join(repr(result).split())[:60]
-            raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of whole numbers by name")
+            raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of integers by name")
         self.first_result = self.first_result or dict(own)  # the host may change its dict
         if self.knobs is None:
             return result
@@ -129,8 +129,8 @@ class Getter:
         return result._make(items) if hasattr(result, "_make") else items
 
 
-def whole_numbers(values: Mapping[Any, Any]) -> dict[str, int]:
-    """Return the knobs of a config: its whole numbers by name."""
+def integer_knobs(values: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the knobs of a config: its integers by name."""
     return {name: value for name, value in values.items() if type(value) is int and isinstance(name, str)}
 
 
@@ -223,28 +223,28 @@ def given_knobs(config: Config) -> dict[str, int]:
 @functools.cache
 def operators(folder: str) -> tuple[Op, ...]:
     """Return the operator of a folder, in a tuple. A knob that an own config lacks has the default of a launch, else 0."""
-    facts = read_facts(Path(folder))
-    by_sizes = {tuple(case.sizes.items()): case for case in facts.cases}
-    owns = {sizes: facts.defaults | case.own for sizes, case in by_sizes.items() if case.own}
-    knobs = dict.fromkeys([*(name for case in facts.cases for name in case.own), *facts.options], int)
-    kind = knob_class(f"Config_{facts.digest[:8]}", tuple(knobs.items()))
+    spec = read_spec(Path(folder))
+    by_sizes = {tuple(case.sizes.items()): case for case in spec.cases}
+    owns = {sizes: spec.defaults | case.own for sizes, case in by_sizes.items() if case.own}
+    knobs = dict.fromkeys([*(name for case in spec.cases for name in case.own), *spec.options], int)
+    kind = knob_class(f"Config_{spec.digest[:8]}", tuple(knobs.items()))
 
     def space(_case: Case) -> Space:
         """Return values around the own configs of all calls, or the values that the user gave."""
         own = {name: {config.get(name, 0) for config in owns.values()} for name in knobs}
-        tried = {name: facts.space.get(name) or [value for size in own[name] for value in _around(name, size)] for name in knobs}
+        tried = {name: spec.space.get(name) or [value for size in own[name] for value in _around(name, size)] for name in knobs}
         return {name: tuple(sorted({*own[name], *tried[name]})) for name in knobs}
 
     def default(case: Case) -> Config:
-        own = owns.get(case.axes, facts.defaults)
+        own = owns.get(case.axes, spec.defaults)
         return kind(**{name: own.get(name, 0) for name in knobs})
 
     op = Op(
-        name=f"{Path(facts.getter).name.replace('.py:', '.').replace(':', '.')}-{facts.digest[:8]}",
-        axes=tuple(facts.cases[0].sizes),
-        free_axes=tuple(facts.cases[0].sizes),
+        name=f"{Path(spec.getter).name.replace('.py:', '.').replace(':', '.')}-{spec.digest[:8]}",
+        axes=tuple(spec.cases[0].sizes),
+        free_axes=tuple(spec.cases[0].sizes),
         max_distance=0.0,  # a call keeps the program's config until its own search; the search begins at configs of near calls
-        dtypes=(facts.dtype,),
+        dtypes=(spec.dtype,),
         inputs=partial(make_inputs, folder),
         reference=reference,
         compare=compare,
@@ -256,10 +256,10 @@ def operators(folder: str) -> tuple[Op, ...]:
     return (op,)
 
 
-def call_case(facts: GetterFacts, case: CallCase) -> Case:
+def call_case(spec: GetterSpec, case: CallCase) -> Case:
     """Return the case of a call, named by the sizes that differ between calls, or by all sizes if no size differs."""
-    differing = {name: size for name, size in case.sizes.items() if len({other.sizes[name] for other in facts.cases}) > 1}
-    return Case(pairs(differing or case.sizes), tuple(case.sizes.items()), facts.dtype)
+    differing = {name: size for name, size in case.sizes.items() if len({other.sizes[name] for other in spec.cases}) > 1}
+    return Case(pairs(differing or case.sizes), tuple(case.sizes.items()), spec.dtype)
 
 
 def _around(name: str, own: int) -> Iterator[int]:
@@ -377,11 +377,11 @@ def expert_sizes(model: "Model", tp: int, ep: int) -> dict[str, int]:
 
 def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
     """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
-    facts, (op,) = read_facts(Path(folder)), operators(folder)
-    getter, own = installed(facts.getter, facts.folder), op.variants[0].default_config(case)
-    maker = named_function("call", facts.call, facts.folder)[2]
+    spec, (op,) = read_spec(Path(folder)), operators(folder)
+    getter, own = installed(spec.getter, spec.folder), op.variants[0].default_config(case)
+    maker = named_function("call", spec.call, spec.folder)[2]
     try:
-        function = make_call(maker, dict(case.axes), facts.dtype, device, seed)
+        function = make_call(maker, dict(case.axes), spec.dtype, device, seed)
     except Exception:  # the program's own code, on tensors without memory
         if device != "meta":
             raise
@@ -425,8 +425,8 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
     return lines
 
 
-def probe(facts: GetterFacts) -> GetterFacts:
-    """Call the program at all sizes with its own configs, and return the facts with them. Runs in a process of its own.
+def probe(spec: GetterSpec) -> GetterSpec:
+    """Call the program at all sizes with its own configs, and return the spec with them. Runs in a process of its own.
 
     Raises:
         ValueError: a function is missing or returns something else, or no call can be tuned.
@@ -434,26 +434,26 @@ def probe(facts: GetterFacts) -> GetterFacts:
     from kerneltune.identity import code_digest
 
     device.select_backend()
-    getter = installed(facts.getter, facts.folder)
-    call = named_function("call", facts.call, facts.folder)[2]
+    getter = installed(spec.getter, spec.folder)
+    call = named_function("call", spec.call, spec.folder)[2]
     try:
         digest = code_digest(getter.function)[:4] + code_digest(call)[:4]
     except (ValueError, TypeError):  # a function without source
         digest = "unknown"
-    cases = [_probed(getter, call, facts.dtype, case) for case in facts.cases]
+    cases = [_probed(getter, call, spec.dtype, case) for case in spec.cases]
     searched = [case for case in cases if case.is_searched]
     if not searched:
-        raise ValueError(f"call: {facts.call}: {next(case.problem for case in cases if case.is_wanted)}")
+        raise ValueError(f"call: {spec.call}: {next(case.problem for case in cases if case.is_wanted)}")
     known = {name for case in cases for name in case.own}
-    if other := [name for name in facts.space if name not in (*known, *ADDED_OPTIONS)]:
+    if other := [name for name in spec.space if name not in (*known, *ADDED_OPTIONS)]:
         raise ValueError(f"space: {other[0]}: expected a knob of the own config: {', '.join(sorted(known))}")
     defaults, options = launch_defaults(), [name for name in ADDED_OPTIONS if name not in known]
     getter.knobs = {name: defaults[name] for name in options}
     try:
-        make_call(call, searched[0].sizes, facts.dtype, _torch_device(), 0)()
+        make_call(call, searched[0].sizes, spec.dtype, _torch_device(), 0)()
     except Exception:  # the host hands on only the knobs that it knows
         options = []
-    return msgspec.structs.replace(facts, cases=cases, options=options, defaults=defaults, digest=digest)
+    return msgspec.structs.replace(spec, cases=cases, options=options, defaults=defaults, digest=digest)
 
 
 def _torch_device() -> str:
@@ -478,4 +478,4 @@ def _probed(getter: Getter, call: Callable[..., Any], dtype: str, case: CallCase
         if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ")):
             raise
         return msgspec.structs.replace(case, problem=f"fails with its own config: {statement_in('', error)}{first_line(error)}")
-    return msgspec.structs.replace(case, own=whole_numbers(getter.first_result), bytes=max(count, 1))
+    return msgspec.structs.replace(case, own=integer_knobs(getter.first_result), bytes=max(count, 1))

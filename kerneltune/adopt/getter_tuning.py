@@ -43,11 +43,11 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
 
     The program's own config stays unless the interval of the paired final says that another config is faster.
     """
-    facts, (op,) = getter.read_facts(root), getter.operators(str(root))
-    tasks = [Task(op, getter.call_case(facts, case), op.variants[0], options.policy or op.policy) for case in facts.cases]
-    wanted = [task for task, case in zip(tasks, facts.cases, strict=True) if case.is_searched]
-    search_tasks(root, "getter", root / getter.FACTS, wanted, options, progress)
-    return [_tuned_call(*of_call) for of_call in zip(tasks, facts.cases, search_results(root, tasks), strict=True)]
+    spec, (op,) = getter.read_spec(root), getter.operators(str(root))
+    tasks = [Task(op, getter.call_case(spec, case), op.variants[0], options.policy or op.policy) for case in spec.cases]
+    wanted = [task for task, case in zip(tasks, spec.cases, strict=True) if case.is_searched]
+    search_tasks(root, "getter", root / getter.FILE, wanted, options, progress)
+    return [_tuned_call(*of_call) for of_call in zip(tasks, spec.cases, search_results(root, tasks), strict=True)]
 
 
 def _tuned_call(task: Task, case: getter.CallCase, found: SearchResult) -> TunedCall:
@@ -68,8 +68,8 @@ def check_getter(root: Path) -> list[Outcome]:
     """Check pairs of call and override without a GPU, in a fork; return what `check_pairs` returns."""
     from kerneltune.checking.jobs import pairs_job, run_jobs
 
-    facts, (op,) = getter.read_facts(root), getter.operators(str(root))
-    cases = [getter.call_case(facts, case) for case in facts.cases if case.is_searched]
+    spec, (op,) = getter.read_spec(root), getter.operators(str(root))
+    cases = [getter.call_case(spec, case) for case in spec.cases if case.is_searched]
     ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
     return outcomes
 

@@ -132,7 +132,7 @@ def case_dtype(launch_class: LaunchClass) -> str:
 
 
 def _axes(classes: Sequence[LaunchClass]) -> tuple[str, ...]:
-    """Return the whole-number arguments that are 1 or more in all classes of a kernel, as sizes are.
+    """Return the integer arguments that are 1 or more in all classes of a kernel, as sizes are.
 
     An argument with the name of a field of every case, such as `dtype`, or in a tuple, such as `x[0]`, is no axis; its values
     differ in the digest of the class.

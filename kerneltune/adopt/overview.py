@@ -89,7 +89,7 @@ def read_capture(root: Path, untried: str = "other values were not tried yet") -
 
 
 _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")
-"""Parts of the names of whole-number arguments that are no sizes."""
+"""Parts of the names of integer arguments that are no sizes."""
 
 
 def _is_size(name: str) -> bool:
@@ -112,7 +112,7 @@ _LEAST_COUNTED = 4
 def seed_hint(classes: Sequence[LaunchClass]) -> str:
     """Return a line about a kernel's argument that makes most classes, as a seed or a step counter does; empty for none.
 
-    Whole numbers of the author's key are left out, because the key tells classes apart.
+    Integers of the author's key are left out, because the key tells classes apart.
     """
     key_names = () if classes[0].is_plain else classes[0].key_names
     values_of: dict[str, set[int]] = {}

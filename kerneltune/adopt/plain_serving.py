@@ -87,7 +87,7 @@ def _held_values(function: Any) -> list[Any]:
 
 
 def _deciding_values(launch: Launch) -> list[Any] | None:
-    """Return the values that a grid holds, if they and the whole numbers of the launch's key decide about it; else None."""
+    """Return the values that a grid holds, if they and the integers of the launch's key decide about it; else None."""
     grid, named = launch.kwargs["grid"], launch.named
     if not inspect.isfunction(grid) or not _PURE_NAMES.issuperset(grid.__code__.co_names):
         return None

@@ -15,7 +15,7 @@ _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
 def holds_addresses(function: Any, arguments: Sequence[Argument], values: Values) -> str:
     """Return the first argument of a kernel's function that is an address or holds addresses, empty for none.
 
-    A number between the bounds of addresses is one if the kernel makes pointers of whole numbers, or if torch has allocated its
+    A number between the bounds of addresses is one if the kernel makes pointers of integers, or if torch has allocated its
     place on a GPU. New memory of the host may hold addresses that no kernel reads.
     """
     torch: Any = sys.modules["torch"]
@@ -32,7 +32,7 @@ def holds_addresses(function: Any, arguments: Sequence[Argument], values: Values
 
 
 def _addresses(value: Any) -> list[int]:
-    """Return the whole numbers in the JSON of a value that may be addresses."""
+    """Return the integers in the JSON of a value that may be addresses."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -49,7 +49,7 @@ def _is_allocated(address: int) -> bool:
 
 @cache
 def _makes_pointers(function: Any) -> bool:
-    """Return whether a kernel or a helper of it may make pointers of whole numbers, by `pointer_type` or by inline assembly."""
+    """Return whether a kernel or a helper of it may make pointers of integers, by `pointer_type` or by inline assembly."""
     named = [(reached.__globals__, name) for reached in functions_of(function) for name in reached.__code__.co_names]
     makers = ("pointer_type", "inline_asm_elementwise")
     return any(name in makers or type(held.get(name)).__name__ in makers for held, name in named)

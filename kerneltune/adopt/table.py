@@ -58,11 +58,11 @@ class Group(msgspec.Struct, frozen=True, dict=True, rename={"key_values": "key"}
         return rows, [sizes[0] for sizes, _ in rows] if self.split else []
 
     def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow:
-        """Return the row whose deciding sizes are the nearest, in microseconds, as launches of new sizes need it."""
+        """Return the row whose deciding sizes are the nearest. A launch of a new size waits for it: microseconds."""
         deciding, (rows, first_sizes) = self._deciding(sizes), self._sorted
         if len(deciding) == 1:  # the usual case: only the neighbours of the size can be the nearest
-            place = bisect.bisect_left(first_sizes, deciding[0])
-            rows = rows[max(place - 1, 0) : place + 1]
+            index = bisect.bisect_left(first_sizes, deciding[0])
+            rows = rows[max(index - 1, 0) : index + 1]
         return min(rows, key=lambda row: log2_distance(row[0], deciding))[1]
 
 

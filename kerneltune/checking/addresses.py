@@ -16,7 +16,7 @@ from kerneltune.task import CaseError
 
 _MOST_OFFSET = 2**31 - 1
 _SEVERAL = 4
-"""Fewest whole numbers of an input whose largest number tells their limit."""
+"""Fewest integers of an input whose largest number tells their limit."""
 
 
 def largest_cases(op: Op, cases: Sequence[Case]) -> list[Case]:
@@ -39,7 +39,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 
     The interpreter runs the programs at the corners of every grid on tensors without memory. So the check finds overflows of
     32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty, but for
-    overflows of offsets from whole numbers that grow with an axis in the check cases.
+    overflows of offsets from integers that grow with an axis in the check cases.
     """
     try:
         inputs = meta_inputs(op, case)
@@ -59,11 +59,11 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 
 
 def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
-    """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with a size in the check cases.
+    """Return the largest number of each input of integers, by the input's `id`, if it grows with a size in the check cases.
 
     A size limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
     times the size, and one of these sizes is at least twice another; or if in check cases of different sizes the largest number
-    is always the size, or the size less 1. Sizes are axes, axes of inputs and inputs that are whole numbers. The least limit of
+    is always the size, or the size less 1. Sizes are axes, axes of inputs and inputs that are integers. The least limit of
     several sizes is taken.
     """
     wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
@@ -87,7 +87,7 @@ def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case])
 
 
 def _sizes(case: Case, inputs: Inputs) -> dict[str, int]:
-    """Return the sizes of a case by name: its axes, the axes of its inputs, and inputs that are whole numbers."""
+    """Return the sizes of a case by name: its axes, the axes of its inputs, and inputs that are integers."""
     shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else (value,) for name, value in inputs.items()}
     of_inputs = {
         f"{name}[{axis}]": size for name, shape in shapes.items() for axis, size in enumerate(shape) if type(size) is int

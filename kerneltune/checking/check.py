@@ -283,9 +283,9 @@ def check_obstacle(op: Op, case: Case) -> str:
     return ""
 
 
-def is_shipped(op: Op) -> bool:
-    """Return whether an operator is this project's or a captured kernel."""
-    return op.module.startswith("kerneltune.")
+def is_foreign(op: Op) -> bool:
+    """Return whether an operator is a user's own: neither this project's nor made of a capture."""
+    return not op.module.startswith("kerneltune.")
 
 
 def host_folder(op: Op) -> str:

@@ -34,7 +34,7 @@ class FirstSeen:
     def other_type(self, variant: Variant, case: Case, outputs: Outputs, expected: Outputs) -> list[str]:
         """Return a line for an output whose element type is wider than the reference's, or depends on the config or the sizes.
 
-        A reference may compute in fp32 for a variant that returns 16 bits, and may give other whole numbers in every case.
+        A reference may compute in fp32 for a variant that returns 16 bits, and may give other integers in every case.
         """
         of_output = variant.run, case.dtype, case.quant
         for name, tensor in outputs.items():
@@ -46,13 +46,13 @@ class FirstSeen:
             are_floats = dtype.is_floating_point and in_reference.is_floating_point
             if are_floats and dtype != in_reference and dtype.itemsize >= in_reference.itemsize:
                 return [f"{name}: {dtype}, expected {in_reference} as of the reference"]
-            if not (is_whole(dtype) and is_whole(in_reference)):
+            if not (is_integer(dtype) and is_integer(in_reference)):
                 continue
             if other := self._other(case, dtype == in_reference, *of_output, name, "reference's type"):
                 return [f"{name}: {dtype}, {in_reference} in the reference; equal types in case {other[1].name}, or inversely"]
         return []
 
 
-def is_whole(dtype: torch.dtype) -> bool:
-    """Return whether elements are whole numbers; `torch.bool` has none."""
+def is_integer(dtype: torch.dtype) -> bool:
+    """Return whether elements are integers; `torch.bool` has none."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerneltune.checking.check import Checker, same_bits
-from kerneltune.checking.consistency import is_whole
+from kerneltune.checking.consistency import is_integer
 from kerneltune.interpreter.races import touching
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -86,7 +86,7 @@ def seeds_without_effect(checker: Checker, variant: Variant, config: Config) -> 
     """Return a text for each input named a seed whose next value gives the same outputs, as if it were ignored."""
     texts = list[str]()
     for name, value in checker.inputs.items():
-        if "seed" in name.lower() and (type(value) is int or (isinstance(value, torch.Tensor) and is_whole(value.dtype))):
+        if "seed" in name.lower() and (type(value) is int or (isinstance(value, torch.Tensor) and is_integer(value.dtype))):
             other = copy(checker)
             other.inputs = {**checker.inputs, name: value + 1}
             other.inputs_before = {kept: before for kept, before in checker.inputs_before.items() if kept != name}

@@ -84,7 +84,7 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
     """Return the job that checks the addresses of a task: of the default config, then of configs with another value of a knob.
 
     _ADDRESSES_S limits the further configs. The facts of the default config are noted, with `facts`, which bench cases have. The
-    outcome names config and case. Check cases tell the limits of whole numbers in inputs.
+    outcome names config and case. Check cases tell the limits of integers in inputs.
     """
 
     def work() -> list[Outcome]:

@@ -17,10 +17,10 @@ _MOST_CASES = 8
 _TAIL = 8
 """The last `1 / _TAIL` of the elements of each row is zeroed."""
 _SCALED, _WRONG_SCALE = 1.01, 1.1
-_WHOLE_STEP = 64
-"""Difference of a changed whole number: more than a step of int8, which a comparison may accept."""
+_INTEGER_STEP = 64
+"""Difference of a changed integer: more than a step of int8, which a comparison may accept."""
 MEANING = (
-    f"one element: x as 2x + 1, a whole number by {_WHOLE_STEP}; one row: as the first; zeroed tail: 1/{_TAIL} of each row; "
+    f"one element: x as 2x + 1, an integer by {_INTEGER_STEP}; one row: as the first; zeroed tail: 1/{_TAIL} of each row; "
     "scale: before a cast to fp8"
 )
 
@@ -28,7 +28,7 @@ MEANING = (
 def _one_element(values: torch.Tensor) -> torch.Tensor:
     flat = values.reshape(-1).clone()
     middle = flat.numel() // 2
-    flat[middle] = (flat[middle].float() * 2 + 1).to(values.dtype) if values.is_floating_point() else flat[middle] ^ _WHOLE_STEP
+    flat[middle] = (flat[middle].float() * 2 + 1).to(values.dtype) if values.is_floating_point() else flat[middle] ^ _INTEGER_STEP
     return flat.reshape(values.shape)
 
 

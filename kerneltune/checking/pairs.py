@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from kerneltune.checking.check import host_folder, is_shipped
+from kerneltune.checking.check import host_folder, is_foreign
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
 from kerneltune.checking.declarations import seeds_without_effect, wrong_traffic
@@ -36,7 +36,7 @@ def check_cost(op: Op, case: Case) -> float:
 def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[[Case], float]) -> list[Outcome]:
     """Check pairs of a variant within a time limit; the pairs with new facts, and the first pair of each case, run twice.
 
-    First are pairs with new facts, then covering pairs, pairs with new whole blocks, and default configs of the remaining cases.
+    First are pairs with new facts, then covering pairs, pairs with new even blocks, and default configs of the remaining cases.
     Return the failed pairs, and last an outcome whose reason says how much was checked:
     `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`; without knobs, only if a case did not run twice.
 
@@ -47,12 +47,12 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
     configs = configs_by_case(variant, cases)
     by_cost = sorted(configs, key=cost)
     facts = _facts_in_fork(op, variant, by_cost)
-    whole_blocks, leading = _with_new_facts(facts)
+    even_blocks, leading = _with_new_facts(facts)
     covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), facts[case], config))
     defaults = ((configs[case][0], case) for case in by_cost)
-    run = _PairRun(op, variant, configs)
+    run = _PairChecks(op, variant, configs)
     begun_s = time.thread_time()
-    for pair in itertools.chain(leading, covered, whole_blocks, defaults):
+    for pair in itertools.chain(leading, covered, even_blocks, defaults):
         if pair in run.done and pair[1] in run.checkers:
             continue
         if time.thread_time() - begun_s > COVERING_S or len(run.failures) >= _MOST_FAILURES:
@@ -61,7 +61,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
     return run.outcomes()
 
 
-class _PairRun:
+class _PairChecks:
     """Check pairs of a variant, and report what was checked.
 
     Attributes:
@@ -117,7 +117,7 @@ class _PairRun:
             default = self._configs[case][0]
             wrong = ", ".join(checker.wrong_layouts(self._variant, default, known))
             text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
-            if wrong and is_shipped(self._op):
+            if wrong and not is_foreign(self._op):
                 yield Outcome("checked", f"{self._name}: {text}")
             elif wrong:
                 ways = "use their stride in the kernel, or raise ValueError or call .contiguous() in the host function"
@@ -197,23 +197,23 @@ def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case
 def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple[list[Pair], list[Pair]]:
     """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
 
-    The first list has the pairs with a new whole block, whose size is the value of a knob; the second, with any other new fact.
+    The first list has the pairs with a new even block, whose size is the value of a knob; the second, with any other new fact.
     """
 
     def counted_facts(config: Config, launch_facts: LaunchFacts) -> set[Fact]:
-        sizes = {str(value) for _knob, value in knob_values(config)}
-        return {fact for fact in launch_facts if fact.kind != "whole" or fact.where in sizes}
+        values = {value for _knob, value in knob_values(config)}
+        return {fact for fact in launch_facts if not fact.block or fact.block in values}
 
     known = set[Fact]().union(*(counted_facts(*next(iter(by_config.items()))) for by_config in facts.values() if by_config))
-    whole, others = list[Pair](), list[Pair]()
+    even, others = list[Pair](), list[Pair]()
     for case, by_config in facts.items():
         for config, launch_facts in by_config.items():
             new = counted_facts(config, launch_facts) - known
             known |= new
             kinds = {fact.kind for fact in new}
-            whole += [(config, case)] if "whole" in kinds else []
-            others += [(config, case)] if kinds - {"whole"} else []
-    return whole, others
+            even += [(config, case)] if "even blocks" in kinds else []
+            others += [(config, case)] if kinds - {"even blocks"} else []
+    return even, others
 
 
 def _cost_of_pair(case_cost: float, facts: Mapping[Config, LaunchFacts], config: Config) -> float:

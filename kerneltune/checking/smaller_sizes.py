@@ -103,9 +103,9 @@ class _SizeSearch:
         most_programs = max([_FEW_PROGRAMS, *(MOST_COST * facts.num_programs for facts in in_checks.values())])
         for case, bench_facts in launches.facts_of(sorted(bench, key=self._cost)):
             by_facts[frozenset(bench_facts)] = case
-            for wants_whole_blocks in (False, True) if set(self.check) <= in_checks.keys() else ():
-                missing = {fact for fact in bench_facts - known if (fact.kind == "whole") is wants_whole_blocks}
-                candidates = self._candidates(case, wants_whole_blocks, partial(launches.have_one_of, missing)) if missing else ()
+            for wants_even_blocks in (False, True) if set(self.check) <= in_checks.keys() else ():
+                missing = {fact for fact in bench_facts - known if (fact.kind == "even blocks") is wants_even_blocks}
+                candidates = self._candidates(case, wants_even_blocks, partial(launches.have_one_of, missing)) if missing else ()
                 for candidate, facts in launches.facts_of(candidates):
                     if facts.num_programs <= most_programs and facts & missing and not check_obstacle(self.op, candidate):
                         self.found.append(candidate)
@@ -116,7 +116,7 @@ class _SizeSearch:
             known |= bench_facts
         return by_facts
 
-    def _candidates(self, case: Case, wants_whole_blocks: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
+    def _candidates(self, case: Case, wants_even_blocks: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
         """Yield copies of a bench case with smaller sizes, without copies that cost too much, in the order of their trial.
 
         1. Near copies keep some sizes, and have other sizes of a base. Copies with a new size of 1 are last: a single row, for
@@ -124,10 +124,10 @@ class _SizeSearch:
         2. Least copies have all sizes of a base but one: the least size with a new fact.
         3. Far copies are like near copies, and one of their sizes is far above the sizes of all bases.
 
-        For whole blocks, least copies come first: their loops are the shortest. Their search counts in the time of `facts_of`.
+        For even blocks, least copies come first: their loops are the shortest. Their search counts in the time of `facts_of`.
 
         Args:
-            wants_whole_blocks: whether facts of whole blocks are sought.
+            wants_even_blocks: whether facts of even blocks are sought.
             is_new: whether a case has a fact that is sought.
         """
         longest = {axis: max((base[axis] for base in self.bases), default=0) for axis, _size in case.axes}
@@ -135,7 +135,7 @@ class _SizeSearch:
         for copy in sorted(_with_sizes_of(case, self.bases), key=partial(self._order, case)):
             (far if any(size > _FAR * longest[axis] for axis, size in copy.axes) else near).append(copy)
         least = self._with_least_sizes(case, is_new)
-        order = [sorted(least, key=self._doublings), near, far] if wants_whole_blocks else [near, least, far]
+        order = [sorted(least, key=self._doublings), near, far] if wants_even_blocks else [near, least, far]
         yield from (copy for copy in itertools.chain(*order) if self._cost(copy) <= MOST_COST * self.costliest)
 
     def _order(self, case: Case, copy: Case) -> tuple[bool, int]:
@@ -148,7 +148,7 @@ class _SizeSearch:
     def _with_least_sizes(self, case: Case, is_new: Callable[[Case], bool]) -> Iterator[Case]:
         """Yield, for each of a few bases and each axis, the base with the least size of the axis with which it is new.
 
-        For a branch above 4096, the size is 4097. The search halves an interval, as larger sizes are usually new, too. For whole
+        For a branch above 4096, the size is 4097. The search halves an interval, as larger sizes are usually new, too. For even
         blocks they are not, so that steps times powers of two are tried before.
         """
         for base, (axis, size) in itertools.product(self.few_bases, case.axes):
@@ -215,7 +215,7 @@ class _Launches:
     def facts_of(self, cases: Iterable[Case]) -> Iterator[tuple[Case, LaunchFacts]]:
         """Yield each case with the facts of its launches, and the most programs of a config, until the time is over.
 
-        Cases whose launches depend on values are left out. Facts of whole blocks lose the size of the block.
+        Cases whose launches depend on values are left out. Facts of even blocks lose the size of the block.
         """
         begun_s = time.thread_time()
         for case in cases:
@@ -226,7 +226,7 @@ class _Launches:
             by_variant = [facts_by_config(self._op, variant, case, self._configs(variant, case)) for variant in supported]
             if all(by_variant):
                 facts = set[Fact]().union(*(facts for by_config in by_variant for facts in by_config.values()))
-                case_facts = LaunchFacts(fact._replace(where="") if fact.kind == "whole" else fact for fact in facts)
+                case_facts = LaunchFacts(fact._replace(block=0) for fact in facts)
                 case_facts.num_programs = sum(max(facts.num_programs for facts in by_config.values()) for by_config in by_variant)
                 yield case, case_facts
 

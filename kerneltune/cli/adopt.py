@@ -14,7 +14,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import Reporter
-from kerneltune.sweep_file import whole_numbers
+from kerneltune.sweep_file import read_integers
 from kerneltune.wording import counted, first_of, pairs
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def getter_command(
     ep: Annotated[int, o.count("--ep", "GPUs that share the experts of a layer.")] = 1,
     tokens: Annotated[str, o.option("--tokens", "N1,N2", "Tokens to tune; by default the keys of a table.")] = "",
     size: Annotated[list[str] | None, o.option("--size", "NAME=N1,N2", "Another size; may be repeated.")] = None,
-    dtype: Annotated[str, o.option("--dtype", "NAME", "Element type.", callback=o.whole_name)] = "bfloat16",
+    dtype: Annotated[str, o.option("--dtype", "NAME", "Element type.", callback=o.full_name)] = "bfloat16",
     space: Annotated[Path | None, o.option("--space", "FILE", "YAML of values by knob.")] = None,
     export: Annotated[str | None, o.pick("--export", ("vllm", "sglang"), "Write the table of an engine.")] = None,
     named: Annotated[str, o.option("--named", "FIELDS", "In the table's name: dtype=fp8_w8a8,block_shape=[128,128].")] = "",
@@ -86,7 +86,7 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune.adopt.getter import GetterFacts, call_case, given_knobs, probe, write_facts
+    from kerneltune.adopt.getter import GetterSpec, call_case, given_knobs, probe, write_spec
     from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
     from kerneltune.processes.start import in_fresh_processes
 
@@ -97,17 +97,17 @@ def getter_command(
     is_whole_table = not tokens and (model is not None or export is not None)
     cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None), is_whole_table)
     began = time.monotonic()
-    asked = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, whole_numbers(space) if space else {})
+    asked = GetterSpec(getter, call, str(Path.cwd()), dtype, cases, read_integers(space) if space else {})
     try:
-        (facts,) = in_fresh_processes(1, probe, asked)
+        (spec,) = in_fresh_processes(1, probe, asked)
     except ValueError as error:  # a crash or a hang has no name
         raise ValueError(f"call: {call}: {error}" if str(error).startswith("process ") else str(error)) from error
-    write_facts(out, facts)
+    write_spec(out, spec)
     if export is not None:
-        engine_tables(export, device.current().name, [TunedCall(case, case.own) for case in facts.cases], named)  # raises early
-    names = [call_case(facts, case).name for case in facts.cases]
+        engine_tables(export, device.current().name, [TunedCall(case, case.own) for case in spec.cases], named)  # raises early
+    names = [call_case(spec, case).name for case in spec.cases]
     if not device.current().is_gpu:
-        own = [pairs(case.own) if not case.problem else f"skipped: {case.problem}" for case in facts.cases]
+        own = [pairs(case.own) if not case.problem else f"skipped: {case.problem}" for case in spec.cases]
         show_table(("call", "own config"), list(zip(names, own, strict=True)))
         outcomes = check_getter(out)
         for outcome in outcomes:
@@ -118,7 +118,7 @@ def getter_command(
         show("no GPU: nothing was timed")
         raise typer.Exit(int(any(outcome.status == "failed" for outcome in outcomes)))
 
-    share = budget / sum(case.is_searched for case in facts.cases)
+    share = budget / sum(case.is_searched for case in spec.cases)
     options = o.make_options(
         policy=policy, budget_s=share, trials=trials, retune="all" if force else None, until_gain=0.01, workers=workers
     )

@@ -310,7 +310,7 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
         raise ValueError(f"no cached configs in {o.configs_root(configs)}")
     names = sorted({path.stem for path in files})
     if op is not None and op not in names:
-        if op not in o.load_facts():
+        if op not in o.load_summaries():
             raise unknown("op with cached configs", op, names, sweep_file.NO_OP)
         command = f"kerneltune tune {o.family_of(op) or 'FAMILY'} --op {op}"
         raise ValueError(f"op: {op!r}: no cached configs in {o.configs_root(configs)}: `{command}` finds them")

@@ -53,5 +53,5 @@ def sizes_of(field: str, text: str) -> list[int]:
     """Parse numbers separated by commas, each once."""
     parts = text.split(",")
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) and int(part) <= _MOST_TOKENS for part in parts):
-        raise ValueError(f"{field}: {text[:60]!r}: expected whole numbers from 1 to {_MOST_TOKENS}, such as {TOKENS}")
+        raise ValueError(f"{field}: {text[:60]!r}: expected integers from 1 to {_MOST_TOKENS}, such as {TOKENS}")
     return [int(part) for part in dict.fromkeys(parts)]

@@ -80,7 +80,7 @@ def nvml_lines() -> Iterator[Finding]:
 def peer_packages() -> Iterator[Finding]:
     """List the packages that peers need, and for a missing package the peers that need it."""
     try:
-        ops = o.load_facts()
+        ops = o.load_summaries()
     except ValueError as error:
         yield "operators", "not usable", str(error)
         return

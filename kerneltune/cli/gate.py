@@ -115,7 +115,7 @@ def _judged_file(
             stale = [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
         except ValueError as error:
             raise ValueError(f"{new}: {error}") from error
-    return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
+    return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_summaries(), op), stale=stale)
 
 
 def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> None:

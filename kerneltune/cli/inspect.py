@@ -125,7 +125,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
         targets = _targets(target or [row.target for row in saved.rows])
         rows = tuple(row for row in saved.rows if row.target in targets and (not selection.ops or row.op in selection.ops))
         for name in {row.op for row in rows}:
-            o.choice(f"{baseline}: op", name, o.load_facts())
+            o.choice(f"{baseline}: op", name, o.load_summaries())
         if not rows:
             raise ValueError(f"{baseline}: no row of {' '.join(selection.ops) or 'any operator'} for {' '.join(targets)}")
         runs = _runs_of_rows(baseline, rows, selection, saved.gpu or _GPU, configs)

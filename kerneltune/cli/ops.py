@@ -9,7 +9,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
-from kerneltune.listing import OpFacts
+from kerneltune.listing import OpSummary
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.wording import short_dtype
 
@@ -28,7 +28,7 @@ def command(
     if index:
         _write_index()
         return
-    listed = o.load_facts()
+    listed = o.load_summaries()
     if name is None:
         o.refuse("expected only with OP", dtype=dtype, quant=quant)
         head = ("op", "axes", "types", "modes", "variants", "peers")
@@ -60,7 +60,7 @@ def _described(op: Op, variant: Variant, case: Case) -> list[tuple[str, int]]:
 
 
 def _write_index() -> None:
-    """Write the facts of all operators of this package, which `load_facts` reads."""
+    """Write the summaries of all operators of this package, which `load_summaries` reads."""
     o.load_ops()
     from kerneltune import listing, ops, workloads
 
@@ -70,7 +70,7 @@ def _write_index() -> None:
     note(f"wrote {listing.INDEX}: {sum(map(len, operators.values()))} operators")
 
 
-def _row(op: OpFacts) -> tuple[str, ...]:
+def _row(op: OpSummary) -> tuple[str, ...]:
     own = [variant.name for variant in op.variants if variant.role != "peer"]
     peers = [f"{v.name}{'*' if v.missing() else ''}" for v in op.variants if v.role == "peer"]
     lists = (op.axes, map(short_dtype, op.dtypes), op.quants, own, peers or "-")

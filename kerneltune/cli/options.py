@@ -17,7 +17,7 @@ from kerneltune.cache import default_root, read_roots, readable
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, decode, in_checkout
-from kerneltune.listing import OpFacts, facts_of
+from kerneltune.listing import OpSummary, summary_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.search import SAMPLERS
 from kerneltune.spec import PLUGINS, Case, Op, Variant
@@ -58,7 +58,7 @@ def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackPa
 
 
 def count(name: str, text: str, least: int = 1) -> Any:
-    """Declare an option that takes a whole number."""
+    """Declare an option that takes an integer."""
     return option(name, "N", text, callback=at_least(least))
 
 
@@ -103,15 +103,15 @@ OpNames = Annotated[list[str] | None, option("--op", "NAME", "Only this operator
 CaseNames = Annotated[list[str] | None, option("--case", "NAME", "Only cases whose name matches, like 'te-*'; may be repeated.")]
 
 
-def whole_name(value: Any) -> Any:
+def full_name(value: Any) -> Any:
     """Return torch's name of the element type of `--dtype`, which may be short, or the names of several types."""
     return [dtype_name(name) for name in value] if isinstance(value, list) else value and dtype_name(value)
 
 
 Dtypes = Annotated[
-    list[str] | None, option("--dtype", "NAME", "Only this element type, like bf16; may be repeated.", callback=whole_name)
+    list[str] | None, option("--dtype", "NAME", "Only this element type, like bf16; may be repeated.", callback=full_name)
 ]
-Dtype = Annotated[str | None, option("--dtype", "NAME", "Element type of the case, like bf16.", callback=whole_name)]
+Dtype = Annotated[str | None, option("--dtype", "NAME", "Element type of the case, like bf16.", callback=full_name)]
 Quant = Annotated[str | None, option("--quant", "NAME", "Quantization mode of the case.")]
 Quants = Annotated[list[str] | None, option("--quant", "NAME", "Only this quantization mode; may be repeated.")]
 VariantNames = Annotated[
@@ -208,7 +208,7 @@ def without_family() -> str:
 
 def family_of(op: str) -> str:
     """Return the family whose sweep file has cases of an operator; empty if the name is no operator, or has no sweep file."""
-    if op not in load_facts():
+    if op not in load_summaries():
         return ""
     ops = load_ops()
     for family in sweep_file.families():
@@ -323,14 +323,14 @@ def capture_folder(family: str) -> str:
     return str(folder) if family and (folder / "classes").is_dir() else ""
 
 
-def load_facts() -> Mapping[str, OpFacts]:
-    """Return the listed facts of operators and workloads by name, without importing their code."""
+def load_summaries() -> Mapping[str, OpSummary]:
+    """Return the summaries of operators and workloads by name, without importing their code."""
     from kerneltune import ops
 
-    op_facts, workload_facts = ops.facts(device.select_backend), workloads.facts(device.select_backend)
-    if op_facts.keys() & workload_facts.keys():
+    of_ops, of_workloads = ops.summaries(device.select_backend), workloads.summaries(device.select_backend)
+    if of_ops.keys() & of_workloads.keys():
         load_ops()  # raises ValueError with both modules
-    return op_facts | workload_facts | {name: facts_of(op) for name, op in captured_ops().items()}
+    return of_ops | of_workloads | {name: summary_of(op) for name, op in captured_ops().items()}
 
 
 def load_ops(folder: str = "") -> Mapping[str, Op]:

@@ -64,7 +64,7 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
         for variant in op.variants:
             if not plan.selection.matches_variant(variant.name):
                 continue
-            stored = trials[op.name].get(plan.key(sweep_case)._replace(variant=variant.name), {})
+            stored = trials[op.name].get(plan.case_key(sweep_case)._replace(variant=variant.name), {})
             if any(evaluation.time_us is not None for evaluation in stored.values()):
                 searches_by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return searches_by_title

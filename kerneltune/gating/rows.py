@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 from msgspec.structs import replace
 
-from kerneltune.listing import OpFacts
+from kerneltune.listing import OpSummary
 from kerneltune.records import Record, grouped, other_run, timing
 from kerneltune.spec import Op, Option
 from kerneltune.stats import Shift
@@ -24,7 +24,7 @@ _FALSE_ALARM = 0.01
 """Probability that any group of a run is taken to be slower by chance; each of n groups has an n-th part of it."""
 
 
-def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Option]:
+def defaults_of(ops: Mapping[str, Op | OpSummary], name: str) -> Mapping[str, Option]:
     """Return the default of every option of an operator; empty for an unknown operator."""
     return {option: values[0] for option, values in ops[name].options.items()} if name in ops else {}
 

@@ -29,12 +29,12 @@ _CHOICES = {
     **dict.fromkeys(("create_minsi", "create_minui"), (np.minimum, np.greater)),
     **dict.fromkeys(("create_maxsi", "create_maxui"), (np.maximum, np.less)),
 }
-"""Minima and maxima of whole numbers, and the comparison that is true where the second operand is taken."""
+"""Minima and maxima of integers, and the comparison that is true where the second operand is taken."""
 _PASS_OVER_NAN = {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}
 """`tl.maximum` and `tl.minimum` return the other operand of NaN on a GPU; the interpreter returns NaN."""
 
 _TYPED_BY = {"binary_op": 0, "unary_op": 0, "ternary_op": 2, "create_fma": 2, "create_dot": 2}
-"""Methods that compute, and the operand whose type the result has. The interpreter takes the bits of bf16 for whole numbers."""
+"""Methods that compute, and the operand whose type the result has. The interpreter takes the bits of bf16 for integers."""
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -130,7 +130,7 @@ def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any
 
 
 def _choice(builder: Any, function: Callable[..., Any], takes_second: Callable[..., Any], left: Any, right: Any) -> Any:
-    """Note which operand a minimum or a maximum of whole numbers takes in some element."""
+    """Note which operand a minimum or a maximum of integers takes in some element."""
     if takes_second(left.data, right.data).any():
         note_here("true")
     if takes_second(right.data, left.data).any():

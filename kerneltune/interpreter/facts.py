@@ -14,7 +14,7 @@ from kerneltune.interpreter.faults import statement
 Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
-    "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "whole",
+    "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
@@ -30,8 +30,8 @@ _TEXTS: Mapping[str, str] = {
     "last not loaded": "loads no last element of {text} in {where}",
     "last not stored": "stores no last element of {text} in {where}",
     "not judged": "{text}",
-    "whole": "{text}, {where}",
-    "lossy cast": "whole numbers that {text} does not hold at {where}",
+    "even blocks": "{text}, {block}",
+    "lossy cast": "integers that {text} does not hold at {where}",
 }
 """Texts of the kinds that users and tests see."""
 _ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
@@ -55,17 +55,18 @@ class Fact(NamedTuple):
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
     | last loaded, last not loaded | whether the programs that run load an argument's last element | argument | kernel |
     | last stored, last not stored | whether the programs that run store it | argument | kernel |
-    | whole | several blocks, none of them ragged | text | size of the block |
-    | lossy cast | whole numbers that a cast to 8 or 16 bits changes | element type | PATH:LINE |
+    | even blocks | several blocks of `block` elements, none of them ragged | text | |
+    | lossy cast | integers that a cast to 8 or 16 bits changes | element type | PATH:LINE |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 
     kind: Kind
     text: str
     where: str = ""
+    block: int = 0
 
     def __str__(self) -> str:
-        return _TEXTS[self.kind].format(text=self.text, where=os.path.basename(self.where))
+        return _TEXTS[self.kind].format(text=self.text, where=os.path.basename(self.where), block=self.block)
 
 
 class LaunchFacts(set[Fact]):

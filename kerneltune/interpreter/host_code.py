@@ -1,7 +1,7 @@
 """Note facts of host code while it runs: the sides of branches, and the limits that expressions set to sizes without an `if`.
 
 A limit is a comparison, `min`, `max`, `clamp`, a cast to 8 or 16 bits, a slice or a `//`. Its operands are computed again
-before its line runs, if they are names, attributes, items, whole numbers and calls of `len`, `min`, `max` and `cdiv`; other
+before its line runs, if they are names, attributes, items, integers and calls of `len`, `min`, `max` and `cdiv`; other
 limits give no fact.
 """
 
@@ -23,9 +23,9 @@ from kerneltune.interpreter.facts import Fact, note
 _CALLS = {"min", "max", "len", "cdiv", "next_power_of_2", "size", "numel", "dim", "slice", "locals"}
 """Functions and methods that are called again to compute the operands of a limit: they change nothing."""
 _CLAMPS = ("clamp", "clamp_", "clamp_max", "clamp_min", "clip", "to")
-"""Methods that limit the whole numbers of a tensor, whose values a launch without memory does not know."""
+"""Methods that limit the integers of a tensor, whose values a launch without memory does not know."""
 _MOST_IN_TYPES = {"torch.int8": 2**7 - 1, "torch.uint8": 2**8 - 1, "torch.int16": 2**15 - 1, "torch.uint16": 2**16 - 1}
-"""Element types whose largest whole number limits the numbers that are cast to them."""
+"""Element types whose largest integer limits the numbers that are cast to them."""
 _ASKS_FOR_MEMORY = re.compile(r"is_meta\b|(['\"])meta\1")
 """Conditions that are no facts: tensors of check cases have memory, tensors of bench cases have none."""
 _LEAST_OF_SIZES = 16
@@ -102,7 +102,7 @@ def _division_texts(text: str, size: object, divisor: object) -> Iterator[str]:
 
 
 def _clamp_texts(text: str, local: Mapping[str, Any], numbers: Any, *limits: object) -> Iterator[str]:
-    """Name each local size whose places are above a limit, as whole numbers are often places along an axis."""
+    """Name each local size whose places are above a limit, as integers are often places along an axis."""
     sizes = {name: value for name, value in local.items() if type(value) is int}
     for name, tensor in ((name, value) for name, value in local.items() if hasattr(value, "data_ptr")):
         sizes |= {f"{name}.shape[{axis}]": size for axis, size in enumerate(tensor.shape)}

@@ -177,10 +177,10 @@ class _Reading:
                     if self._known[name] > block[1]:
                         self._note(f"{name} > {block[0]}")
                         if block[1] > 1 and self._known[name] % block[1] == 0:
-                            self.facts.add(Fact("whole", f"{name} % {block[0]} == 0 in {self._name}", str(block[1])))
+                            self.facts.add(Fact("even blocks", f"{name} % {block[0]} == 0 in {self._name}", block=block[1]))
 
     def _sizes_in(self, node: ast.AST) -> set[str]:
-        """Return the names of known whole numbers in an expression."""
+        """Return the names of known integers in an expression."""
         return {name for name in _names(node) if type(self._known.get(name)) is int}
 
     def _blocks_of(self, node: ast.AST) -> frozenset[_Block]:
@@ -235,7 +235,7 @@ def _constants(tree: ast.FunctionDef) -> frozenset[str]:
 
 @functools.cache
 def _casts(tree: ast.FunctionDef) -> frozenset[str]:
-    """Return the small types of whole numbers that a function casts values to, which may be places; bits of a value are none."""
+    """Return the small types of integers that a function casts values to, which may be places; bits of a value are none."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _text(node.func).endswith((".to", ".cast"))]
     types = [_text(call.args[-1]).rpartition(".")[2] for call in calls if call.args and not call.keywords]
     return frozenset(types) & _LARGEST.keys()

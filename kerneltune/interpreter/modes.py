@@ -3,7 +3,7 @@
 | mode | patches of the interpreter | until |
 |---|---|---|
 | `corrected` | values and types: `corrections`; speed: `quick` | the process ends |
-| `strict` | the same, and accesses, garbage, assertions and launches: `bounds`, with `races` and `faults` | the context ends |
+| `strict` | the same, and accesses, garbage, assertions and launches: `undefined`, with `races` and `faults` | the context ends |
 | `unlaunched` | launches, which give their facts and run no program: `kernel_code`; host code keeps nothing | the context ends |
 
 Importing an operator's kernels corrects the interpreter as well (`correct_or_warn`). `strict` and `unlaunched` trace host code of
@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from kerneltune.errors import is_own
-from kerneltune.interpreter.bounds import strict_parts
 from kerneltune.interpreter.corrections import correct_interpreter
 from kerneltune.interpreter.facts import Fact, LaunchFacts, note, noting
 from kerneltune.interpreter.host_code import limits_of, noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
+from kerneltune.interpreter.undefined import strict_parts
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
 
     Args:
         folder: folder of host code whose branches are noted.
-        largest: `id` of a tensor on device `meta` -> its largest whole number. Offsets that are computed from its values must
+        largest: `id` of a tensor on device `meta` -> its largest integer. Offsets that are computed from its values must
             not overflow if the values rise along the tensor from 0 to the largest.
     """
     from triton import knobs

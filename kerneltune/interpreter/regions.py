@@ -20,7 +20,7 @@ class Region:
         first, size: address and bytes of the argument's storage.
         offset: address in memory minus address in the region.
         start: address of the argument's first element, in the region.
-        count, largest: elements of the argument, and its largest whole number; None if unknown.
+        count, largest: elements of the argument, and its largest integer; None if unknown.
     """
 
     is_meta: bool

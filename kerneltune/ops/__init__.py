@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from kerneltune.listing import OpFacts, check_contract, facts_of, listed
+from kerneltune.listing import OpSummary, check_contract, listed, summary_of
 from kerneltune.spec import GROUP, PLUGINS, Op
 
 
@@ -29,8 +29,8 @@ def load() -> dict[str, Op]:
     return load_with(os.environ.get(PLUGINS, ""))
 
 
-def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
-    """Return the facts of all operators by name; imports neither torch nor triton, unless a plug-in does.
+def summaries(before_import: Callable[[], None] = lambda: None) -> dict[str, OpSummary]:
+    """Return the summaries of all operators by name; imports neither torch nor triton, unless a plug-in does.
 
     Args:
         before_import: called before the code of an operator is imported.
@@ -38,15 +38,15 @@ def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts
     Raises:
         ValueError: as `load`, of plug-ins.
     """
-    facts = listed(modules(), operators_in, before_import)
+    found = listed(modules(), operators_in, before_import)
     plugins = os.environ.get(PLUGINS, "")
     if plugins or importlib.metadata.entry_points(group=GROUP):
         before_import()
         for op in _plugged_in(plugins):
-            if op.name in facts:
+            if op.name in found:
                 load()  # says where both are
-            facts[op.name] = facts_of(op)
-    return facts
+            found[op.name] = summary_of(op)
+    return found
 
 
 def modules() -> list[str]:

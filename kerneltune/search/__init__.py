@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerneltune.search.study import FiniteGPSampler, ListSampler
+    from kerneltune.search.samplers import FiniteGPSampler, ListSampler
 
 __all__ = ["FiniteGPSampler", "ListSampler"]
 SAMPLERS = ("ours", "random")
@@ -16,6 +16,6 @@ SAMPLERS = ("ours", "random")
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kerneltune.search import study
+    from kerneltune.search import samplers
 
-    return getattr(study, name)
+    return getattr(samplers, name)

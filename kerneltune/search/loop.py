@@ -21,7 +21,7 @@ from kerneltune.task import Evaluation, knobs_of
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
-AHEAD = 8
+MOST_IN_FLIGHT = 8
 """Configs in flight while a compiled config waits for its measurement.
 
 The sampler decides without the times of these configs. While at most `_READY` configs wait, every compiler has a config.
@@ -163,12 +163,12 @@ class SearchState:
 
     def __init__(self, candidates: Candidates, limits: SearchLimits, evaluator: Evaluator) -> None:
         """Set up the sampler of a search."""
-        from kerneltune.search.study import FiniteGPSampler, ListSampler
+        from kerneltune.search.samplers import FiniteGPSampler, ListSampler
 
         self._order, self._evaluator = candidates.in_order(limits), evaluator
         knobs = [knobs_of(config) for config in self._order]
         is_blind = limits.sampler == "random"
-        self._ahead = _AHEAD_BLIND if is_blind else AHEAD
+        self._ahead = _AHEAD_BLIND if is_blind else MOST_IN_FLIGHT
         self.sampler = ListSampler(knobs)
         if not is_blind:
             self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, limits.seed)

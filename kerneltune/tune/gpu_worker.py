@@ -81,7 +81,7 @@ class GpuBench:
             try:
                 self._inputs = input_sets(task)
             except SkippedError as error:
-                raise MemoryError(str(error)) from None
+                raise MemoryError(str(error)) from None  # fails the task; `SkippedError` would fail a single config
         if self._cores:
             os.sched_setaffinity(0, self._cores)
 

@@ -80,14 +80,14 @@ def _tasks(plan: Plan) -> list[Task]:
 
     If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
     """
-    whole, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
+    exhaustive, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
     for sweep_case in sorted(plan.cases(), key=lambda sweep_case: sweep_case.case.dtype != "bfloat16"):
         op = plan.ops[sweep_case.op]
-        case = sweep_case.case if whole else op.case_of_call(sweep_case.case)
+        case = sweep_case.case if exhaustive else op.case_of_call(sweep_case.case)
         with_knobs = [task for task in plan.tasks(sweep_case.op, case) if task.variant.config is not None]
         supported = [task for task in with_knobs if task.variant.unsupported(case) is None]
         tasks |= {task.key: task for task in supported}
-        ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(sweep_case.op))
+        ceiling = None if exhaustive else ceiling_task(plan.ops, op, case, plan.policy(sweep_case.op))
         if ceiling is not None:
             tasks.setdefault(ceiling.key, ceiling)
     return list(tasks.values())
@@ -188,9 +188,9 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
             session.queue.fill()
             for compilation in compilations:
                 compilation.result()
-            evaluations = {config: tuner.requests.submit(tuner.measure, config).result() for config in configs}
+            evaluations = {config: tuner.requests.submit(tuner.measure_config, config).result() for config in configs}
             if evaluations[configs[0]].status == "crashed":  # perhaps another process kept the GPU busy
-                evaluations[configs[0]] = tuner.requests.submit(tuner.measure, configs[0]).result()
+                evaluations[configs[0]] = tuner.requests.submit(tuner.measure_config, configs[0]).result()
             own, times = evaluations[configs[0]], times_of(evaluations)
             if own.time_us is None:
                 is_own_fault = times and own.status != "skipped"  # the default runs

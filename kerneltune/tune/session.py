@@ -125,7 +125,7 @@ class TuningSession:
             reason = obstacle(task)
             if reason is not None:
                 return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
-            with self.deciding():
+            with self.off_worker_core():
                 return self._measured(tuner) if self.options.exhaustive else self._tuned(tuner, following)
         except (UnwritableError, WorkerStoppedError):  # not the task's fault
             raise
@@ -161,7 +161,7 @@ class TuningSession:
         return TuningResult("measured", best=best)
 
     @contextmanager
-    def deciding(self) -> Iterator[None]:
+    def off_worker_core(self) -> Iterator[None]:
         """Keep this thread off the core of the GPU worker, so that decisions do not disturb measurements."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cores or before)

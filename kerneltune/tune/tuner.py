@@ -39,7 +39,7 @@ _MAX_UNPRUNED_CONFIGS = 20
 """Largest number of configs of a space that are all measured, even if they spill: so small a space is a published list."""
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
-_AHEAD = 256
+_CONFIGS_AHEAD = 256
 """Configs of a later case that are compiled ahead. Large inputs and a paired final leave the compilers much idle time."""
 
 
@@ -139,7 +139,7 @@ class Tuner:
         offered, limits = candidates(self.task, self.store, self.options), self.options.search
         if not self._evaluations(offered.pool):
             order = offered.in_order(limits)
-            yield from (Run(self.task, config) for config in order[: min(_AHEAD, limits.trials or _AHEAD)])
+            yield from (Run(self.task, config) for config in order[: min(_CONFIGS_AHEAD, limits.trials or _CONFIGS_AHEAD)])
 
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
         trials = {config: self.stored_trial(config) for config in pool}
@@ -236,7 +236,7 @@ class Tuner:
         evaluation = self.stored_trial(config)
         if evaluation is None:
             evaluation = replace(
-                refusal or self.measure(config),
+                refusal or self.measure_config(config),
                 program_registers=compiled.program_registers,
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
@@ -258,12 +258,12 @@ class Tuner:
             return None
         if compiled.spill_bytes > SMALL_SPILL:
             return Evaluation("spills", reason=f"{compiled.spill_bytes} bytes per thread")
-        needed, fitting = getattr(config, "ctas", 0), _resident(compiled)
+        needed, fitting = getattr(config, "ctas", 0), _fitting_programs(compiled)
         if needed > fitting:
             return Evaluation("occupancy", reason=f"{fitting} programs fit an SM, not {needed}")
         return None
 
-    def measure(self, config: Config) -> Evaluation:
+    def measure_config(self, config: Config) -> Evaluation:
         """Check and time a config on the GPU; if the whole space is measured, with all samples also far behind the best."""
         return self.worker.measure(self.task, config, None if self.options.exhaustive else self._best_us)
 
@@ -324,7 +324,7 @@ class Tuner:
         self.worker.close()
 
 
-def _resident(compiled: CompileResult) -> int:
+def _fitting_programs(compiled: CompileResult) -> int:
     """Return how many programs of the config's cooperative grids fit an SM, where all programs must run at once.
 
     Without a cooperative grid, return the largest number that fits for any kernel, because `ctas` may concern any kernel. On a

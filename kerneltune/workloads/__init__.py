@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from kerneltune.listing import OpFacts, listed
+from kerneltune.listing import OpSummary, listed
 from kerneltune.records import Record, grouped
 from kerneltune.spec import Inputs, Op
 from kerneltune.table import Table
@@ -24,8 +24,8 @@ def load() -> dict[str, Op]:
     return {op.name: op for name in MODULES for op in operators_in(name)}
 
 
-def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
-    """Return the listed facts of all workloads, by name; `before_import` is called before each import."""
+def summaries(before_import: Callable[[], None] = lambda: None) -> dict[str, OpSummary]:
+    """Return the summaries of all workloads, by name; `before_import` is called before each import."""
     return listed(MODULES, operators_in, before_import)
 
 

@@ -260,7 +260,7 @@ class _Fields:
 
     def checked(self, name: str, value: Any) -> int:
         if type(value) is not int or not 0 < value <= _MOST_SIZE:
-            self.fail(name, value, f"a whole number from 1 to {_MOST_SIZE}")
+            self.fail(name, value, f"an integer from 1 to {_MOST_SIZE}")
         return int(value)
 
     def fail(self, name: str, value: Any, expected: str) -> NoReturn:

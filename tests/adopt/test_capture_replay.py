@@ -187,10 +187,7 @@ def test_disagreement_finds_16_bit_results_rounded_towards_zero(tmp_path: Path, 
 
 def test_disagreement_of_integers_is_exact(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
-    assert (
-        disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch_class.dtypes)
-        == "1 of 4 whole numbers differ"
-    )
+    assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch_class.dtypes) == "1 of 4 integers differ"
 
 
 @triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["N"])

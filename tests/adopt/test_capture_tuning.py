@@ -294,7 +294,7 @@ def test_tune_command_prints_each_class_against_its_author_and_the_table_file(
     tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console.console, "width", 400)
-    monkeypatch.setattr("kerneltune.processes.start_server", lambda: None)
+    monkeypatch.setattr("kerneltune.processes.start.start_server", lambda: None)
     capture_sums(tmp_path, (4, 96), (64, 128))
     result = CliRunner().invoke(app, ["tune", str(tmp_path), "--share", "0.5"])
     assert result.exit_code == 0

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from kerneltune.adopt.getter import (
     CallCase,
-    GetterFacts,
+    GetterSpec,
     expert_sizes,
     installed,
     make_call,
     operators,
     probe,
-    read_facts,
-    write_facts,
+    read_spec,
+    write_spec,
 )
 from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, check_getter
 from kerneltune.cli import app
@@ -62,12 +62,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def work_here(_count: int, work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
         yield work(*arguments)
 
-    monkeypatch.setattr("kerneltune.processes.in_fresh_processes", work_here)
+    monkeypatch.setattr("kerneltune.processes.start.in_fresh_processes", work_here)
 
 
-def facts_of(tokens: Sequence[int], **fields: Any) -> GetterFacts:
+def facts_of(tokens: Sequence[int], **fields: Any) -> GetterSpec:
     cases = [CallCase({"tokens": each, **SIZES}) for each in tokens]
-    return GetterFacts(
+    return GetterSpec(
         f"{EXAMPLE}:get_config", f"{EXAMPLE}:fused_experts", str(EXAMPLES), fields.pop("dtype", "float32"), cases, **fields
     )
 
@@ -79,10 +79,10 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def probed(file: str, **fields: Any) -> GetterFacts:
+def probed(file: str, **fields: Any) -> GetterSpec:
     """Probe the functions `get_config` and `case` of a file."""
     cases = [CallCase({"rows": 4})]
-    return probe(GetterFacts(f"{file}:get_config", f"{file}:case", str(Path(file).parent), "float32", cases, **fields))
+    return probe(GetterSpec(f"{file}:get_config", f"{file}:case", str(Path(file).parent), "float32", cases, **fields))
 
 
 @pytest.mark.parametrize("config", [None, LARGE, {**SMALL, "BLOCK_SIZE_M": 32, "BLOCK_SIZE_K": 16, "GROUP_SIZE_M": 4}])
@@ -162,7 +162,7 @@ def test_getter_of_a_named_tuple_whose_dict_the_host_changes_is_probed_and_overr
 
 GOOD = "def get_config(): return {'BLOCK': 4}\n"
 BAD = {
-    "getter: FILE: returned None: expected a dict of whole numbers by name": "def get_config(): return None\n"
+    "getter: FILE: returned None: expected a dict of integers by name": "def get_config(): return None\n"
     "def case(rows): return lambda: torch.ones(get_config() is not None)\n",
     "call: FILE: never asks the getter": GOOD + "def case(rows): return lambda: torch.ones(rows)\n",
     "call: FILE: asks the getter at its first call only: the answer is kept elsewhere": GOOD
@@ -252,7 +252,7 @@ def test_probe_with_a_space_of_an_unknown_knob_raises(fused_moe: Any) -> None:
 
 
 def test_overrides_of_the_example_agree_with_the_own_config(fused_moe: Any, tmp_path: Path) -> None:
-    write_facts(tmp_path, probe(facts_of((1, 9), dtype="bfloat16")))
+    write_spec(tmp_path, probe(facts_of((1, 9), dtype="bfloat16")))
     (outcome,) = check_getter(tmp_path)
     configs, cases, checked, possible = map(int, re.findall(r"\d+", outcome.reason.rpartition(": ")[2].replace(",", ""))[:4])
     assert (outcome.status, cases) == ("checked", 2)
@@ -278,8 +278,8 @@ def test_check_finds_an_override_under_which_the_host_forgets_its_padding(tmp_pa
     file = program(tmp_path, f"PADS = {pads}" + PAIRWISE)
     for block in (32, 64):
         facts = probed(file, space={"BLOCK": [block]})
-        write_facts(tmp_path, msgspec_with(facts, cases=[CallCase({"rows": 48})]))
-        write_facts(tmp_path, probe(read_facts(tmp_path)))
+        write_spec(tmp_path, msgspec_with(facts, cases=[CallCase({"rows": 48})]))
+        write_spec(tmp_path, probe(read_spec(tmp_path)))
         *failed, coverage = check_getter(tmp_path)
         raised = rf"the launch failed: {Path(file).name}:\d+: RuntimeError: blocks of 64 are too large"
         reason = raised if block == 64 else "output 0: NaN"
@@ -288,7 +288,7 @@ def test_check_finds_an_override_under_which_the_host_forgets_its_padding(tmp_pa
         assert all(re.match(reason, one.reason) and block == one.config.BLOCK for one in failed)
 
 
-def msgspec_with(facts: GetterFacts, **fields: Any) -> GetterFacts:
+def msgspec_with(facts: GetterSpec, **fields: Any) -> GetterSpec:
     from msgspec.structs import replace
 
     return replace(facts, **fields)
@@ -317,7 +317,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> Iterator[Non
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     with fake_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", GetterBench)
-        monkeypatch.setattr("kerneltune.processes.start_server", lambda: None)
+        monkeypatch.setattr("kerneltune.processes.start.start_server", lambda: None)
         yield
 
 
@@ -387,7 +387,7 @@ def test_getter_command_without_a_gpu_checks_the_smallest_calls(
     called: list[list[int]] = []
 
     def check(root: Path) -> list[Outcome]:
-        called.append([one.sizes["tokens"] for one in read_facts(root).cases])
+        called.append([one.sizes["tokens"] for one in read_spec(root).cases])
         return [Outcome("checked", "2 configs on 4 cases, all pairs")]
 
     monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", check)
@@ -469,10 +469,10 @@ def test_routing_of_calls_is_skewed_and_has_the_experts_of_the_rank() -> None:
 
 def test_getter_call_that_reads_values_compiles_nothing_ahead(tmp_path: Path) -> None:
     file = program(tmp_path, "PADS = True" + PAIRWISE.replace("block == 64", "float(x[0]) == 64"))
-    write_facts(tmp_path, probed(file))
+    write_spec(tmp_path, probed(file))
     (op,) = operators(str(tmp_path))
-    case = next(iter(read_facts(tmp_path).cases))
+    case = next(iter(read_spec(tmp_path).cases))
     from kerneltune.adopt.getter import call_case
 
-    inputs = op.inputs(call_case(read_facts(tmp_path), case), device="meta")
-    assert op.variants[0].run(inputs, op.variants[0].default_config(call_case(read_facts(tmp_path), case))) == {}
+    inputs = op.inputs(call_case(read_spec(tmp_path), case), device="meta")
+    assert op.variants[0].run(inputs, op.variants[0].default_config(call_case(read_spec(tmp_path), case))) == {}

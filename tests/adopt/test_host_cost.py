@@ -1,4 +1,4 @@
-"""The host's time of a served launch does not depend on whether its whole numbers were seen before."""
+"""The host's time of a served launch does not depend on whether its integers were seen before."""
 
 import importlib
 import itertools

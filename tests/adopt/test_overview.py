@@ -1,4 +1,4 @@
-"""Sizes that keys omit: sizes alone, and no other whole numbers."""
+"""Sizes that keys omit: sizes alone, and no other integers."""
 
 from pathlib import Path
 

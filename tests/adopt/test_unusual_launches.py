@@ -1,4 +1,4 @@
-"""Uncommon launches of libraries: addresses as whole numbers, launches that fail, kernels launched in two ways."""
+"""Uncommon launches of libraries: addresses as integers, launches that fail, kernels launched in two ways."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def of_records(records, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def of_number(number, out, n, BLOCK: tl.constexpr):
-    """Write a whole number n times."""
+    """Write an integer n times."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + places, number, mask=places < n)
 

@@ -190,5 +190,5 @@ def test_cast_that_changes_places_of_the_largest_case_alone_is_named(kind: tl.dt
     checked = case_of("checked", 2000 if rows == 2000 else 3, 64)
     jobs = [case_job([Run(Task(op, checked, variant), None)]), address_job(Task(op, case_of("large", rows + 1, 64), variant))]
     assert not [outcome for _job, outcomes in run_jobs(jobs) for outcome in outcomes if outcome.reason]
-    named = f"whole numbers that {kind.name} does not hold at test_declaration_mistakes.py:"
+    named = f"integers that {kind.name} does not hold at test_declaration_mistakes.py:"
     assert (named in " ".join(coverage_lines(jobs))) == is_named

@@ -121,7 +121,7 @@ def test_cases_writes_a_sweep_file_that_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--tokens", "4k"], "tokens: '4k': expected whole numbers"),
+        (["--tokens", "4k"], "tokens: '4k': expected integers"),
         (["--tokens", "0"], "tokens: '0'"),
         (["--batch", "1,,2"], "batch: '1,,2'"),
         (["--ep", "0"], "ep: 0: expected 1 or more"),
@@ -134,7 +134,7 @@ def test_cases_with_bad_options_fails_and_writes_nothing(options: list[str], tex
     assert text in refused("cases", "--model", str(tmp_path / "config.json"), "-o", str(output), *options)
     (tmp_path / "bad.json").write_text('{"hidden_size": 12.5}')
     error = refused("cases", "--model", str(tmp_path / "bad.json"), "-o", str(output))
-    assert f"{tmp_path / 'bad.json'}: hidden_size: 12.5: expected a whole number" in error
+    assert f"{tmp_path / 'bad.json'}: hidden_size: 12.5: expected an integer" in error
     assert not output.exists()
 
 

@@ -374,7 +374,7 @@ def test_sweep_mutate_lists_refused_mutations_and_needs_check_only() -> None:
     result = run("sweep", "fp8_transpose", "--check-only", "--mutate")
     assert result.exit_code == 0, result.output
     assert "fp8_transpose_2d q: compare refuses one element, " in result.stdout
-    assert "one element: x as 2x + 1, a whole number by 64; one row: as the first; " in result.stdout
+    assert "one element: x as 2x + 1, an integer by 64; one row: as the first; " in result.stdout
     assert result.stdout.endswith("compare checks all 1 output\n")
 
 

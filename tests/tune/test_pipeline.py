@@ -82,9 +82,9 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
 
 def test_search_compiles_on_every_core_while_nothing_waits_to_be_measured() -> None:
     assert in_flight(lambda _config: False, 20) == 20
-    assert in_flight(lambda _config: False, 2) == loop.AHEAD
+    assert in_flight(lambda _config: False, 2) == loop.MOST_IN_FLIGHT
     assert in_flight(lambda config: config == POOL[0], 20) == 21  # this one is with the bench
-    assert in_flight(lambda _config: True, 2) == loop.AHEAD
+    assert in_flight(lambda _config: True, 2) == loop.MOST_IN_FLIGHT
 
 
 def test_search_whose_compilations_hang_ends_at_its_budget() -> None:
@@ -282,6 +282,6 @@ def test_search_process_leaves_the_core_of_the_gpu_worker(slow: Options) -> None
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")
-    with TuningSession(slow) as machines, machines.deciding():
+    with TuningSession(slow) as machines, machines.off_worker_core():
         assert os.sched_getaffinity(0) == before - {max(before)}
     assert os.sched_getaffinity(0) == before

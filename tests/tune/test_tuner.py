@@ -339,7 +339,7 @@ def test_whole_space_measures_configs_that_a_search_refused(setting: Setting, mo
     assert len(whole.evaluated) == len(order)
     asked: list[float | None] = []
     monkeypatch.setattr(whole, "worker", SimpleNamespace(measure=lambda _task, _config, best_us: asked.append(best_us)))
-    Tuner.measure(whole, Small(64, 2))
+    Tuner.measure_config(whole, Small(64, 2))
     assert asked == [None]
     kept = setting.store().get(whole.task, Small(64, 2))
     assert kept is not None
@@ -453,5 +453,5 @@ def test_tuner_cancels_compilations_in_flight_at_an_interrupt(setting: Setting) 
     tuner.queue.compile = compiling
     with pytest.raises(KeyboardInterrupt):
         setting.tune(tuner, SearchLimits(trials=30), interrupt)
-    assert len(futures) == 2 + loop.AHEAD
+    assert len(futures) == 2 + loop.MOST_IN_FLIGHT
     assert every(future.cancelled() for future in futures[3:])

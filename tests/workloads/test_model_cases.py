@@ -253,8 +253,8 @@ def test_config_of_a_vision_language_model_gives_its_language_model(tmp_path: Pa
             {"model_type": "t5", "d_model": 512, "num_heads": 8, "is_encoder_decoder": True},
             "model_type: 't5': expected a language model that writes text, not an encoder and a decoder",
         ),
-        ({**SMALL, "hidden_size": "big"}, "hidden_size: 'big': expected a whole number from 1 to"),
-        ({**SMALL, "hidden_size": True}, "hidden_size: True: expected a whole number"),
+        ({**SMALL, "hidden_size": "big"}, "hidden_size: 'big': expected an integer from 1 to"),
+        ({**SMALL, "hidden_size": True}, "hidden_size: True: expected an integer"),
         (
             {**SMALL, "model_type": "mystery", "head_dim": None, "num_attention_heads": 24},
             "num_attention_heads: 24: expected a divisor of the width 2560, or head_dim beside it",

@@ -75,7 +75,7 @@ def test_steps_are_timed_under_policy_eager_unless_told_otherwise() -> None:
         plan = load_plan(ops, Selection("model_training"), Options(policy=asked))
         entry = plan.cases()[0]
         assert {task.policy for task in plan.tasks(entry.op, entry.case)} == {policy}
-        assert plan.key(entry).policy == policy
+        assert plan.case_key(entry).policy == policy
 
 
 def test_stale_steps_without_records_are_estimated_at_minutes_each(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Autotuned kernels whose results do not depend on the config: sums are of whole numbers."""
+"""Autotuned kernels whose results do not depend on the config: sums are of integers."""
 
 import triton
 import triton.language as tl

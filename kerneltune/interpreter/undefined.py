@@ -2,7 +2,7 @@
 
 Every tensor argument gets its own region of addresses, so that the address of an access identifies its argument, however far the
 access misses. An access outside of the argument's storage raises before memory is touched. Elements that a load's mask leaves
-out hold garbage unless the load has an `other`, and a cast of NaN or of a value out of range to whole numbers gives garbage. Two
+out hold garbage unless the load has an `other`, and a cast of NaN or of a value out of range to integers gives garbage. Two
 programs that access an element without an order fail, see `races`. Tensors on device `meta` have addresses and no memory: a few
 programs of a launch of any size run on them to check the addresses alone. The module knows no operator.
 """
@@ -38,6 +38,7 @@ from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, pl
 
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
+_FindConflict = Callable[[int, int, Any, Any], Conflict | None]
 _TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detected"
 LAUNCH_SECONDS = 2.0
 """Processor time for each run of the programs of a launch without memory: a program may wait for a value for ever."""
@@ -45,11 +46,11 @@ _LOADED = (0, 1 << 24)
 """Values that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits one
 that searches the group of a row: with 0 every group would end at row 0."""
 _NARROW = 16
-"""Bits of the largest elements whose casts of whole numbers are judged."""
+"""Bits of the largest elements whose casts of integers are judged."""
 _WHOLE_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
-"""Largest value, NaN and least value, as bits, of the types that the interpreter stores as whole numbers."""
+"""Largest value, NaN and least value, as bits, of the types that the interpreter stores as integers."""
 
 UNORDERED = "# unordered:"
 """Comment at a load or a store which says why programs may access its elements without an order."""
@@ -85,7 +86,7 @@ def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
         (interpreter.InterpreterBuilder, "set_grid_idx"): guard.begin_program,
         (interpreter.TritonSemantic, "load"): guard.note_options_of_load,
         (interpreter.InterpreterBuilder, "create_masked_load"): guard.load_under_mask,
-        (interpreter.TritonSemantic, "store"): guard.store_whole_numbers,
+        (interpreter.TritonSemantic, "store"): guard.store_integers,
     }
     return {
         **{(owner, name): _around(getattr(owner, name), function) for (owner, name), function in methods.items()},
@@ -177,8 +178,8 @@ class _Guard:
             other = self._interpreter.TensorHandle(_garbage(taken, kind, self._interpreter._get_np_dtype(kind)), kind)
         return masked_load(pointers, mask, other, *rest, **named)
 
-    def store_whole_numbers(self, store: Any, pointer: Any, values: Any, mask: Any, *rest: Any) -> Any:
-        """Store values; without memory, whole numbers must fit the argument's elements, to which Triton casts them.
+    def store_integers(self, store: Any, pointer: Any, values: Any, mask: Any, *rest: Any) -> Any:
+        """Store values; without memory, integers must fit the argument's elements, to which Triton casts them.
 
         Elsewhere the results are compared, and a kernel may store the low bits of a word.
 
@@ -245,7 +246,7 @@ class _Guard:
         raise faults[0]
 
     def _judge_offsets(self, executor: Any, bound: dict[str, Any]) -> None:
-        """Run the programs at the corners with whole numbers up to the largest; raise the error of an overflow alone."""
+        """Run the programs at the corners with integers up to the largest; raise the error of an overflow alone."""
         try:
             self._run_corners(executor, bound, load_rises=True)
         except Exception as error:  # Triton raises its own error from a fault
@@ -254,7 +255,7 @@ class _Guard:
                 raise KernelFaultError(f"{fault}, with {numbers}") from error
 
     def _run_corners(self, executor: Any, bound: dict[str, Any], load_rises: bool = False) -> None:
-        self._load_rises = load_rises  # loads give whole numbers that rise along the tensor, in place of `_load_gives`
+        self._load_rises = load_rises  # loads give integers that rise along the tensor, in place of `_load_gives`
         self._regions.clear()
         self.deadline = time.thread_time() + LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
@@ -268,7 +269,7 @@ class _Guard:
             executor.fn(**values)
 
     def _with_other_numbers(self, executor: Any, bound: dict[str, Any]) -> LastElements:
-        """Return the accesses of the corners where loads give other whole numbers; none if this run cannot end."""
+        """Return the accesses of the corners where loads give other integers; none if this run cannot end."""
         self._load_gives = 1
         try:
             with noting(passes_on=False):
@@ -296,7 +297,7 @@ class _Guard:
     def load(self, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """Load from checked addresses; a volatile load waits for other programs, so that it races with nothing."""
 
-        def noted(storage: int, size: int, at: Any, _mask: Any) -> Conflict | None:
+        def find_conflict(storage: int, size: int, at: Any, _mask: Any) -> Conflict | None:
             if self._loading.is_volatile:
                 self._races.acquire([storage + int(byte) for byte in at[:1]])
                 return None
@@ -305,7 +306,7 @@ class _Guard:
         kind = np.dtype(dtype)
         is_index = kind.kind in "iu" and kind.itemsize >= 4
         self._loads_index |= is_index
-        real = self._checked("load", addresses, mask, kind.itemsize, noted)
+        real = self._checked("load", addresses, mask, kind.itemsize, find_conflict)
         if real is None:  # `other` may decide which elements a kernel reads next
             loaded = np.broadcast_to(self._values_without_memory(addresses, is_index), addresses.shape)
             return np.where(mask, loaded.astype(dtype), other).astype(dtype)
@@ -324,7 +325,7 @@ class _Guard:
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:
         """Store to checked addresses."""
 
-        def noted(storage: int, size: int, at: Any, chosen: Any) -> Conflict | None:
+        def find_conflict(storage: int, size: int, at: Any, chosen: Any) -> Conflict | None:
             def is_changed() -> Any:
                 zeros, everywhere = np.zeros(at.shape, values.dtype), np.ones(at.shape, bool)
                 stored = self._native.load(at + np.uint64(storage), everywhere, zeros, values.dtype)
@@ -333,7 +334,7 @@ class _Guard:
 
             return self._races.store(storage, size, at, values.dtype.itemsize, line_of(), is_changed)
 
-        real = self._checked("store", addresses, mask, values.dtype.itemsize, noted)
+        real = self._checked("store", addresses, mask, values.dtype.itemsize, find_conflict)
         return None if real is None else self._native.store(real, values, mask)
 
     def atomic_rmw(self, operation: Any, addresses: Any, values: Any, mask: Any, semantics: Any) -> Any:
@@ -350,17 +351,18 @@ class _Guard:
         """Return the addresses in memory of an atomic."""
         kind, item_size = str(semantics).rpartition(".")[2].upper(), values.dtype.itemsize
 
-        def noted(storage: int, size: int, at: Any, _mask: Any) -> Conflict | None:
+        def find_conflict(storage: int, size: int, at: Any, _mask: Any) -> Conflict | None:
             acquires, releases = kind.startswith("ACQUIRE"), kind.endswith("RELEASE")
             return self._races.atomic(storage, size, at, item_size, line_of(), acquires, releases)
 
-        return self._checked("atomic", addresses, mask, item_size, noted)
+        return self._checked("atomic", addresses, mask, item_size, find_conflict)
 
-    def _checked(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
+    def _checked(self, what: str, addresses: Any, mask: Any, item_size: int, find_conflict: _FindConflict) -> Any:
         """Return the addresses in memory of an access; None for a tensor without memory.
 
         Args:
-            noted: address and size of a storage, its bytes that are accessed, and the mask -> the conflict with another program.
+            find_conflict: (address and size of a storage, its bytes that are accessed, mask) -> the conflict with another
+                program.
 
         Raises:
             KernelFaultError: an element that the mask lets through lies outside of its argument, or another program's access to
@@ -378,7 +380,7 @@ class _Guard:
         furthest = int(accessed.max()) if accessed.size else -item_size  # an empty tensor may be behind a mask of False
         if region is None or furthest > region.size - item_size:
             if region is None or (addresses >> np.uint64(REGION_BITS) != number + FIRST_REGION).any():
-                return self._each(what, addresses, mask, item_size, noted)
+                return self._checked_by_region(what, addresses, mask, item_size, find_conflict)
             last = region.size - item_size
             first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
             raise KernelFaultError(f"{what} outside of {region.element(int(first))}{self._here()}")
@@ -390,12 +392,12 @@ class _Guard:
             return None
         is_waiting = what == "load" and self._loading.is_volatile
         if what == "atomic" or is_waiting or not _is_unordered(*statement()):
-            conflict = noted(region.first + region.offset, region.size, accessed.reshape(-1), mask)
+            conflict = find_conflict(region.first + region.offset, region.size, accessed.reshape(-1), mask)
             if conflict is not None:
                 raise self._race(what, region, conflict)
         return addresses + np.uint64(region.offset % (1 << 64))
 
-    def _each(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
+    def _checked_by_region(self, what: str, addresses: Any, mask: Any, item_size: int, find_conflict: _FindConflict) -> Any:
         """Check an access to several regions, region by region."""
         real, numbers = np.zeros_like(addresses), addresses >> np.uint64(REGION_BITS)
         mask = np.broadcast_to(mask, addresses.shape)
@@ -404,7 +406,7 @@ class _Guard:
                 raise KernelFaultError(f"{what} outside of every argument{self._here()}")
             chosen = mask & (numbers == number)
             in_region = np.where(chosen, addresses, addresses[chosen][0])
-            real_in_region = self._checked(what, in_region, chosen, item_size, noted)
+            real_in_region = self._checked(what, in_region, chosen, item_size, find_conflict)
             if real_in_region is None:
                 return None
             real[chosen] = real_in_region[chosen]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kerneltune.interpreter import bounds, faults
+from kerneltune.interpreter import faults, undefined
 from kerneltune.interpreter.facts import Fact, LaunchFacts, cut_short, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
@@ -137,8 +137,8 @@ def test_stores_of_different_values_by_two_programs_are_a_fault_with_both_lines(
     y = torch.empty(32, dtype=dtype)
     text = fault(lambda: _overlapping[(3,)](y, 3, "program"))
     assert text.startswith("two programs store different values to y_ptr: element 3 of 32 "), text
-    assert "program (0, 0, 0), test_bounds.py:" in text
-    assert "; program (1, 0, 0), test_bounds.py:" in text
+    assert "program (0, 0, 0), test_undefined.py:" in text
+    assert "; program (1, 0, 0), test_undefined.py:" in text
 
 
 def test_stores_of_one_value_by_two_programs_are_no_fault() -> None:
@@ -166,7 +166,7 @@ def _phases(x_ptr, part_ptr, y_ptr, ORDER: tl.constexpr):
 def test_load_of_another_programs_store_without_an_order_is_a_fault(order: str) -> None:
     text = fault(lambda: _phases[(4,)](torch.ones(4), torch.empty(4), torch.zeros(2), order))
     assert text.startswith("two programs store and load without an order of part_ptr: element "), text
-    assert "program (3, 0, 0), test_bounds.py:" in text
+    assert "program (3, 0, 0), test_undefined.py:" in text
 
 
 def test_load_behind_an_acquiring_atomic_of_the_last_arriver_is_no_fault() -> None:
@@ -263,7 +263,7 @@ def test_integer_operation_overflows_only_beyond_the_last_value_of_its_type(
     exact = {"add": within + by, "sub": within - by, "mul": within * by}
     assert y[1].item() == exact[operation]
     text = fault(lambda: _computed[(1,)](torch.tensor([1, last]).to(dtype), b, y, operation))
-    assert text.startswith(f"int{8 * dtype.itemsize} overflow detected for operation {operation}, test_bounds.py:")
+    assert text.startswith(f"int{8 * dtype.itemsize} overflow detected for operation {operation}, test_undefined.py:")
 
 
 @triton.jit
@@ -284,7 +284,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("quick")
 def test_program_that_does_not_end_is_a_fault_with_kernel_and_line() -> None:
     first = _endless.fn.__code__.co_firstlineno
-    lines = [f"_endless: program (0, 0, 0) has not ended after 0.3 s, test_bounds.py:{first + 3 + line}" for line in (0, 1)]
+    lines = [f"_endless: program (0, 0, 0) has not ended after 0.3 s, test_undefined.py:{first + 3 + line}" for line in (0, 1)]
     assert {fault(lambda: _endless[(2,)](torch.zeros(1), 1)) for _ in range(3)} <= set(lines)
     assert fault(lambda: _endless[(2,)](torch.zeros(1), 0)) == ""
 
@@ -354,14 +354,14 @@ def _group_of_row(ends_ptr, y_ptr, SHIFT: tl.constexpr, TURNS: tl.constexpr):
 def test_load_of_a_meta_tensor_in_a_search_is_a_fault_only_outside(
     shift: int, turns: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "LAUNCH_SECONDS", 0.5)
+    monkeypatch.setattr(undefined, "LAUNCH_SECONDS", 0.5)
     ends, y = (torch.empty(size, dtype=torch.int32, device="meta") for size in (4, 100))
     assert fault(lambda: _group_of_row[(100,)](ends, y, shift, turns)).partition(", program")[0] == expected
 
 
 def test_access_outside_is_no_fault_if_the_time_is_over_before_other_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count(step=0.1)
-    monkeypatch.setattr(bounds.time, "thread_time", lambda: next(seconds))
+    monkeypatch.setattr(undefined.time, "thread_time", lambda: next(seconds))
     ends, y = (torch.empty(size, dtype=torch.int32, device="meta") for size in (4, 100))
     assert fault(lambda: _group_of_row[(100,)](ends, y, 0, True)) == ""
 
@@ -381,7 +381,7 @@ def test_grid_that_is_computed_from_arguments_is_checked_without_memory() -> Non
     y = torch.empty(3, device="meta")
     assert fault(lambda: _grid_of_arguments[lambda arguments: (triton.cdiv(arguments["N"], 4),)](y, 11)) == ""
     text = fault(lambda: _grid_of_arguments[lambda arguments: (triton.cdiv(arguments["N"], 4),)](y, 13))
-    assert text.startswith("store outside of y_ptr: element 3 of 3 float32, program (3, 0, 0), test_bounds.py:")
+    assert text.startswith("store outside of y_ptr: element 3 of 3 float32, program (3, 0, 0), test_undefined.py:")
 
 
 @triton.jit
@@ -399,4 +399,4 @@ def test_product_of_a_loop_index_and_a_constant_overflows_past_32_bits_alone() -
     assert fault(lambda: _rows_of_constant_length[(1,)](x, 1 << 16, (1 << 15) - 1, False)) == ""
     assert fault(lambda: _rows_of_constant_length[(1,)](x, 0, 0, True)) == ""
     text = fault(lambda: _rows_of_constant_length[(1,)](x, (1 << 16) + 1, 1 << 15, False))
-    assert text.startswith("int32 overflow detected for operation mul, test_bounds.py:")
+    assert text.startswith("int32 overflow detected for operation mul, test_undefined.py:")
