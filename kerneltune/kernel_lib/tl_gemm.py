@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _WORDS_WAITED_FOR = 48
-"""Words that a thread waits for together; each takes a register."""
+"""Most words that a thread loads before it checks whether all have arrived; each word takes a register."""
 
 
 @triton.jit
@@ -26,9 +26,9 @@ def dot(a, b, acc):
 
 @triton.jit
 def is_last(counter_ptr, parts):
-    """Count this program in, after all that its threads stored; return whether it is the last of `parts`.
+    """Add 1 to a counter after all stores of this program; return whether it is the last of `parts` programs.
 
-    The word it counts at is zero between launches. The last program can read from L2 the values that all other programs stored.
+    The counter is zero between launches. The last program can read from L2 the values that all other programs stored.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -50,12 +50,12 @@ def sum_of_parts(part_ptr, stride, mask, PARTS: tl.constexpr):
 def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
     """Give the last of programs 0 … SPLITS - 1 the sum of their fp32 tiles, in this order.
 
-    All other programs leave their tiles in words that are zero between launches: SPLITS - 1 tiles from tile_ptr on, stride words
+    All other programs store their tiles in words that are zero between launches: SPLITS - 1 tiles from tile_ptr on, stride words
     apart. A stored word is never 0: its bits are inverted, and a NaN with all bits set is replaced by another NaN. The waiting
     program resets the word to zero. Every thread has words of its own in every tile, and the words of a warp lie side by side:
-    only the same thread of the programs that share a word knows its element. So leaving and waiting share a piece of code: two
-    might have different numbers in a thread. The result of all other programs means nothing; they must use it nevertheless,
-    because the compiler drops code without a use.
+    only the same thread of the programs that share a word knows its element. So storing and waiting are one piece of PTX: of
+    two pieces the compiler might give a thread different elements. The result of all other programs means nothing, but they
+    must use it, because the compiler drops code without a use.
 
     All other programs must have begun before the last: NVIDIA's GPUs begin programs in the order of their ids, although CUDA does
     not promise it. For CUDA and the interpreter alone.
@@ -67,7 +67,7 @@ def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
         operands = [tl.cast(tile_ptr, tl.int64) + zeros, tl.cast(stride, tl.int64) * 4 + zeros, split + zeros, part]
         # called pure so that the copy of another layout, which nothing uses, is dropped; a test counts the copies that are left
         return tl.inline_asm_elementwise(
-            _gathering(SPLITS - 1, EACH, num_threads()), _operands(EACH), operands, dtype=tl.float32, is_pure=True, pack=EACH
+            _gather_ptx(SPLITS - 1, EACH, num_threads()), _constraints(EACH), operands, dtype=tl.float32, is_pure=True, pack=EACH
         )
     rows, columns = tl.arange(0, part.shape[0]), tl.arange(0, part.shape[1])
     word_ptrs = tile_ptr + (rows[:, None] * part.shape[1] + columns[None, :])
@@ -83,15 +83,15 @@ def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _operands(each):
+def _constraints(each):
     return ",".join(kind for kind in ("=&f", "l", "l", "r", "f") for _ in range(each))
 
 
 @triton.constexpr_function
-def _gathering(others, each, threads):
-    """Write PTX for `each` values of a thread.
+def _gather_ptx(others, each, threads):
+    """Return the PTX of `gather_parts`, for `each` values of a thread: program `others`, the last, waits for all other programs.
 
-    Operands: the sums; the first tile's address, bytes from tile to tile, which program this is, the values.
+    Operands, `each` of a kind: sums; address of the first tile, bytes from tile to tile, number of this program, values.
     """
     at_once = min(each, 4)  # words of an instruction
     vector = f".v{at_once}" if at_once > 1 else ""

@@ -21,10 +21,10 @@ def group_bounds(offs_ptr, group, M):
 def locate_aligned(
     block, offs_ptr, M, G, GROUPS_LOG2: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Locate a block of ROWS aligned columns; blocks are numbered across all columns, and ROWS divides ALIGNMENT.
+    """Locate a block of ROWS columns of a transpose with aligned groups; ROWS divides ALIGNMENT, a slot of columns.
 
-    Return its group, the first of its rows, how many of them there are, its first column, and how many columns a cast writes:
-    zeros behind the group's last row up to a multiple of ALIGNMENT. Both counts are at most 0 between groups.
+    Returns the block's group, its first row, its number of rows, its first column, and the number of columns that a cast writes:
+    the rows, and zeros up to a multiple of ALIGNMENT. A block between groups has numbers of at most 0.
     """
     PER_SLOT: tl.constexpr = ALIGNMENT // ROWS
     slot = block // PER_SLOT
@@ -34,8 +34,8 @@ def locate_aligned(
         first, _ = group_bounds(offs_ptr, tl.minimum(ahead, G - 1), M)
         group = tl.where((ahead < G) & (first // ALIGNMENT + ahead <= slot), ahead, group)
     start, end = group_bounds(offs_ptr, group, M)
-    inside = block * ROWS - aligned_start(start, group, ALIGNMENT)
-    row = start + inside
-    left = tl.where(inside >= 0, end - row, 0)
-    columns = (end - start + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT - inside
-    return group, row, left, block * ROWS, tl.where(inside >= 0, columns, 0)
+    offset = block * ROWS - aligned_start(start, group, ALIGNMENT)
+    row = start + offset
+    left = tl.where(offset >= 0, end - row, 0)
+    columns = (end - start + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT - offset
+    return group, row, left, block * ROWS, tl.where(offset >= 0, columns, 0)

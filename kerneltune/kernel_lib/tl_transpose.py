@@ -1,4 +1,4 @@
-"""Transpose bytes: a matrix, or tiles as they are stored, whole words where addresses allow, byte by byte at the ends.
+"""Transpose bytes: a matrix, or tiles while they are stored, by words where addresses allow, byte by byte at the ends.
 
 Device code; knows no operator. May import triton and tl_lib.
 """
@@ -13,21 +13,21 @@ from kerneltune.kernel_lib.tl_lib import only_if, pack_bytes, words_of_pairs
 def transpose_bytes(
     x_ptr, q_ptr, M, N, stride, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, BACKWARDS: tl.constexpr
 ):  # fmt: skip
-    """q[n, m] = x[m, n] (M, N) of a tile, a program each; both uint8, rows of x `stride` apart, rows of q adjacent.
+    """Write q[n, m] = x[m, n] of x (M, N), a tile per program; both uint8, rows of x `stride` apart, rows of q adjacent.
 
-    GROUP row blocks follow each other, for their tiles are neighbouring pieces of the same rows of q. BACKWARDS: from the
-    last tile to the first, so that L2 still has the bytes that were written last.
+    Programs go down a band of GROUP row blocks, then to the next column block, because tiles of a band are neighbouring pieces
+    of the same rows of q. BACKWARDS: from the last tile to the first, because L2 still has the bytes that were written last.
     """
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
     tile = tl.program_id(0)
     if BACKWARDS:
         tile = tl.num_programs(0) - 1 - tile
     group = tl.minimum(down, GROUP)
-    above = tile // (group * across) * group
-    height = tl.minimum(down - above, group)
-    inside = tile % (group * across)
-    rows = (above + inside % height) * ROWS + tl.arange(0, ROWS)
-    cols = inside // height * COLS + tl.arange(0, COLS)
+    blocks_above = tile // (group * across) * group
+    height = tl.minimum(down - blocks_above, group)
+    in_band = tile % (group * across)
+    rows = (blocks_above + in_band % height) * ROWS + tl.arange(0, ROWS)
+    cols = in_band // height * COLS + tl.arange(0, COLS)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + (rows.to(tl.int64)[:, None] * stride + cols[None, :]), mask=mask, other=0)
     tl.store(q_ptr + (cols.to(tl.int64)[:, None] * M + rows[None, :]), tl.trans(x), mask=tl.trans(mask))
@@ -38,7 +38,7 @@ def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EV
     """Store rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS) at byte base + col * ld + row; sub-tile k has the rows 4i + k.
 
     live: (COLS,), which columns exist, all of them under EVEN. PACKED: base and ld are multiples of 4, and the bytes go out as
-    32-bit words, made of integers, never of a transposed fp8 tile (see `pack_bytes`). Else, or without JAGGED, lo is 0.
+    32-bit words, made of integers, never of a transposed fp8 tile (see `pack_bytes`). JAGGED: lo may be other than 0.
     """
     if PACKED:
         store_transposed_words(q_ptr, base, ld, lo, hi, live, pack_bytes(qs[0], qs[1], qs[2], qs[3]), JAGGED, EVEN)
@@ -57,7 +57,7 @@ def store_transposed_tile(
     q_ptr, base, ld, lo, hi, live, qs,
     JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """`store_transposed`, or under PAIRS of sub-tiles of int16, each the bytes of two columns."""
+    """Call `store_transposed`; under PAIRS (2) sub-tiles are int16, each element the bytes of two neighbouring columns."""
     if PAIRS == 1:
         store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED, EVEN, PACKED)
     elif PACKED:
@@ -66,8 +66,8 @@ def store_transposed_tile(
         store_transposed_words(q_ptr, base + ld, ld * 2, lo, hi, live, upper, JAGGED, EVEN)
     else:
         for half in tl.static_range(2):
-            one = (byte_of(qs[0], half), byte_of(qs[1], half), byte_of(qs[2], half), byte_of(qs[3], half))
-            store_transposed(q_ptr, base + half * ld, ld * 2, lo, hi, live, one, JAGGED, EVEN, False)
+            bytes_of_half = (byte_of(qs[0], half), byte_of(qs[1], half), byte_of(qs[2], half), byte_of(qs[3], half))
+            store_transposed(q_ptr, base + half * ld, ld * 2, lo, hi, live, bytes_of_half, JAGGED, EVEN, False)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def byte_of(pair, HALF: tl.constexpr):
 
 @triton.jit
 def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.constexpr, EVEN: tl.constexpr):
-    """`store_transposed` of words (QUADS, COLS) uint32, each of four rows of a column; base and ld are multiples of 4.
+    """Store as `store_transposed` does words (QUADS, COLS) uint32, each of four rows of a column; base, ld multiples of 4.
 
     Without JAGGED lo is 0 and hi a multiple of 4. With it, the words at both ends, which hold other rows as well, are stored
     byte by byte.

@@ -54,23 +54,23 @@ def cast_columns(
     """Cast the columns of every group of one or two matrices in one launch.
 
     Args:
-        parts: one or two.
-        offs: group ends; None for groups of `rows` rows each, else there are `rows` rows in all.
-        groups: their count.
-        aligned: outputs hold aligned groups.
+        parts: one or two matrices with their outputs.
+        offs: group ends; None for weights.
+        groups: number of groups.
+        rows: rows of each group of weights; with offs, rows of all groups together.
+        aligned: whether outputs hold aligned groups.
     """
     if aligned and c.rows < GROUP_ALIGNMENT:  # a tile writes all zeros behind its group
         c = replace(c, rows=GROUP_ALIGNMENT, cols=c.cols * c.rows // GROUP_ALIGNMENT)
     ld = aligned_size(rows, groups) if aligned else rows
     (x, q, scale), (x2, q2, scale2) = parts[0], parts[-1]
     stripes = sum(cdiv(part[0].shape[1], c.cols) for part in parts)
-    # a token group begins up to three rows before its first and may end anywhere in a tile
+    # The first tile of a token group begins up to three rows before the group, the last tile ends anywhere behind it.
     blocks = groups * cdiv(rows, c.rows) if offs is None else (rows + groups * (c.rows + 2)) // c.rows
-    longest = cdiv(rows + 3, c.rows)
+    most_tiles_of_stripe = cdiv(rows + 3, c.rows)
     total = blocks * stripes
     programs = max(1, min(total, resident(x.device, c.ctas)))
     table = None if offs is None else torch.empty(groups + 1, dtype=torch.int32, device=x.device)
-    # 16-bit elements in pairs, where widths and addresses allow
     pairs = 2 if all(in_pairs(part[0]) for part in parts) else 1
     dtype = TL_DTYPES[x.dtype]
     for part in parts:
@@ -78,7 +78,7 @@ def cast_columns(
     if pairs == 2:
         x, x2 = x.view(torch.int32), x2.view(torch.int32)
     with workspace(groups * stripes * (c.cols + 1), x.device) as ws:
-        for phase, options in phases(c.warps, c.ctas, together=longest <= (c.ahead + 1) * programs):
+        for phase, options in phases(c.warps, c.ctas, together=most_tiles_of_stripe <= (c.ahead + 1) * programs):
             _cast_transpose_groups[(programs,)](
                 x, x2, q, q2, scale, scale2, offs, table, ws, rows, ld, groups, total,
                 MATRICES=Matrices.of(
@@ -96,7 +96,7 @@ def cast_columns(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Matrices(Constants):
-    """One or two matrices with the same groups of rows; the stripes of the second follow the stripes of the first.
+    """Describe one or two matrices with the same groups of rows; stripes of the second follow the stripes of the first.
 
     Attributes:
         width, width2: words of a row of the first and of the second matrix.
@@ -113,11 +113,11 @@ class Matrices(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RowGroups(Constants):
-    """The groups of rows.
+    """Describe the groups of rows.
 
     Attributes:
-        weight_rows: the rows of each expert's weights; 0 for token groups, which end at `offs`.
-        log2: questions that find a token group among all groups.
+        weight_rows: rows of each expert's weights; 0 for token groups, whose ends are `offs`.
+        log2: steps of the binary search for a token group.
         alignment: the multiple of rows at which a token group begins in the transpose; 0 where groups follow each other.
     """
 
@@ -128,7 +128,7 @@ class RowGroups(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TileLoop(Constants):
-    """The loop over tiles.
+    """Describe the loop over tiles.
 
     Attributes:
         stages: stages of the load pipeline.
@@ -188,15 +188,18 @@ def _locate(tile, total, table_ptr, offs_ptr, G, STRIPES: tl.constexpr, GROUPS: 
 
 
 @triton.jit
-def _publish_stripe(xs, ws_ptr, index, counters, tag, live, TILE: tl.constexpr):
-    """Publish the largest magnitudes of a tile by atomic max, and count the tile in."""
-    atomic_max_columns(xs, ws_ptr, counters + index * (TILE.cols * TILE.pairs), tag, live, TILE.cols, TILE.pairs, TILE.dtype)
+def _publish_stripe(xs, ws_ptr, index, num_counters, tag, live, TILE: tl.constexpr):
+    """Publish the largest magnitudes of a tile by atomic max, and add 1 to its stripe's counter.
+
+    Words of the workspace: a counter for each stripe, num_counters in all, then the magnitudes of each stripe's columns.
+    """
+    atomic_max_columns(xs, ws_ptr, num_counters + index * (TILE.cols * TILE.pairs), tag, live, TILE.cols, TILE.pairs, TILE.dtype)
     arrive(ws_ptr, index, tag, live)
 
 
 @triton.jit
 def _cast_tile(
-    xs, at, lanes, index, counters, q_ptr, q2_ptr, scale_ptr, scale2_ptr, ws_ptr, columns,
+    xs, at, lanes, index, num_counters, q_ptr, q2_ptr, scale_ptr, scale2_ptr, ws_ptr, columns,
     MATRICES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, SCALING: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -238,12 +241,12 @@ def _cast_tile(
         start = tl.maximum(lo, 0)
         end = TILE.rows if EVEN_ROWS else tl.minimum(hi, TILE.rows)
     for half in tl.static_range(PAIRS):
-        amax = load_published(ws_ptr, counters + (index * PAIRS + half) * COLS + lanes)
+        amax = load_published(ws_ptr, num_counters + (index * PAIRS + half) * COLS + lanes)
         multiplier = amax_to_scale(amax, SCALING.fp8_max, SCALING.pow2)
         if lo >= 0:
-            kept = reciprocal(multiplier) if SCALING.inverse else multiplier
+            scale = reciprocal(multiplier) if SCALING.inverse else multiplier
             to = (wide(group) * width + stripe * COLS + lanes) * PAIRS + half
-            tl.store(out_scale_ptr + to, kept, mask=live)
+            tl.store(out_scale_ptr + to, scale, mask=live)
         y0 = values(xs[0], half, PAIRS, dtype) * multiplier[None, :]
         y1 = values(xs[1], half, PAIRS, dtype) * multiplier[None, :]
         y2 = values(xs[2], half, PAIRS, dtype) * multiplier[None, :]
@@ -298,7 +301,7 @@ def _cast_transpose_groups(
     EVEN_ROWS: tl.constexpr = not JAGGED and GROUPS.weight_rows % ROWS == 0
     STRIPES1: tl.constexpr = (MATRICES.width + COLS - 1) // COLS
     STRIPES: tl.constexpr = STRIPES1 + ((MATRICES.width2 + COLS - 1) // COLS if MATRICES.dual else 0)
-    counters = G * STRIPES
+    num_counters = G * STRIPES
     lanes = tl.arange(0, COLS)
     tag = launch_tag(ws_ptr)
     step = tl.num_programs(0)
@@ -308,11 +311,11 @@ def _cast_transpose_groups(
     # Publish the first tile before the loop, so that each iteration begins with a tile that the iteration before has
     # published.
     xs_next = ()
-    for early in tl.static_range(AHEAD):
-        next_at = _locate(tl.program_id(0) + early * step, total, table_ptr, offs_ptr, G, STRIPES, GROUPS, ROWS)
+    for nth in tl.static_range(AHEAD):
+        next_at = _locate(tl.program_id(0) + nth * step, total, table_ptr, offs_ptr, G, STRIPES, GROUPS, ROWS)
         xs_next = _load_quads(x_ptr, x2_ptr, next_at, MATRICES, TILE, EVEN, EVEN_ROWS, JAGGED, RELOAD)
         if PHASE != 2:
-            _publish_stripe(xs_next, ws_ptr, next_at[0] * STRIPES + next_at[1], counters, tag, next_at[5] > 0, TILE)
+            _publish_stripe(xs_next, ws_ptr, next_at[0] * STRIPES + next_at[1], num_counters, tag, next_at[5] > 0, TILE)
 
     for tile in tl.range(tl.program_id(0), total, step, num_stages=LOOP.stages, disable_licm=True):
         xs = xs_next
@@ -323,7 +326,7 @@ def _cast_transpose_groups(
         next_at = _locate(tile + AHEAD * step, total, table_ptr, offs_ptr, G, STRIPES, GROUPS, ROWS)
         xs_next = _load_quads(x_ptr, x2_ptr, next_at, MATRICES, TILE, EVEN, EVEN_ROWS, JAGGED, RELOAD)
         if PHASE != 2:
-            _publish_stripe(xs_next, ws_ptr, next_at[0] * STRIPES + next_at[1], counters, tag, next_at[5] > 0, TILE)
+            _publish_stripe(xs_next, ws_ptr, next_at[0] * STRIPES + next_at[1], num_counters, tag, next_at[5] > 0, TILE)
         if PHASE != 1 and at[5] > 0:  # Triton's pipelining moves no load of the magnitudes out of this branch
             index = at[0] * STRIPES + at[1]
             if RELOAD:  # here, not above, where a pipeline would bring it in the layout of the store, half by half
@@ -331,7 +334,7 @@ def _cast_transpose_groups(
             if PHASE == 0:
                 await_arrivals(ws_ptr, index, at[2], tag)
             _cast_tile(
-                xs, at, lanes, index, counters, q_ptr, q2_ptr, scale_ptr, scale2_ptr, ws_ptr, columns,
+                xs, at, lanes, index, num_counters, q_ptr, q2_ptr, scale_ptr, scale2_ptr, ws_ptr, columns,
                 MATRICES, GROUPS, TILE, SCALING, PACKED, EVEN, EVEN_ROWS,
             )  # fmt: skip
 

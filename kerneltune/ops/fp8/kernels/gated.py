@@ -114,13 +114,13 @@ _GATE_GRADIENT = (
 )
 
 
-def _words(unpack: str, packed: str, operands: dict[str, str], compute: str, results: str) -> str:
-    """Return PTX that computes both halves of words of two 16-bit elements.
+def _ptx_of_pairs(unpack: str, packed: str, operands: dict[str, str], compute: str, results: str) -> str:
+    """Return PTX that unpacks words of two 16-bit elements, computes each half in fp32, and packs the results.
 
     Args:
         unpack: the PTX that unpacks a word; packed: the type of a word's halves.
-        operands: name of the halves -> the word.
-        compute: the PTX that computes a half; results: names of the halves of the words that it gives.
+        operands: letter of the registers of an operand's halves -> the word.
+        compute: the PTX that computes a half; results: letters of the registers that it leaves results in.
     """
     names = ", ".join(f"{name}{half}" for name in "gudst" for half in "lh")
     lines = [unpack.format(name, word) for name, word in operands.items()]
@@ -129,13 +129,13 @@ def _words(unpack: str, packed: str, operands: dict[str, str], compute: str, res
     return "\n".join([f"{{ .reg .f32 {names};", *lines, "}"])
 
 
-# the words that hold the halves of each operand, and the PTX of each type
+# The word of each operand by its letter (g gate, u up, d gradient of y), and the PTX of each type.
 _GATED = {"g": "$1", "u": "$2"}
 _DIFFERENTIATED = {"d": "$2", "g": "$3", "u": "$4"}
-_GATE_BF16 = tl.constexpr(_words(_UNPACK_BF16, "bf16x2", _GATED, _GATE, "g"))
-_GATE_FP16 = tl.constexpr(_words(_UNPACK_FP16, "f16x2", _GATED, _GATE, "g"))
-_GRADIENT_BF16 = tl.constexpr(_words(_UNPACK_BF16, "bf16x2", _DIFFERENTIATED, _GATE_GRADIENT, "ud"))
-_GRADIENT_FP16 = tl.constexpr(_words(_UNPACK_FP16, "f16x2", _DIFFERENTIATED, _GATE_GRADIENT, "ud"))
+_GATE_BF16 = tl.constexpr(_ptx_of_pairs(_UNPACK_BF16, "bf16x2", _GATED, _GATE, "g"))
+_GATE_FP16 = tl.constexpr(_ptx_of_pairs(_UNPACK_FP16, "f16x2", _GATED, _GATE, "g"))
+_GRADIENT_BF16 = tl.constexpr(_ptx_of_pairs(_UNPACK_BF16, "bf16x2", _DIFFERENTIATED, _GATE_GRADIENT, "ud"))
+_GRADIENT_FP16 = tl.constexpr(_ptx_of_pairs(_UNPACK_FP16, "f16x2", _DIFFERENTIATED, _GATE_GRADIENT, "ud"))
 
 
 @triton.jit
@@ -183,8 +183,8 @@ def _gated_gradient(dy, gate, up, PAIRS: tl.constexpr, dtype: tl.constexpr):
         return tl.inline_asm_elementwise(text, "=r,=r,r,r,r", [dy, gate, up], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
     else:
         dgate, dup = _gate_gradient(values(dy, 0, PAIRS, dtype), values(gate, 0, PAIRS, dtype), values(up, 0, PAIRS, dtype))
-        high, higher = _gate_gradient(values(dy, 1, PAIRS, dtype), values(gate, 1, PAIRS, dtype), values(up, 1, PAIRS, dtype))
-        return _pair(dgate, high, dtype), _pair(dup, higher, dtype)
+        dgate1, dup1 = _gate_gradient(values(dy, 1, PAIRS, dtype), values(gate, 1, PAIRS, dtype), values(up, 1, PAIRS, dtype))
+        return _pair(dgate, dgate1, dtype), _pair(dup, dup1, dtype)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def _compute(
 
 @triton.jit
 def _second_half(at, stripes):
-    """Return the place of the tile that has the up projection's gradient where `at` has the gate's."""
+    """Return `at`, a tile of the gate's gradient, moved to the tile of the up projection's gradient."""
     group, stripe, columns, first_row, lo, hi = at
     return group, stripe + stripes, columns, first_row, lo, hi
 

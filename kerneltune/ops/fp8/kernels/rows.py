@@ -86,8 +86,8 @@ def _cast_rows(
             for c in tl.static_range(1, CHUNKS):
                 top = tl.maximum(top, magnitude(xs[c]))
         multiplier = amax_to_scale(magnitude_to_fp32(tl.max(top, axis=1), x_ptr.dtype.element_ty), SCALING.fp8_max, SCALING.pow2)
-        kept = reciprocal(multiplier) if SCALING.inverse else multiplier
-        tl.store(scale_ptr + tile * ROWS + lanes, kept, mask=lanes < M - tile * ROWS)
+        scale = reciprocal(multiplier) if SCALING.inverse else multiplier
+        tl.store(scale_ptr + tile * ROWS + lanes, scale, mask=lanes < M - tile * ROWS)
         if RELOAD:
             for c in tl.range(0, CHUNKS, num_stages=STAGES):
                 cols = c * COLS + tl.arange(0, COLS)

@@ -38,18 +38,18 @@ def multiply_groups(
     """Write the product of checked operands into out; `scale_modes` gives mode_a and mode_b."""
     most_strips = p.groups * cdiv(p.rows, c.rows) if p.rows else p.tokens // c.rows + p.groups
     programs = min(most_strips * cdiv(p.cols, c.cols), resident(a.device, c.ctas))
-    x: Any = a
-    y: Any = b.transpose(-2, -1)
-    z: Any = out
-    strides = (x.stride(0), y.stride(0))
+    left: Any = a
+    right: Any = b.transpose(-2, -1)
+    result: Any = out
+    strides = (left.stride(0), right.stride(0))
     if p.rows:
-        z = TensorDescriptor(out, [p.groups, p.rows, p.cols], [p.rows * p.cols, p.cols, 1], [1, c.rows, c.cols // c.parts])
+        result = TensorDescriptor(out, [p.groups, p.rows, p.cols], [p.rows * p.cols, p.cols, 1], [1, c.rows, c.cols // c.parts])
         if p.aligned:
-            x = TensorDescriptor(x, [p.rows, p.tokens], [strides[0], 1], [c.rows, c.depth])
-            y = TensorDescriptor(y, [p.cols, p.tokens], [strides[1], 1], [c.cols, c.depth])
+            left = TensorDescriptor(left, [p.rows, p.tokens], [strides[0], 1], [c.rows, c.depth])
+            right = TensorDescriptor(right, [p.cols, p.tokens], [strides[1], 1], [c.cols, c.depth])
     else:
-        x = TensorDescriptor(x, [p.tokens, p.depth], [strides[0], 1], [c.rows, c.depth])
-        y = TensorDescriptor(y, [p.groups * p.cols, p.depth], [p.depth, 1], [c.cols, c.depth])
+        left = TensorDescriptor(left, [p.tokens, p.depth], [strides[0], 1], [c.rows, c.depth])
+        right = TensorDescriptor(right, [p.groups * p.cols, p.depth], [p.depth, 1], [c.cols, c.depth])
     arguments = (scale_a, scale_b, offs, p.tokens, *strides)
     sizes = {"ROWS": p.rows, "COLS": p.cols, "E": p.groups, "GROUPS": next_power_of_2(p.groups)}
     modes = {"SCALE_A": mode_a, "SCALE_B": mode_b}
@@ -57,7 +57,7 @@ def multiply_groups(
     contextvars.copy_context().run(
         _with_scratch,
         (programs,),
-        (x, y, z, *arguments),
+        (left, right, result, *arguments),
         {
             **modes, "ALIGNMENT": GROUP_ALIGNMENT if p.aligned else 0, "PARTS": c.parts, "STAGES": c.stages, "num_warps": c.warps,
             "SHAPE": Shape.of(rows=p.rows, cols=p.cols, depth=p.depth, experts=p.groups, padded=next_power_of_2(p.groups)),
@@ -66,7 +66,7 @@ def multiply_groups(
     )  # fmt: skip
     if p.rows and not p.aligned:
         _weight_gradient_of_the_rest[(resident(a.device, 4),)](
-            x, y, out, *arguments, **sizes, **modes, BM=32, BN=64, BK=64, num_warps=4
+            left, right, out, *arguments, **sizes, **modes, BM=32, BN=64, BK=64, num_warps=4
         )
 
 
@@ -77,14 +77,14 @@ def clear_behind_groups(p: Product, out: torch.Tensor, offs: torch.Tensor) -> No
 
 
 def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    where = arguments[3].device
-    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=where))
+    device = arguments[3].device
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
     _grouped_gemm[grid](*arguments, **constants)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Shape(Constants):
-    """The sizes of a product that a kernel is compiled for.
+    """Hold the sizes of a product that a kernel is compiled for.
 
     Attributes:
         rows: rows of each group's result; 0 where the group's tokens are its rows.
@@ -103,7 +103,7 @@ class Shape(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ProductTile(Constants):
-    """The tile of a program, and the order of tiles: as in `GemmConfig`."""
+    """Hold the tile of a program and the order of tiles; the fields are knobs of `GemmConfig`."""
 
     rows: int
     cols: int
@@ -122,8 +122,8 @@ def _bounds(offs_ptr, group, M):
 
 
 @triton.jit
-def _places(tokens, E: tl.constexpr):
-    """Return (GROUPS,) the place of each group if the longest come first; so the last tiles to be handed out are short."""
+def _ranks(tokens, E: tl.constexpr):
+    """Return the rank (GROUPS,) of each group, the group of most tokens first, so that the tiles of the last wave are short."""
     groups = tl.arange(0, tokens.shape[0])
     longer = tokens[None, :] > tokens[:, None]
     before = (tokens[None, :] == tokens[:, None]) & (groups[None, :] < groups[:, None])
@@ -131,50 +131,50 @@ def _places(tokens, E: tl.constexpr):
 
 
 @triton.jit
-def _slot(wave):
-    """Return which run of a round this program takes: rounds alternate their direction, so that no program is always first."""
+def _run_in_wave(wave):
+    """Return the number of this program's run in a wave: waves alternate their direction, so that no program is always first."""
     return tl.where(wave % 2 == 0, tl.program_id(0), tl.num_programs(0) - 1 - tl.program_id(0))
 
 
 @triton.jit
-def _tile(nth, RUN: tl.constexpr):
-    """Return the nth tile of this program, which takes runs of RUN tiles that follow each other."""
+def _nth_tile(nth, RUN: tl.constexpr):
+    """Return the nth tile of this program. In each wave every program takes a run of RUN tiles that follow each other."""
     wave = nth // RUN
-    return (wave * tl.num_programs(0) + _slot(wave)) * RUN + nth % RUN
+    return (wave * tl.num_programs(0) + _run_in_wave(wave)) * RUN + nth % RUN
 
 
 @triton.jit
 def _share(tiles, RUN: tl.constexpr):
-    """Return how many of the first `tiles` tiles this program takes."""
+    """Return the number of tiles that this program takes of the first `tiles` tiles."""
     wave = tiles // (RUN * tl.num_programs(0))
-    rest = tiles % (RUN * tl.num_programs(0)) - _slot(wave) * RUN
+    rest = tiles % (RUN * tl.num_programs(0)) - _run_in_wave(wave) * RUN
     return wave * RUN + tl.minimum(tl.maximum(rest, 0), RUN)
 
 
 @triton.jit
 def _locate(
-    tile, places, last, offs_ptr, M, ROWS: tl.constexpr, TILE_COLS: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr
+    tile, ranks, tile_ends, offs_ptr, M, ROWS: tl.constexpr, TILE_COLS: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr
 ):  # fmt: skip
     """Return the group, its bounds, and the strip and column of a tile.
 
-    Tiles go down BAND strips of a group, then to the next column. last: (GROUPS,) number of tiles up to each group's end.
-    ROWS: rows of every group's result, 0 where the group's tokens are its rows.
+    A strip is BM rows of a group's result. Tiles go down BAND strips, then to the next column. tile_ends: (GROUPS,) number of
+    tiles up to the end of each group. ROWS: rows of every group's result, 0 where the group's tokens are its rows.
     """
     if ROWS:
         strips = (ROWS + BM - 1) // BM
-        groups = tl.arange(0, places.shape[0])
-        group = tl.sum(tl.where(places == tile // (strips * TILE_COLS), groups, 0), axis=0)
-        at = tile % (strips * TILE_COLS)
+        groups = tl.arange(0, ranks.shape[0])
+        group = tl.sum(tl.where(ranks == tile // (strips * TILE_COLS), groups, 0), axis=0)
+        local_tile = tile % (strips * TILE_COLS)
         start, end = _bounds(offs_ptr, group, M)
     else:
-        group = tl.sum((last <= tile).to(tl.int32), axis=0)
-        at = tile - tl.max(tl.where(last <= tile, last, 0), axis=0)
+        group = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+        local_tile = tile - tl.max(tl.where(tile_ends <= tile, tile_ends, 0), axis=0)
         start, end = _bounds(offs_ptr, group, M)
         strips = tl.cdiv(end - start, BM)
-    band = at // (BAND * TILE_COLS)
-    at = at % (BAND * TILE_COLS)
+    band = local_tile // (BAND * TILE_COLS)
+    local_tile = local_tile % (BAND * TILE_COLS)
     height = tl.minimum(strips - band * BAND, BAND)
-    return group, start, end, band * BAND + at % height, at // height
+    return group, start, end, band * BAND + local_tile % height, local_tile // height
 
 
 @triton.jit
@@ -245,8 +245,8 @@ def _columns(x_ptr, start, size, rows, stride, HEIGHT: tl.constexpr, BK: tl.cons
 
 
 @triton.jit
-def _described(start, end):
-    """Return whether a descriptor can begin where the group [start, end) does; a group of no tokens needs none."""
+def _has_descriptor(start, end):
+    """Return whether the group [start, end) has tokens and begins where a descriptor can begin."""
     return (start % _TMA_BYTES == 0) & (start < end)
 
 
@@ -266,10 +266,10 @@ def _clear_behind_groups(out_ptr, offs_ptr, M, COLS: tl.constexpr, E: tl.constex
 
 @triton.jit
 def _schedule(offs_ptr, M, SHAPE: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return the order of all tiles, and the steps of k that this program takes in all.
+    """Return the order of all tiles, and the number of steps of this program.
 
-    Returns the most rows that groups can have together, the place of each group, the number of tiles up to each group's end,
-    and the steps of all tiles that this program takes.
+    Returns the most rows that groups can have together; the rank of each group; the number of tiles up to each group's end; the
+    steps of k of all tiles that this program takes.
     """
     ROWS: tl.constexpr = SHAPE.rows
     BM: tl.constexpr = TILE.rows
@@ -288,18 +288,18 @@ def _schedule(offs_ptr, M, SHAPE: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: t
     ends = tl.maximum(tl.minimum(ends, limit), starts)
     tokens = ends - starts
     if ROWS:
-        places = _places(tokens, SHAPE.experts) if SHAPE.padded <= 128 else groups
+        ranks = _ranks(tokens, SHAPE.experts) if SHAPE.padded <= 128 else groups
         tiles = tl.where(groups < SHAPE.experts, (ROWS + BM - 1) // BM * TILE_COLS, 0)
-        last = (places + 1) * tiles
-        covered = tokens if ALIGNMENT else tl.where(_described(starts, ends), tokens + starts % BK, 0)
+        tile_ends = (ranks + 1) * tiles
+        covered = tokens if ALIGNMENT else tl.where(_has_descriptor(starts, ends), tokens + starts % BK, 0)
         steps = tl.maximum(tl.cdiv(covered, BK), 1)  # a group of no tokens has a result too, of zeros
     else:
-        places = groups
+        ranks = groups
         tiles = tl.cdiv(tokens, BM) * TILE_COLS
-        last = tl.cumsum(tiles, axis=0)
+        tile_ends = tl.cumsum(tiles, axis=0)
         steps = STEPS
-    total = tl.sum((_share(last, RUN) - _share(last - tiles, RUN)) * steps, axis=0)
-    return limit, places, last, total
+    num_steps = tl.sum((_share(tile_ends, RUN) - _share(tile_ends - tiles, RUN)) * steps, axis=0)
+    return limit, ranks, tile_ends, num_steps
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -312,8 +312,8 @@ def _grouped_gemm(
 
     Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS,
     COLS). With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros
-    behind it up to a multiple of ALIGNMENT. Else groups that no descriptor can begin with get zeros, and are
-    `_weight_gradient_of_the_rest`'s.
+    behind it up to a multiple of ALIGNMENT. Without ALIGNMENT a group that `_has_descriptor` excludes gets zeros here, and its
+    result from `_weight_gradient_of_the_rest`.
     """
     ROWS: tl.constexpr = SHAPE.rows
     COLS: tl.constexpr = SHAPE.cols
@@ -323,10 +323,10 @@ def _grouped_gemm(
     RUN: tl.constexpr = TILE.run
     TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
     STEPS: tl.constexpr = (SHAPE.depth + BK - 1) // BK
-    limit, places, last, total = _schedule(offs_ptr, M, SHAPE, TILE, ALIGNMENT)
+    limit, ranks, tile_ends, num_steps = _schedule(offs_ptr, M, SHAPE, TILE, ALIGNMENT)
 
-    nth = -1
-    done = -1
+    nth_loaded = -1
+    nth_stored = -1
     k, a_row, b_row = 0, 0, 0
     if ROWS:
         tile_steps = 1
@@ -344,29 +344,29 @@ def _grouped_gemm(
     # multiply.
     step = tile_steps - 1
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for _ in tl.range(total, num_stages=STAGES):
+    for _ in tl.range(num_steps, num_stages=STAGES):
         step += 1
         if step == tile_steps:
             step = 0
-            nth += 1
+            nth_loaded += 1
             group, start, end, strip, column = _locate(
-                _tile(nth, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, TILE.band
+                _nth_tile(nth_loaded, RUN), ranks, tile_ends, offs_ptr, limit, ROWS, TILE_COLS, BM, TILE.band
             )
             if ROWS:
                 a_row = strip * BM
                 b_row = column * BN
                 if ALIGNMENT:
-                    k = tl.where(start < end, aligned_start(start, group, ALIGNMENT), M)  # else beside all columns
+                    k = tl.where(start < end, aligned_start(start, group, ALIGNMENT), M)  # M: past all columns, loads give 0
                     tile_steps = tl.maximum(tl.cdiv(end - start, BK), 1)
                 else:
-                    lead = start % BK  # steps begin where lines of memory do
-                    described = _described(start, end)
-                    clipped = described & ((lead != 0) | ((end - start) % BK != 0))
+                    lead = start % BK  # so that steps begin at cache lines
+                    has_descriptor = _has_descriptor(start, end)
+                    clipped = has_descriptor & ((lead != 0) | ((end - start) % BK != 0))
                     had_first, had_size = first, size
                     first = tl.where(clipped, start, 0)
                     size = tl.where(clipped, end - start, M)
-                    k = tl.where(described, start - first - lead, (M // BK + 1) * BK)  # else beside all columns
-                    tile_steps = tl.where(described, tl.cdiv(end - start + lead, BK), 1)
+                    k = tl.where(has_descriptor, start - first - lead, (M // BK + 1) * BK)  # else past all columns
+                    tile_steps = tl.where(has_descriptor, tl.cdiv(end - start + lead, BK), 1)
                     if (first != had_first) | (size != had_size):
                         a_desc = _columns(a, first, size, ROWS, stride_a, BM, BK)
                         b_desc = _columns(b, first, size, COLS, stride_b, BN, BK)
@@ -376,9 +376,9 @@ def _grouped_gemm(
         at = k + step * BK
         acc = tl.dot(a_desc.load([a_row, at]), b_desc.load([b_row, at]).T, acc)
         if step == tile_steps - 1:
-            done += 1
+            nth_stored += 1
             group, start, end, strip, column = _locate(
-                _tile(done, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, TILE.band
+                _nth_tile(nth_stored, RUN), ranks, tile_ends, offs_ptr, limit, ROWS, TILE_COLS, BM, TILE.band
             )
             if ROWS:
                 row = strip * BM
@@ -423,7 +423,7 @@ def _weight_gradient_of_the_rest(
                         x = tl.load(a_ptr + (wide(rows)[:, None] * stride_a + k[None, :]), mask=mask, other=0.0)
                         mask = (cols < COLS)[:, None] & (k < end)[None, :]
                         y = tl.load(b_ptr + (wide(cols)[:, None] * stride_b + k[None, :]), mask=mask, other=0.0)
-                        acc = tl.dot(x.to(tl.float16), y.to(tl.float16).T, acc)  # which holds every e4m3 value
+                        acc = tl.dot(x.to(tl.float16), y.to(tl.float16).T, acc)  # fp16 holds every e4m3 value
                     acc = _scaled(acc, scale_a_ptr, scale_b_ptr, group, rows, ROWS, cols, ROWS, COLS, SCALE_A, SCALE_B)
                     to = (wide(group) * ROWS + rows)[:, None] * COLS + cols[None, :]
                     live = (rows < ROWS)[:, None] & (cols < COLS)[None, :]

@@ -29,9 +29,9 @@ def _in_order(x):
 
 
 @triton.jit
-def _tokens(x_ptrs, live, some, k, K):
-    """Load x, 0 past the ends. live: whether each token exists; some: whether any token is needed."""
-    return tl.load(x_ptrs, mask=only_if(live & (k < K), some), other=0.0)
+def _tokens(x_ptrs, live, needed, k, K):
+    """Load x, 0 past the ends. live: whether each token exists; needed: whether there is a step to load x for."""
+    return tl.load(x_ptrs, mask=only_if(live & (k < K), needed), other=0.0)
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _int4_gemm_by_warpgroups(
     tl.assume(steps > 0)
     warp = tl.arange(0, W)
     piece = (warp % 4)[None, None, :]
-    row_block = tl.minimum(tile * BLOCKS + warp // 4, row_blocks - 1)  # the last once more past the end
+    row_block = tl.minimum(tile * BLOCKS + warp // 4, row_blocks - 1)  # past the end, load the last block
     block = (wide(k_block) * row_blocks + row_block)[None, None, :]
     scale_block = row_block[None, None, :] + tl.zeros_like(block) if ONE_GROUP else block
     w_step = wide(row_blocks) * 1024
@@ -85,7 +85,8 @@ def _int4_gemm_by_warpgroups(
     if LEAD:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
-        row = first_token + (tile * W + warp)[None, None, :] % TOKENS  # for every block of rows of w another
+        # Because programs read the same x, each warp asks for another token.
+        row = first_token + (tile * W + warp)[None, None, :] % TOKENS
         x_slice = x_ptr + wide(row) * stride_xn + k_block * 128
         into_l2(x_slice + tl.zeros_like(lane), lane, row < N, 2 * (tl.minimum(K, (k_block + STEPS) * 128) - k_block * 128))
         for step in tl.static_range(min(STEPS, LEAD)):
@@ -110,25 +111,27 @@ def _int4_gemm_by_warpgroups(
     xa0 = _tokens(x_ptrs, live, steps > 0, k, K)
     xb0 = _tokens(x_ptrs + 64, live, steps > 0, k + 64, K)
     y = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
-    for step in tl.range(steps, num_stages=1):
-        more = step + 1 < steps
+    for step in tl.range(
+        steps, num_stages=1
+    ):  # w0, xa0, xb0, …: of this step (halves a, b of the block); w1, …: of the next step
+        has_next = step + 1 < steps
         w_ptrs += w_step
         s_offsets += s_step
         x_ptrs += 128
         k += 128
-        more5 = (step + 1 + 0 * warp < steps)[None, None, :, None, None]
-        w1 = codes(w_ptrs, more5, False)
-        s1 = codes(scale_ptr + s_offsets, more5, False)
-        z1 = codes(zero_ptr + s_offsets, more5, False) if ZEROS else s1
-        xa1 = _tokens(x_ptrs, live, more, k, K)
-        xb1 = _tokens(x_ptrs + 64, live, more, k + 64, K)
+        has_next5 = (step + 1 + 0 * warp < steps)[None, None, :, None, None]
+        w1 = codes(w_ptrs, has_next5, False)
+        s1 = codes(scale_ptr + s_offsets, has_next5, False)
+        z1 = codes(zero_ptr + s_offsets, has_next5, False) if ZEROS else s1
+        xa1 = _tokens(x_ptrs, live, has_next, k, K)
+        xb1 = _tokens(x_ptrs + 64, live, has_next, k + 64, K)
         first, second = halves(w0)
         xa, xb = _in_order(xa0), _in_order(xb0)
-        none = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
-        sums = _product(first, z0, xa, none, 0, GROUPS, ZEROS)
+        no_sums = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
+        sums = _product(first, z0, xa, no_sums, 0, GROUPS, ZEROS)
         if GROUPS == 2:
             y += _scaled(sums, s0, 0, GROUPS)
-            sums = none
+            sums = no_sums
         y += _scaled(_product(second, z0, xb, sums, 1, GROUPS, ZEROS), s0, 2, GROUPS)
         w0, s0, z0, xa0, xb0 = w1, s1, z1, xa1, xb1
     y = tl.reshape(tl.permute(tl.reshape(y, (BLOCKS, 4, 2, 8, TOKENS)), (4, 0, 3, 1, 2)), (TOKENS, 64 * BLOCKS))

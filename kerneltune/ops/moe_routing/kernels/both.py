@@ -13,7 +13,9 @@ def gather_both(
     K: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GROUPS_LOG2: tl.constexpr,
     ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """q[i] = x[pairs[i] // K], and the same bytes to qt (H, ld), a group at its `aligned_start`; rows of x `stride` bytes apart.
+    """Write q[i] = x[pairs[i] // K], and the bytes of qᵀ to qt (H, ld), each group from its `aligned_start` on.
+
+    x, q and qt are bytes; rows of x are `stride` bytes apart.
 
     Programs go down all rows of a stripe before the next stripe: L2 holds a stripe of x, which is read from memory once.
     """
@@ -21,23 +23,23 @@ def gather_both(
     stripe = tl.program_id(0) // blocks
     _group, row0, rows_left, column, columns_left = locate_aligned(block, offs_ptr, M, G, GROUPS_LOG2, ALIGNMENT, ROWS)
     if columns_left > 0:
-        inside = tl.arange(0, ROWS)
-        rows = row0 + inside
+        lanes = tl.arange(0, ROWS)
+        rows = row0 + lanes
         cols = stripe * COLS + tl.arange(0, COLS)
-        pair = tl.load(pairs_ptr + rows, mask=inside < rows_left, other=-1)
+        pair = tl.load(pairs_ptr + rows, mask=lanes < rows_left, other=-1)
         token = pair // K
-        there = (pair >= 0) & (token < T)
-        x = tl.load(x_ptr + (wide(token)[:, None] * stride + cols[None, :]), mask=there[:, None] & (cols < H)[None, :], other=0)
-        mask = (inside < rows_left)[:, None] & (cols < H)[None, :]
+        exists = (pair >= 0) & (token < T)
+        x = tl.load(x_ptr + (wide(token)[:, None] * stride + cols[None, :]), mask=exists[:, None] & (cols < H)[None, :], other=0)
+        mask = (lanes < rows_left)[:, None] & (cols < H)[None, :]
         tl.store(q_ptr + (wide(rows)[:, None] * H + cols[None, :]), x, mask=mask, cache_modifier=".cs")
-        mask = (inside < columns_left)[None, :] & (cols < H)[:, None]
-        to = wide(cols)[:, None] * ld + (column + inside)[None, :]
+        mask = (lanes < columns_left)[None, :] & (cols < H)[:, None]
+        to = wide(cols)[:, None] * ld + (column + lanes)[None, :]
         tl.store(qt_ptr + to, tl.trans(x), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
 def clear_rest(q_ptr, offs_ptr, M, H: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr):
-    """Write zeros to the rows of q behind the last group; a program per row at a time."""
+    """Write zeros to the rows of q behind the last group, a row per program at a time."""
     total = tl.maximum(tl.load(offs_ptr + G - 1), 0)
     for row in range(total + tl.program_id(0), M, tl.num_programs(0)):
         for first in range(0, H, COLS):
