@@ -1,4 +1,4 @@
-"""Cast token groups into both layouts: rows for the product, the columns of every group for wgrad; in one launch.
+"""Cast token groups into both layouts in one launch: rows for Y or dX, the columns of every group for dW.
 
 Shares config and kernel with `fp8_rowwise_3d_both`. Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and
 triton_fp8_per_group_colwise_scales, which read the tokens each.
@@ -77,13 +77,12 @@ def fp8_group_both(
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
-        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size), for
-            `fp8_grouped_gemm(aligned=True)`.
+        aligned: write q_t (aligned_size, K), column-major, as aligned groups for `fp8_grouped_gemm(aligned=True)`.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
-        q (M, K), contiguous, and scale (M, 1) of every row; q_t (M, K), strides (1, M), and scale_t (G K,) of the columns of
-        every group, group by group.
+        q (M, K), contiguous, and scale (M, 1) of every row; q_t (M, K), column-major (the bytes of the transpose), and
+        scale_t (G K,) of the columns of every group, group by group.
     """
     check_matrix("x", x)
     check_transposable("x", x.shape[0])
@@ -96,7 +95,7 @@ def fp8_group_both(
         return found
     if config is None:
         config = _choose((("M", M), ("K", K), ("G", G)), DTYPE_NAMES[x.dtype], "fp8", GROUP_CALL_OPTIONS)
-    # a group has a slot more than it has multiples of a block's rows
+    # A group has a slot more than it has multiples of a block's rows (`_slots_before`).
     blocks, tile_blocks = M // config.rows + G, M // TILE_ROWS + G
     outputs = (found.q, found.q_t, found.scale, found.scale_t)
     of_groups: dict[str, Any] = {"offs_ptr": offs, "M": M, "stride": x.stride(0), "GROUPS": next_power_of_2(G)}

@@ -1,4 +1,4 @@
-"""Cast token groups to column-major fp8 for wgrad, with a scale per group and column.
+"""Cast token groups to column-major fp8 for the product that gives dW, with a scale per group and column.
 
 Source: torchao's triton_fp8_per_group_colwise_scales.
 """
@@ -21,7 +21,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """Config of a cast of the columns of groups of rows.
+    """Hold the config of a cast of the columns of groups of rows.
 
     Attributes:
         rows: rows of a tile.
@@ -29,7 +29,7 @@ class GroupConfig:
         warps: warps of a program.
         ctas: programs per SM, each looping over tiles.
         stages: depth of that loop's load pipeline.
-        ahead: tiles by which the amax runs ahead of the cast.
+        ahead: tiles by which a program publishes largest magnitudes ahead of its cast.
         reload: whether the tile is read a second time, from L2, instead of held in registers, which needs ahead = 1.
     """
 

@@ -1,4 +1,4 @@
-"""Cast two matrices with the same token groups to fp8 for wgrad, in one launch.
+"""Cast two matrices with the same token groups to fp8 for dW, in one launch.
 
 Shares config, space and validity with `fp8_group_colwise`. Source: torchao's triton_fp8_per_group_colwise_scales_dual.
 """

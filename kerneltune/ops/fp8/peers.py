@@ -126,7 +126,7 @@ def torchao_weights(inputs: Inputs, _config: None) -> Outputs:
 
 
 def torchao_transpose(inputs: Inputs, _config: None) -> Outputs:
-    """Run torchao's cast of weights for dgrad: fill, scales by atomic min, cast."""
+    """Run torchao's cast of weights for dX: fill, scales by atomic min, cast."""
     from torchao.prototype.moe_training.kernels.float8_rowwise import triton_fp8_rowwise_3d_transpose_rhs as cast
 
     return _torchao(inputs, *cast(inputs["w"], FP8[inputs["fp8_format"]], inputs["pow2"]))
@@ -144,7 +144,7 @@ def _both_of(along: Outputs, down: Outputs) -> Outputs:
 
 
 def torchao_both_of_weights(inputs: Inputs, config: None) -> Outputs:
-    """Run torchao's cast of weights for the forward product, then its cast for dgrad."""
+    """Run torchao's cast of weights for Y, then its cast for dX."""
     return _both_of(torchao_weights(inputs, config), torchao_transpose(inputs, config))
 
 

@@ -1,4 +1,4 @@
-"""Cast expert weights into both layouts, for the forward product and for dgrad, each with its own scales, in one launch.
+"""Cast expert weights into both layouts, for the products that give Y and dX, each with its own scales, in one launch.
 
 Source: the idea is of torchao's pull request 4389, which has a single scale; here each row and each column has a scale.
 """
@@ -19,10 +19,10 @@ from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 _MOST_STEP = 16
-"""Most rows that a program casts at a time: the registers would hold more rows if rows are short."""
+"""Most rows that a program casts at a time; of short rows the registers would hold more."""
 
 MANY_ROWS = 4 * 132 * 32
-"""Rows of all experts that give each of four programs per SM of an H200 32 rows."""
+"""Rows of all experts with which four programs on each SM of an H200 have 32 rows each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,9 @@ class BothConfig:
     Attributes:
         rows: rows of a row program.
         step: rows that a row program casts at a time.
-        cols: columns of a load; a row takes several loads.
-        warps: warps of a program of either kind; a transpose program's tile has 16 columns per warp.
-        lag: row programs per SM that begin before the first transpose program; for weights the row programs of an expert as
-            well.
+        cols: columns of a load; a row may take several loads.
+        warps: warps of a row program and of a transpose program, whose tile has 16 columns per warp.
+        lag: row programs per SM with ids before the first transpose program; weights add the row programs of one expert.
     """
 
     rows: int
@@ -75,12 +74,12 @@ def invalid(case: Case, config: BothConfig) -> str | None:
 
 
 def default(case: Case) -> BothConfig:
-    """Return a config for any shape: up to 32 registers of input, 64 where a load takes whole rows and rows are few."""
+    """Return a config for any shape: up to 32 registers of input, 64 where a load takes full rows and rows are few."""
     return config_for_rows(case, 64 if case["N"] <= 2500 or case["E"] * case["N"] < MANY_ROWS else 32)
 
 
-def config_for_rows(case: Case, of_whole_rows: int) -> BothConfig:
-    """Return a config of few idle lanes and up to 32 registers of input, `of_whole_rows` where a load takes whole rows.
+def config_for_rows(case: Case, most_of_full_rows: int) -> BothConfig:
+    """Return a config of few idle lanes and up to 32 registers of input, `most_of_full_rows` where a load takes full rows.
 
     A program has 16 rows where the matrix has few rows, or rows of at most 2048 bf16 elements: the rows that run ahead then
     stay in L2.
@@ -91,13 +90,13 @@ def config_for_rows(case: Case, of_whole_rows: int) -> BothConfig:
         return BothConfig(rows=16, step=max(1, 16384 // next_power_of_2(K)), cols=2048, warps=4, lag=2)
     warps = next((w for w in (4, 8) if _registers(case, 1, 512 * w, w) <= 32), 16)
     cols = _at_most_a_row(case, 512 * warps)
-    held = cdiv(K, cols) * cols
-    if held > max(cols, K * 1.7) or (held > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32):
+    padded_row = cdiv(K, cols) * cols
+    if padded_row > max(cols, K * 1.7) or (padded_row > max(cols, K * 1.25) and _registers(case, 2, cols // 2, warps) <= 32):
         cols //= 2
-    step, most = min(max(1, warps * 512 // cols), _MOST_STEP), of_whole_rows if cols >= K else 32
-    while step < _MOST_STEP and _registers(case, 2 * step, cols, warps) <= most:
+    step, most_registers = min(max(1, warps * 512 // cols), _MOST_STEP), most_of_full_rows if cols >= K else 32
+    while step < _MOST_STEP and _registers(case, 2 * step, cols, warps) <= most_registers:
         step *= 2
-    return BothConfig(rows=16 if few or step == most // 8 else 32, step=step, cols=cols, warps=warps, lag=2)
+    return BothConfig(rows=16 if few or step == most_registers // 8 else 32, step=step, cols=cols, warps=warps, lag=2)
 
 
 def _at_most_a_row(case: Case, cols: int) -> int:
@@ -110,13 +109,13 @@ def _registers(case: Case, step: int, cols: int, warps: int) -> float:
 
 
 class BothLayouts(NamedTuple):
-    """Results of a cast into both layouts.
+    """Hold the results of a cast into both layouts.
 
     Attributes:
-        q: (E, K, N) of `fp8_colwise_3d`.
-        scale: (E, 1, N).
-        q_t: (E, N, K) of `fp8_rowwise_3d_transpose`.
-        scale_t: (E, K).
+        q: (E, K, N) of `fp8_colwise_3d`, or (M, K) of `fp8_rowwise_2d`.
+        scale: (E, 1, N), or (M, 1).
+        q_t: (E, N, K) of `fp8_rowwise_3d_transpose`, or (M, K) column-major of `fp8_group_colwise`.
+        scale_t: (E, K), or (G K,).
     """
 
     q: torch.Tensor

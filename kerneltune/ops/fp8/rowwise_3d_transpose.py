@@ -1,4 +1,4 @@
-"""Cast expert weights to fp8 and transpose them for dgrad, with a scale per expert and row over the last axis.
+"""Cast expert weights to fp8 and transpose them for dX, with a scale per expert and row over the last axis.
 
 Shares config and kernel with `fp8_group_colwise`: an expert is a group of N rows in memory, whose columns the kernel casts.
 Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.

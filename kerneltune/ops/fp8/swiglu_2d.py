@@ -161,7 +161,7 @@ def fp8_swiglu_2d(
         config: None takes the best known config.
 
     Returns:
-        q (M, N), contiguous; q_t (aligned_size, N), strides (1, aligned_size), or None: aligned groups; the inverse scale
+        q (M, N), contiguous; q_t (aligned_size, N), column-major, or None: aligned groups; the inverse scale
         (1,).
     """
     check_operands(x, offs)

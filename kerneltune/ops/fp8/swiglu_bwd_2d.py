@@ -110,7 +110,7 @@ def fp8_swiglu_bwd_2d(
         config: None takes the best known config.
 
     Returns:
-        q (M, 2N), contiguous; q_t (aligned_size, 2N), strides (1, aligned_size), or None: aligned groups; the inverse scale
+        q (M, 2N), contiguous; q_t (aligned_size, 2N), column-major, or None: aligned groups; the inverse scale
         (1,).
     """
     swiglu_2d.check_operands(x, offs)

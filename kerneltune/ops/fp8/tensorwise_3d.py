@@ -1,4 +1,4 @@
-"""Cast expert weights to fp8 with a scale per expert, after elements are made finite, for the forward product, dgrad, or both.
+"""Cast expert weights to fp8 with a scale per expert, after elements are made finite, for Y, for dX, or for both.
 
 Shares config and kernels with `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
 """

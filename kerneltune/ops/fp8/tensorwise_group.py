@@ -61,8 +61,7 @@ def fp8_tensorwise_group(
         x: (M, K) as in `fp8_tensorwise_2d`.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
         layout: `row`, `col` or `both`, from one pass.
-        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size), for
-            `fp8_grouped_gemm(aligned=True)`.
+        aligned: write q_t (aligned_size, K), column-major, as aligned groups for `fp8_grouped_gemm(aligned=True)`.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:

@@ -86,7 +86,7 @@ class PermutedFp8(NamedTuple):
 
     Attributes:
         q: (M, H), contiguous, zeros behind the last expert's rows.
-        q_t: (aligned_size, H), strides (1, aligned_size): aligned groups, for `fp8_grouped_gemm(aligned=True)`.
+        q_t: (aligned_size, H), column-major: aligned groups, for `fp8_grouped_gemm(aligned=True)`.
     """
 
     q: torch.Tensor

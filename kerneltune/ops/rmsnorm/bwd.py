@@ -80,9 +80,9 @@ def default(case: Case) -> BwdConfig:
 
 def likely(case: Case) -> Iterator[BwdConfig]:
     """Generate configs, the likeliest first; the last runs anything."""
-    M, N, whole = case["M"], case["N"], tiles.padded_length(case["N"])
-    if whole <= 4096:
-        yield from _likely_short(M, N, whole)
+    M, N, padded = case["M"], case["N"], tiles.padded_length(case["N"])
+    if padded <= 4096:
+        yield from _likely_short(M, N, padded)
     if 4096 < N <= 6144:
         yield BwdConfig(1, 2048, False, warps=8, ctas=2, stages=4)
     if 4096 < N <= 8192:
@@ -92,11 +92,11 @@ def likely(case: Case) -> Iterator[BwdConfig]:
         yield BwdConfig(1, 4096, False, warps=16, ctas=1, stages=3)
     for rows in (4, 2, 1) if M >= 4 * tiles.FEW_ROWS else (2, 1):
         for stages in (3, 2):
-            cols = max(2048, whole // tiles.MAX_PARTS)
-            yield BwdConfig(rows, cols, cols < N, max(4 if whole > tiles.LONG else 8, cols // 512), ctas=2, stages=stages)
+            cols = max(2048, padded // tiles.MAX_PARTS)
+            yield BwdConfig(rows, cols, cols < N, max(4 if padded > tiles.LONG else 8, cols // 512), ctas=2, stages=stages)
     for cols, warps in ((4096, 16), (8192, 16)):
-        yield BwdConfig(1, max(cols, whole // tiles.MAX_PARTS), cols < N, warps, ctas=1, stages=2)
-    yield BwdConfig(1, whole, False, warps=4, ctas=1, stages=2)
+        yield BwdConfig(1, max(cols, padded // tiles.MAX_PARTS), cols < N, warps, ctas=1, stages=2)
+    yield BwdConfig(1, padded, False, warps=4, ctas=1, stages=2)
 
 
 def _likely_short(M: int, N: int, padded: int) -> Iterator[BwdConfig]:
