@@ -13,10 +13,12 @@ from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.ops.int4_gemm import (
     Codes,
+    Fp8Tokens,
     Fp8Weight,
     Int4Weight,
     dequantise,
     fastest_gemm,
+    int4_fp8_gemm,
     int4_gemm,
     pack,
     packing,
@@ -145,8 +147,10 @@ class Int4Linear(nn.Module):
             raise ValueError(f"a layer keeps its weights in fp8 under activations='fp8', got activations={self.activations!r}")
         self.fp8_weight, self.fp8_scale = to_fp8(dequantise(self.weight, self.scales.dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply x (…, in_features) to (…, out_features)."""
+    def forward(self, x: Tensor | Fp8Tokens) -> Tensor:
+        """Multiply x (…, in_features), or tokens that are cast already, to (…, out_features)."""
+        if isinstance(x, Fp8Tokens):
+            return self._of_cast(x)
         if x.shape[-1:] != (self.in_features,) or x.dtype != self.scales.dtype or x.device != self.scales.device:
             raise ValueError(
                 f"Int4Linear takes (…, {self.in_features}) {self.scales.dtype} on {self.scales.device}, "
@@ -168,6 +172,18 @@ class Int4Linear(nn.Module):
 
         super()._apply(keep_type, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def _of_cast(self, x: Fp8Tokens) -> Tensor:
+        """Multiply tokens (N, in_features) that `norm_tokens` or `cast_tokens` made."""
+        if self.activations != "fp8" or self.order is not None:
+            got = f"activations={self.activations!r}, ordered={self.order is not None}"
+            raise ValueError(f"Fp8Tokens need a layer with activations='fp8' and ordered=False, got {got}")
+        if (x.depth, x.dtype) != (self.in_features, self.scales.dtype):
+            raise ValueError(f"Int4Linear takes (N, {self.in_features}) {self.scales.dtype}, got (N, {x.depth}) {x.dtype}")
+        y: Tensor = int4_fp8_linear(
+            x.q, x.scale, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.in_features, self.group
+        )
+        return y
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
@@ -233,3 +249,17 @@ def int4_linear(
 @int4_linear.register_fake
 def _(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, *_others: Any) -> Tensor:
     return x.new_empty((x.shape[0], rows))
+
+
+@custom_op("kerneltune::int4_fp8_linear")
+def int4_fp8_linear(
+    q: Tensor, scale: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    rows: int, depth: int, group: int,
+) -> Tensor:  # fmt: skip
+    """Multiply the q and scale of `Fp8Tokens` and a packed weight (rows, depth) to y (N, rows) of the scales' type."""
+    return int4_fp8_gemm(Fp8Tokens(q, scale, depth, scales.dtype), Int4Weight(packed, scales, zeros, rows, depth, group), bias)
+
+
+@int4_fp8_linear.register_fake
+def _(q: Tensor, _scale: Tensor, _packed: Tensor, scales: Tensor, _zeros: Any, _bias: Any, rows: int, *_others: Any) -> Tensor:
+    return scales.new_empty((q.shape[0], rows))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from int4_codes import DEVICE, some_codes, whole_numbers
 from torch import Tensor, nn
 
 from kerneltune.nn import Int4Linear
-from kerneltune.ops.int4_gemm import fastest, group_order, int4_fp8_gemm, int4_gemm
+from kerneltune.ops.int4_gemm import Fp8Tokens, cast_tokens, fastest, group_order, int4_fp8_gemm, int4_gemm, norm_tokens
 
 CODES = some_codes(64, 256, 128)
 
@@ -139,3 +139,40 @@ def test_int4_linear_with_an_invalid_order_raises() -> None:
     state = {**broken.state_dict(), "order": torch.zeros(256, dtype=torch.int64, device=DEVICE)}
     with pytest.raises(RuntimeError, match="each of 0 … 255 once"):
         broken.load_state_dict(state)
+
+
+def test_int4_linear_multiplies_cast_tokens_by_int4_fp8_gemm_whatever_their_number() -> None:
+    int4, weight = layer(kept=True), torch.ones(256, device=DEVICE).half()
+    for count in (0, 1, 32, 200):
+        for cast in (norm_tokens(tokens(count), weight), cast_tokens(tokens(count))):
+            assert torch.equal(int4(cast), int4_fp8_gemm(cast, int4.weight, int4.bias)), count
+
+
+def test_int4_linear_behind_norm_tokens_compiles_without_a_graph_break() -> None:
+    int4, weight = layer(), torch.nn.Parameter(torch.ones(256, device=DEVICE).half())
+
+    def step(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        made, total = norm_tokens(x, weight, residual=residual)
+        return int4(made), int4(norm_tokens(total, None)) + total[:, :64]
+
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    with torch.no_grad():
+        for count in (3, 5):
+            x, residual = tokens(count), tokens(count)
+            assert all(map(torch.equal, compiled(x, residual), step(x, residual)))
+
+
+CAST = cast_tokens(tokens(4))
+
+
+@pytest.mark.parametrize(("x", "options", "message"), [
+    (CAST, {}, "activations='fp8' and ordered=False, got activations=None, ordered=False"),
+    (CAST, {"activations": "fp8", "ordered": True}, "got activations='fp8', ordered=True"),
+    (cast_tokens(tokens(4)[:, :128]), {"activations": "fp8"}, r"takes \(N, 256\) torch.float16, got \(N, 128\) torch.float16"),
+    (cast_tokens(tokens(4).bfloat16()), {"activations": "fp8"}, r"got \(N, 256\) torch.bfloat16"),
+    (CAST._replace(q=CAST.q[:, :128]), {"activations": "fp8"}, "x.q must be a contiguous matrix"),
+    (CAST._replace(scale=CAST.scale[:3]), {"activations": "fp8"}, r"x.scale must be \(4,\)"),
+])  # fmt: skip
+def test_int4_linear_of_cast_tokens_that_do_not_fit_raises(x: Fp8Tokens, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Int4Linear(256, 64, device=DEVICE, **options)(x)
