@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kerneltune.compat import scaled_mm
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.ops.int4_gemm import fastest, packing
+from kerneltune.ops.int4_gemm import fastest, int4_fp8_gemm, norm_tokens, packing
 from kerneltune.ops.rmsnorm import rmsnorm_add_fwd, rmsnorm_fwd
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
@@ -149,6 +149,20 @@ def run(product: Product, is_cast: bool, quant: str, inputs: Inputs, _config: No
     return {"qkv": qkv, "y": total, "is_cast": is_cast}
 
 
+def run_cast_by_norms(inputs: Inputs, _config: None) -> Outputs:
+    """Run the layers with `int4_fp8_gemm`; the norms write its tokens in e4m3, other tokens are cast first."""
+    total: Tensor = inputs["x"]
+    qkv, norm = total, inputs["norm"]
+    tokens = norm_tokens(total, norm)
+    for layer in inputs["layers"]:
+        weight = {name: linear["weight"] for name, linear in layer.items()}
+        qkv = int4_fp8_gemm(tokens, weight["qkv"])
+        tokens, total = norm_tokens(int4_fp8_gemm(layer["o"]["x"], weight["o"]), norm, residual=total)
+        gate, up = int4_fp8_gemm(tokens, weight["gate-up"]).chunk(2, 1)
+        tokens, total = norm_tokens(int4_fp8_gemm(F.silu(gate) * up, weight["down"]), norm, residual=total)
+    return {"qkv": qkv, "y": total, "is_cast": True}
+
+
 def _of_int4(name: str, linear: Inputs, x: Tensor) -> Tensor:
     """Multiply by a variant of `int4_fastest_gemm`, with the best known config."""
     y: Tensor = fastest.OP.variant(name).run({**linear, "x": x}, None)["y"]
@@ -188,6 +202,7 @@ OPS = (
             _variant("optimized", "optimized", True),
             _variant("int4_gemm", "baseline", False),
             _variant("int4_fp8_gemm", "int4_fp8", True),
+            Variant("int4_fp8_norm", run_cast_by_norms),
             _variant("fp8_rowwise", "scaled_mm_rowwise", True, is_peer=True),
             _variant("fp8_static", "scaled_mm_static", True, is_peer=True),
             _variant("fp8_norm", _of_norm, True, quant="fp8", is_peer=True),
