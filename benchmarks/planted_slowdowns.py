@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kerneltune import device
-from kerneltune.cli.options import load_ops
+from kerneltune.cli.loading import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowVerdict, confirm, gate
 from kerneltune.measuring.compare import SELF, contender, input_sets, make_record, noise_floor, obstacle, time_contenders

@@ -44,6 +44,6 @@ def both(baseline_us: float = 100.0, optimized_us: float = 50.0, **changes: Any)
 
 
 def operators() -> list[str]:
-    from kerneltune.cli.options import load_ops
+    from kerneltune.cli.loading import load_ops
 
     return list(load_ops())

@@ -22,6 +22,7 @@ from kerneltune.cli import (
     doctor,
     gate,
     inspect,
+    loading,
     ops,
     options,
     profile,
@@ -94,7 +95,7 @@ class _Group(TyperGroup):
         except (ValueError, LookupError) as error:
             if os.environ.get(_TRACEBACK):
                 raise
-            for text in options.damaged_classes():  # the sweep file, which lists them, has no other fault
+            for text in loading.damaged_classes():  # the sweep file, which lists them, has no other fault
                 error_line(f"skipped: {text}")
             error_line(f"error: {error}")
             raise typer.Exit(2) from None
@@ -129,7 +130,7 @@ def _refused(error: Exception) -> typer.Exit:
     if option is not None and hasattr(error, "possibilities"):
         text = f"{text.rstrip('.')}{_holders(option)}"
     elif missing == "family" and text.startswith("Missing"):
-        text = options.without_family()
+        text = loading.without_family()
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)
@@ -224,12 +225,12 @@ def _root(
     settings.apply()
     options.use_capture(captured or "")
     if captured:
-        if not options.capture_folder(captured):
+        if not loading.capture_folder(captured):
             raise ValueError(f"{captured}: no capture: expected a folder that `kerneltune capture` wrote")
         for variable, name in ((RESULTS, "results"), ("KERNELTUNE_CONFIGS", "configs")):
             os.environ.setdefault(variable, os.path.join(captured, name))
     if plugin:
-        options.use_plugins(plugin)
+        loading.use_plugins(plugin)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kerneltune import device
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
@@ -92,7 +93,7 @@ def getter_command(
 
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
         raise ValueError(f"named: {named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
-    o.require_writable(out)
+    loading.require_writable(out)
     device.select_backend()
     is_whole_table = not tokens and (model is not None or export is not None)
     cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None), is_whole_table)
@@ -119,7 +120,7 @@ def getter_command(
         raise typer.Exit(int(any(outcome.status == "failed" for outcome in outcomes)))
 
     share = budget / sum(case.is_searched for case in spec.cases)
-    options = o.make_options(
+    options = loading.make_options(
         policy=policy, budget_s=share, trials=trials, retune="all" if force else None, until_gain=0.01, workers=workers
     )
     with Reporter() as progress:
@@ -222,7 +223,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, force: 
         raise ValueError(f"share: {share!r}: expected a fraction above 0, up to 1")
     if dry_run:
         return _show_forecast(folder, share or 1.0, workers, budget)
-    o.require_writable(folder)
+    loading.require_writable(folder)
     from kerneltune.processes.start import start_server
 
     start_server()

@@ -10,6 +10,7 @@ import typer
 
 from kerneltune import cache, device, misses, sweep_file
 from kerneltune.cache import CacheEntry, Chooser, load, load_strict
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, messages, note, show, show_wrapped, width
 from kerneltune.cli.files import bench_case, selected
@@ -31,7 +32,7 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and exchange the cache
 def list_(configs: o.ReadConfigs = None) -> None:
     """Show one line per GPU and operator."""
     rows = []
-    for path in o.config_files(configs):
+    for path in loading.config_files(configs):
         entries = load(path.stem, path.parent.name, path.parent.parent)
         variants = ", ".join(sorted({entry.variant for entry in entries}))
         latest = max((str(entry.evidence.get("date", "")) for entry in entries), default="")
@@ -40,7 +41,7 @@ def list_(configs: o.ReadConfigs = None) -> None:
         columns = (_GPU, Column("op"), Column("entries", digits=0), Column("variants", wraps=True), Column("latest"))
         show(Table(columns, tuple(rows)).text(width()))
     else:
-        show(f"no entries in {o.configs_root(configs)}")
+        show(f"no entries in {loading.configs_root(configs)}")
 
 
 @app.command("show")
@@ -57,7 +58,7 @@ def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, configs: o.Read
         gain = float(speedup) if isinstance(speedup, float | int) else None
         rows.append(Row((where, entry.policy, entry.variant, shown, pairs(entry.config), gain)))
     if not rows:
-        raise ValueError(f"no entry of {op} of this selection in {o.configs_root(configs)}")
+        raise ValueError(f"no entry of {op} of this selection in {loading.configs_root(configs)}")
     columns = (
         _GPU,
         Column("policy", shared=True),
@@ -80,14 +81,16 @@ def explain(
     configs: o.ReadConfigs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
-    operator = o.load_op(op)
+    operator = loading.load_op(op)
     chosen_variant = operator.variant(variant)
     if chosen_variant.config is None:
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
     folder, text = _gpu(gpu, configs), ",".join(case)
     if "=" in text:
         sizes = text.split(",")
-        named_case = o.case_of_sizes(operator, sizes, dtype or operator.dtypes[0], quant or operator.quants[0], whole=True)
+        named_case = loading.case_of_sizes(
+            operator, sizes, dtype or operator.dtypes[0], quant or operator.quants[0], complete=True
+        )
     else:
         named_case = bench_case(operator, text, dtype, quant)
     called = operator.case_of_call(named_case)
@@ -136,7 +139,7 @@ def _gpu(gpu: str | None, configs: Path | None) -> str:
     this_gpu = device.current()
     if this_gpu.is_gpu:
         return this_gpu.slug
-    folders = sorted({path.parent.name for path in o.config_files(configs)})
+    folders = sorted({path.parent.name for path in loading.config_files(configs)})
     if len(folders) != 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(folders or device.ARCHITECTURES)}")
     return folders[0]
@@ -169,7 +172,7 @@ def export_(
     """
     from kerneltune import exchange
 
-    operator = o.load_op(op)
+    operator = loading.load_op(op)
     if all(offered.config is None for offered in operator.variants):
         raise ValueError(f"op: {op!r}: expected an operator with configs: no variant of {op} has knobs")
     files = _chosen(op, gpu, configs)
@@ -231,9 +234,9 @@ def import_(
     """Store the configs of exported files in the cache, after all of them are checked."""
     from kerneltune import exchange
 
-    operator = o.load_op(op)
-    root = o.configs_root(configs)
-    o.require_writable(root)
+    operator = loading.load_op(op)
+    root = loading.configs_root(configs)
+    loading.require_writable(root)
     path = cache.path_of(op, gpu, root)
     stored_keys = {entry.key for entry in cache.load_strict(path)} if path.exists() else set()
     accepted = []
@@ -274,7 +277,7 @@ def check(configs: o.ReadConfigs = None) -> None:
 
 def fitting_entries(path: Path) -> list[CacheEntry]:
     """Return the entries of a file; an entry that calls do not use is an error."""
-    ops = o.load_ops()
+    ops = loading.load_ops()
     o.choice(f"{path}: op", path.stem, ops)
     entries = load_strict(path)
     for index, entry in enumerate(entries):
@@ -305,15 +308,15 @@ def _require_fit(op: Op, entry: CacheEntry) -> None:
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:
     """Return the cache files of an operator and a GPU; of all operators or GPUs where the argument is None."""
-    files = o.config_files(configs)
+    files = loading.config_files(configs)
     if not files:
-        raise ValueError(f"no cached configs in {o.configs_root(configs)}")
+        raise ValueError(f"no cached configs in {loading.configs_root(configs)}")
     names = sorted({path.stem for path in files})
     if op is not None and op not in names:
-        if op not in o.load_summaries():
+        if op not in loading.load_summaries():
             raise unknown("op with cached configs", op, names, sweep_file.NO_OP)
-        command = f"kerneltune tune {o.family_of(op) or 'FAMILY'} --op {op}"
-        raise ValueError(f"op: {op!r}: no cached configs in {o.configs_root(configs)}: `{command}` finds them")
+        command = f"kerneltune tune {loading.family_of(op) or 'FAMILY'} --op {op}"
+        raise ValueError(f"op: {op!r}: no cached configs in {loading.configs_root(configs)}: `{command}` finds them")
     if gpu is not None:
         o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]

@@ -11,6 +11,7 @@ import typer
 
 from kerneltune import device
 from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
 from kerneltune.errors import meant
@@ -56,7 +57,7 @@ def command(
         raise ValueError(f"kernel: {kernel[1]!r}: expected --kernel once, like 'attn_*'")
     pattern = kernel[0] if kernel else _ALL
     require_program(program)
-    o.require_writable(out)
+    loading.require_writable(out)
     options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune, "ignored": ignore_arg or [], "plain": plain}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
     if device.model() == device.INTERPRETER:

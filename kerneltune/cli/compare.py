@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import STDOUT, deliver, width
 from kerneltune.cli.files import SUFFIX, load_some, record_files, selected, tables_of_devices
@@ -101,10 +102,10 @@ def _is_file(name: str | None) -> bool:
 def _measured(a: str, b: str, selection: Selection, policy: str | None, results: Path | None, output: Path | None) -> Sides:
     """Measure A and B now, if the output can be written; return their records."""
     if output not in (None, STDOUT):
-        o.require_writable(output.parent)
+        loading.require_writable(output.parent)
     if not selection.family:
         raise ValueError("family: missing: expected --family where --run is given")
-    options, ops = o.make_options(selection.family, results, policy=policy), o.load_ops()
+    options, ops = loading.make_options(selection.family, results, policy=policy), loading.load_ops()
     from kerneltune.sweep_run import measure_live
 
     selection.require_match("op", ops)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kerneltune import device
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
 from kerneltune.inspection import proof
@@ -80,7 +81,7 @@ def nvml_lines() -> Iterator[Finding]:
 def peer_packages() -> Iterator[Finding]:
     """List the packages that peers need, and for a missing package the peers that need it."""
     try:
-        ops = o.load_summaries()
+        ops = loading.load_summaries()
     except ValueError as error:
         yield "operators", "not usable", str(error)
         return
@@ -112,11 +113,11 @@ def journey_lines() -> Iterator[Finding]:
 
 def _folders(configs: Path | None, results: Path | None) -> Iterator[Finding]:
     for name, folder, loss in (
-        ("configs", o.configs_root(configs), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
+        ("configs", loading.configs_root(configs), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
         ("results", results_root(results), "sweep cannot keep records; set KERNELTUNE_RESULTS"),
     ):
         try:
-            o.require_writable(folder)
+            loading.require_writable(folder)
             yield name, str(folder), ""
         except ValueError as error:
             yield name, str(error), loss

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kerneltune import device, sweep_file
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 from kerneltune.errors import meant
@@ -39,7 +40,7 @@ def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> li
         files.append(Path(o.captured(), "sweep.yaml"))
     cases = []
     for path in files:
-        sweep = sweep_file.load(path, o.load_ops())
+        sweep = sweep_file.load(path, loading.load_ops())
         for section in sections:
             cases += [entry.case for entry in getattr(sweep, section) if entry.op == op]
     return cases

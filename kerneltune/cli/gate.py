@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cache import path_of
-from kerneltune.cli import inspect
+from kerneltune.cli import inspect, loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import STDOUT, end_if_failed, error_line, messages, show, width, write
 from kerneltune.cli.files import SUFFIX, load_baseline, load_some, selected
@@ -84,8 +84,8 @@ def command(
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
     for path in filter(None, (junit, markdown)):
-        o.require_writable(path.parent)
-    plan = o.make_plan(run or "", selection, results=results, policy=policy, peers=peers, configs=configs)
+        loading.require_writable(path.parent)
+    plan = loading.make_plan(run or "", selection, results=results, policy=policy, peers=peers, configs=configs)
     if not update:
         raise _reported(_measured(baseline, plan, processes, margin, save), junit, markdown, annotations)
     _update(baseline, plan, processes)
@@ -112,17 +112,19 @@ def _judged_file(
 
         _require_usable_configs(records, configs)
         try:
-            stale = [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
+            stale = [f"{line}, or --allow-stale" for line in stale_lines(records, loading.load_ops(), configs)]
         except ValueError as error:
             raise ValueError(f"{new}: {error}") from error
-    return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_summaries(), op), stale=stale)
+    return gate(
+        against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(loading.load_summaries(), op), stale=stale
+    )
 
 
 def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> None:
     """Raise ValueError for a config file of the records' operators and GPUs that has an entry which calls do not use."""
     from kerneltune.cli.cache import fitting_entries
 
-    ops = o.load_ops()
+    ops = loading.load_ops()
     for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
         path = path_of(op, gpu, configs)
         if op in ops and path.exists():
@@ -139,7 +141,7 @@ def _measured(baseline: str, plan: Plan, processes: int, margin: float | None, s
     if save is not None:
         _require_mergeable(save)
     with Reporter() as progress:
-        verdict, measured = run_gate(partial(o.load_ops, o.captured()), plan, against, processes, margin, progress)
+        verdict, measured = run_gate(partial(loading.load_ops, o.captured()), plan, against, processes, margin, progress)
     if save is not None and measured:
         _keep(save, measured)
     return verdict
@@ -154,7 +156,7 @@ def _update(baseline: str, plan: Plan, processes: int) -> None:
         raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
     _require_mergeable(Path(baseline))
     with Reporter() as progress:
-        measured = pool(run_processes(partial(o.load_ops, o.captured()), plan, processes, progress))
+        measured = pool(run_processes(partial(loading.load_ops, o.captured()), plan, processes, progress))
     end_if_failed(measured)
     if not any(record.status == "passed" for record in measured):
         raise ValueError(f"nothing measured: {plan.selection.family} has no such case and variant that can be timed here")
@@ -163,7 +165,7 @@ def _update(baseline: str, plan: Plan, processes: int) -> None:
 
 def _require_mergeable(path: Path) -> None:
     """Raise ValueError for a file that could not take the measured rows, before they are measured."""
-    o.require_writable(path.parent)
+    loading.require_writable(path.parent)
     if path.exists():
         load(path)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune.cache import readable
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import messages, note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept_cases
@@ -69,10 +70,10 @@ def command(
     With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config does not
     compile.
     """
-    selection = replace(selection, ops=(op,) if op else tuple(o.captured_ops()))
+    selection = replace(selection, ops=(op,) if op else tuple(loading.captured_ops()))
     targets = _targets(target)
     if save is not None:
-        o.require_writable(save.parent)
+        loading.require_writable(save.parent)
     runs = _runs(selection, sizes or [], gpu, configs)
     if not (every or selection.ops or selection.cases):
         compiled = f"{counted(len(runs), 'config')} of all operators for {counted(len(targets), 'target')}"
@@ -125,7 +126,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
         targets = _targets(target or [row.target for row in saved.rows])
         rows = tuple(row for row in saved.rows if row.target in targets and (not selection.ops or row.op in selection.ops))
         for name in {row.op for row in rows}:
-            o.choice(f"{baseline}: op", name, o.load_summaries())
+            o.choice(f"{baseline}: op", name, loading.load_summaries())
         if not rows:
             raise ValueError(f"{baseline}: no row of {' '.join(selection.ops) or 'any operator'} for {' '.join(targets)}")
         runs = _runs_of_rows(baseline, rows, selection, saved.gpu or _GPU, configs)
@@ -165,7 +166,7 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], selection: Selection, gp
     """Return the selected cached configs of the rows' operators; for an operator without any, the default configs of its rows."""
     from kerneltune.inspection.survey import cached_runs, default_runs
 
-    ops = o.load_ops()
+    ops = loading.load_ops()
     names = {row.op for row in rows}
     uncached = {name for name in names if not cached_runs([ops[name]], configs, gpu)}
     cached = tuple(sorted(names - uncached))
@@ -175,7 +176,7 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], selection: Selection, gp
         name, sizes, dtype, quant = row.case_parts()
         op = ops[row.op]
         try:
-            case = o.case_of_sizes(op, sizes, dtype, quant, whole=True)
+            case = loading.case_of_sizes(op, sizes, dtype, quant, complete=True)
             one_variant = replace(selection, variants=(op.variant(row.variant).name,))
         except ValueError as error:
             raise ValueError(f"{file}: case: {row.case!r}: {error}") from error
@@ -195,7 +196,7 @@ def _runs(selection: Selection, sizes: list[str] | None, gpu: str, configs: Path
     for case in (name for name in selection.cases if "=" in name):
         example = " ".join([*(selection.ops or ("OP",)), *case.split(",")])
         raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {example}")
-    ops = o.load_ops()
+    ops = loading.load_ops()
     selection.require_names(ops.values())
     selected_ops: list[Op] = [ops[name] for name in selection.ops or ops]
     variants = [v for selected_op in selected_ops for v in selected_op.variants if selection.matches_variant(v.name)]
@@ -229,7 +230,7 @@ def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:
 
     if selection.cases:
         raise ValueError(f"case: {selection.cases[0]!r}: expected sizes or --case, one of them")
-    case = o.case_of_sizes(op, sizes, (selection.dtypes or op.dtypes)[0], (selection.quants or op.quants)[0], whole=True)
+    case = loading.case_of_sizes(op, sizes, (selection.dtypes or op.dtypes)[0], (selection.quants or op.quants)[0], complete=True)
     runs = _selected(default_runs(op, [case], selection), selection)
     if not runs:
         raise ValueError(f"nothing to compile: {op.name} has no such variant with knobs for {case.label}")

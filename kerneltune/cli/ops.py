@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.listing import OpSummary
@@ -28,7 +29,7 @@ def command(
     if index:
         _write_index()
         return
-    listed = o.load_summaries()
+    listed = loading.load_summaries()
     if name is None:
         o.refuse("expected only with OP", dtype=dtype, quant=quant)
         head = ("op", "axes", "types", "modes", "variants", "peers")
@@ -39,8 +40,8 @@ def command(
             show_wrapped(f"* not installed here: {', '.join(missing)}", "")
         return
     o.choice("op", name, listed)  # before the operators' code is loaded, which takes seconds
-    op = o.load_ops()[name]
-    case = o.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
+    op = loading.load_ops()[name]
+    case = loading.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
     described = [_described(op, variant, case) for variant in op.variants]
     show_wrapped(f"{op.name}: {case.label}")
     for option, values in op.options.items():
@@ -61,7 +62,7 @@ def _described(op: Op, variant: Variant, case: Case) -> list[tuple[str, int]]:
 
 def _write_index() -> None:
     """Write the summaries of all operators of this package, which `load_summaries` reads."""
-    o.load_ops()
+    loading.load_ops()
     from kerneltune import listing, ops, workloads
 
     operators = {module: ops.operators_in(module) for module in ops.modules()}

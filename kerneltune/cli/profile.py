@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from kerneltune import device
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
 from kerneltune.cli.files import bench_case
@@ -34,7 +35,7 @@ def command(
 
     Clocks are left as they are and caches start cold. The profiler distorts times: compare times with `compare`.
     """
-    operator = o.load_op(op)
+    operator = loading.load_op(op)
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
         o.choice("variant", name, [variant.name for variant in operator.variants])
         if text:
@@ -68,7 +69,7 @@ def launch_profiled(captured: str, op: str, variant: str, case: str, config: str
     """
     import torch
 
-    ops = o.load_ops(captured)
+    ops = loading.load_ops(captured)
     profiled = ops[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)
     knobs = o.config_of(profiled, "config", config) if config else Task(ops[op], shape, profiled).config_of_call(None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kerneltune import device
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, messages, note, show, show_wrapped, width
 from kerneltune.cli.progress import Reporter
@@ -63,17 +64,17 @@ def command(
     finds no records.
     """
     o.refuse("expected only with --check-only", mutate=mutate and not check_only)
-    folder = o.capture_folder(family)
+    folder = loading.capture_folder(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}
     fields["mode"] = "check" if check_only else ("tune" if tune and not quick else "measure")
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
-        ops = o.load_ops()
-        return _renew(ops, replace(selection, family=family), o.make_options(configs=configs, results=results, **fields))
+        ops = loading.load_ops()
+        return _renew(ops, replace(selection, family=family), loading.make_options(configs=configs, results=results, **fields))
     if not family:
-        raise ValueError(o.without_family())
+        raise ValueError(loading.without_family())
     file = family
     if folder:
         o.use_capture(folder)
@@ -81,8 +82,8 @@ def command(
         file = str(Path(folder, "sweep.yaml"))
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    plan = o.make_plan(file, selection, configs=configs, results=results, quick=quick, trials=trials, **fields)
-    o.require_folders(plan.options)
+    plan = loading.make_plan(file, selection, configs=configs, results=results, quick=quick, trials=trials, **fields)
+    loading.require_folders(plan.options)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
 
@@ -115,9 +116,10 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
     gpu = device.current()
     measures = gpu.is_gpu and options.mode != "check"
     if measures:
-        o.require_folders(options)
+        loading.require_folders(options)
     plans = stale.plans_of(ops, selection, options)
-    files = [path for plan in plans for path in options.results.glob(f"*/{plan.family}.jsonl")] + o.config_files(options.configs)
+    files = [path for plan in plans for path in options.results.glob(f"*/{plan.family}.jsonl")]
+    files += loading.config_files(options.configs)
     slugs = [gpu.slug] if gpu.is_gpu else sorted({path.parent.name for path in files})
     stales = [stale.find(plans, slug) for slug in slugs]
     table = _stale_table(stales)

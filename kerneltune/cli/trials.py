@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kerneltune import device
+from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.plan import Plan, Selection
@@ -34,7 +35,7 @@ def command(
     results: o.Results = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
-    plan = o.make_plan(family, replace(selection, variants=(variant,)), policy=policy, results=results)
+    plan = loading.make_plan(family, replace(selection, variants=(variant,)), policy=policy, results=results)
     gpu = gpu or device.current().slug
     searches_by_title = searches_of(plan, gpu)
     if not searches_by_title:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune import device
-from kerneltune.cli import cases
+from kerneltune.cli import cases, loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped
 from kerneltune.cli.progress import Reporter
@@ -91,7 +91,7 @@ def command(
     o.refuse("expected only with the folder of a capture", share=share)
     if not dry_run:
         start_server()  # its imports run beside the imports of this process and take as long
-    plan = o.make_plan(
+    plan = loading.make_plan(
         family, selection, max_cases=max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
         retune="all" if force else ("stale" if stale else None),
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
@@ -102,7 +102,7 @@ def command(
         raise ValueError(f"{plan.sweep.path}: no bench case selected")
     if dry_run:
         return _show_forecast(plan)
-    o.require_folders(plan.options)
+    loading.require_folders(plan.options)
     from kerneltune.tune.run import run_tune
 
     with Reporter() as progress:
@@ -136,7 +136,7 @@ def _show_outcome(tuned: "Sequence[TuningResult]", configs: Path | None) -> None
     """Print how many cases were not tuned, which exits with 1, and in which programs calls find the configs."""
     status = Counter(result.status for result in tuned)
     num_searched, num_failed = status.total() - status["kept"], status["failed"]
-    where = o.where_configs_serve(configs) if status["tuned"] else ""
+    where = loading.where_configs_serve(configs) if status["tuned"] else ""
     if where:
         note(where)
     if not num_searched:

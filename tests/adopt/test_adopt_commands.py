@@ -84,7 +84,7 @@ def test_export_of_a_captured_kernel_has_configs_that_autotune_accepts(tmp_path:
 
 def test_process_loads_the_capture_it_is_given_and_not_that_of_its_environment(tmp_path: Path) -> None:
     names = {op.name for op in operators_of(captured(tmp_path))}
-    code = "import sys; from kerneltune.cli.options import load_ops; print(*(load_ops(sys.argv[1]).keys() - load_ops().keys()))"
+    code = "import sys; from kerneltune.cli.loading import load_ops; print(*(load_ops(sys.argv[1]).keys() - load_ops().keys()))"
     named = run_python(code, str(tmp_path), TRITON_INTERPRET="1")
     assert set(named.stdout.split()) == names, named.stderr
     unnamed = run_python(code, "", TRITON_INTERPRET="1", KERNELTUNE_CAPTURED=str(tmp_path))

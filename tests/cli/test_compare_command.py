@@ -242,7 +242,7 @@ def test_compare_with_run_and_an_unwritable_output_fails_before_it_measures(
 
 def test_compare_with_run_to_standard_output_needs_no_writable_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kerneltune.sweep_run.measure_live", lambda *_, **__: both())
-    monkeypatch.setattr("kerneltune.cli.options.require_writable", lambda folder: pytest.fail(f"tried {folder}"))
+    monkeypatch.setattr("kerneltune.cli.loading.require_writable", lambda folder: pytest.fail(f"tried {folder}"))
     part = ("--op", "rmsnorm_fwd", "--output", "-")
     assert run("compare", "baseline", "optimized", "--run", "--family", "rmsnorm", *part).stdout == TABLE
 

@@ -10,7 +10,7 @@ import pytest
 from command_line import NO_TIMES, both, record, refused, run
 
 from kerneltune.cli import console, progress
-from kerneltune.cli.options import load_ops
+from kerneltune.cli.loading import load_ops
 from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.sweep_run import SweepResult
 

@@ -8,7 +8,7 @@ import torch
 from planted_slowdowns import measure_task
 
 from kerneltune import device, ops
-from kerneltune.cli.options import load_ops
+from kerneltune.cli.loading import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate

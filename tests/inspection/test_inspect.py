@@ -162,7 +162,7 @@ def test_inspect_of_a_capture_compiles_its_kernels_only(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("rmsnorm_bwd", "moe_permute")
-    monkeypatch.setattr("kerneltune.cli.options.captured_ops", lambda _folder="": {name: ops.load()[name] for name in names})
+    monkeypatch.setattr("kerneltune.cli.loading.captured_ops", lambda _folder="": {name: ops.load()[name] for name in names})
     assert run("inspect", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
     assert {task.op.name for task, _ in compiled[0][0]} == set(names)
     assert run("inspect", "rmsnorm_fwd", "--target", "sm_90", "--configs", tmp_path).exit_code == 0

@@ -259,7 +259,7 @@ def test_gpu_worker_begins_before_the_driver_is_asked(slow: Options, monkeypatch
 
 SEARCHED = """
 import sys
-from kerneltune.cli.options import load_ops
+from kerneltune.cli.loading import load_ops
 from kerneltune.tune import fleet
 from kerneltune.search.loop import SearchState, Candidates, SearchLimits
 from fake_tuner import CASE, LARGE

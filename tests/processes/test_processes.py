@@ -16,7 +16,7 @@ from gate_rows import record
 from subprocesses import environment
 
 from kerneltune import files, records
-from kerneltune.cli.options import load_ops
+from kerneltune.cli.loading import load_ops
 from kerneltune.gating.run import _measure
 from kerneltune.plan import Options, Selection
 from kerneltune.processes.start import held_folder, in_fresh_processes, process_folder
