@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import msgspec
 
 from kerneltune.errors import first_line, place_of
 from kerneltune.files import replace_text
-from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, knobs_of_class, missing_packages
+from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, knobs_of_class
 from kerneltune.wording import dtype_name
 
 INDEX = Path(__file__).with_name("index.json")
@@ -37,10 +38,6 @@ class VariantSummary:
     name: str
     role: Role
     requires: tuple[str, ...] = ()
-
-    def missing(self) -> tuple[str, ...]:
-        """Return the required packages that are not installed."""
-        return missing_packages(self.requires)
 
 
 @dataclass(frozen=True)
@@ -102,20 +99,31 @@ def _read(path: Path) -> dict[str, tuple[OpSummary, ...]]:
 
 def check_contract(op: Op) -> None:
     """Raise ValueError with operator, variant, field and value if an operator contradicts itself."""
-    for mistake in (*_mistaken_forms(op), *_missing_functions(op), *_mistaken_names(op)):
+    for mistake in chain(_mistaken_types(op), _mistaken_forms(op), _missing_functions(op), _mistaken_names(op)):
         raise ValueError(f"{op.name}: {mistake}")
     for variant in op.variants:
         if variant.config is not None:
             _check_variant(op, variant)
 
 
-def _mistaken_forms(op: Op) -> Iterator[str]:
-    """Yield `field: value: expected …` for a name, axes, types, modes or options of the wrong form."""
-    if not re.fullmatch(r"[\w.-]*\w", op.name):  # it names files
-        yield f"name: {op.name!r}: expected letters, digits, '_', '-' and '.'"
-    for field, names in (("axes", op.axes), ("dtypes", op.dtypes), ("quants", op.quants)):
+def _mistaken_types(op: Op) -> Iterator[str]:
+    """Yield `field: value: expected …` for variants, names or mappings of the wrong type."""
+    if not isinstance(op.variants, tuple | list) or not all(isinstance(variant, Variant) for variant in op.variants):
+        yield f"variants: {op.variants!r}: expected a tuple of Variant"
+    lists = {name: getattr(op, name) for name in ("axes", "dtypes", "quants", "free_axes", "free_options")}
+    lists |= {"unseen_options": op.unseen_options or (), **{f"variants: {v.name}: requires": v.requires for v in op.variants}}
+    for field, names in lists.items():
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             yield f"{field}: {names!r}: expected a tuple of names"
+    for field, by_name in (("options", op.options), ("bands", op.bands)):
+        if not isinstance(by_name, Mapping) or not all(isinstance(values, tuple | list) for values in by_name.values()):
+            yield f"{field}: {by_name!r}: expected names with tuples of values"
+
+
+def _mistaken_forms(op: Op) -> Iterator[str]:
+    """Yield `field: value: expected …` for a name, functions, types or options of the wrong form."""
+    if not isinstance(op.name, str) or not re.fullmatch(r"[\w.-]*\w", op.name):  # it names files
+        yield f"name: {op.name!r}: expected letters, digits, '_', '-' and '.'"
     for variant in op.variants:
         if not isinstance(variant.run, Hashable):
             yield f"variants: {variant.name}: run: {type(variant.run).__name__}: expected a hash, which a frozen dataclass has"
@@ -123,13 +131,14 @@ def _mistaken_forms(op: Op) -> Iterator[str]:
         if dtype != dtype_name(dtype):
             yield f"dtypes: {dtype!r}: expected {dtype_name(dtype)!r}"
     for name, values in op.options.items():
-        if not isinstance(values, tuple | list) or not values:
+        if not values:
             yield f"options: {name}: {values!r}: expected a tuple of values, the usual one first"
 
 
 def _missing_functions(op: Op) -> Iterator[str]:
     """Yield `field: value: expected a function` for each field that must be a function and is not, such as `invalid=None`."""
     fields = {name: getattr(op, name) for name in ("inputs", "reference", "compare", "traffic")}
+    fields |= {name: value for name in ("as_called", "flops") if (value := getattr(op, name)) is not None}
     for variant in op.variants:
         for name in ("run", "space", "invalid", "unsupported", "promising"):
             fields[f"variants: {variant.name}: {name}"] = getattr(variant, name)
@@ -152,7 +161,7 @@ def _mistaken_names(op: Op) -> Iterator[str]:
     if type(op.max_distance) not in (int, float) or not op.max_distance >= 0:
         yield f"max_distance: {op.max_distance!r}: expected a log2 distance, 0 or more"
     for axis, ends in op.bands.items():
-        if list(ends) != sorted(set(ends)):
+        if any(type(end) is not int for end in ends) or list(ends) != sorted(set(ends)):
             yield f"bands: {axis}: {ends}: expected rising sizes"
     for field, names in (
         ("variants", [variant.name for variant in op.variants]),
@@ -222,7 +231,7 @@ def check_case(op: Op, case: Case) -> None:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)
         else:
-            for looked_up in dict.fromkeys((case, op.case_of_call(case))):
+            for looked_up in dict.fromkeys((case, _ask(subject, "as_called", op.as_called or op.case_of_call, case))):
                 _check_knobs(f"{op.name} {variant.name} {looked_up.label}", variant, variant.default, variant.config, looked_up)
 
 
@@ -265,6 +274,8 @@ def _mistake_in_space(space: Space, knobs: Mapping[str, type]) -> str | None:
 
     knobs: types of the knobs of the config, by name.
     """
+    if not isinstance(space, Mapping):
+        return f"{space!r}: expected the values of each knob"
     for knob in (*space, *(knob for knob in knobs if knob not in space)):
         if knob not in knobs or knob not in space:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"

@@ -11,7 +11,7 @@ from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.listing import OpSummary
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Op, Variant, missing_packages
 from kerneltune.wording import short_dtype
 
 _KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
@@ -35,7 +35,7 @@ def command(
         head = ("op", "axes", "types", "modes", "variants", "peers")
         show_table(head, [_row(op) for op in listed.values()])
         variants = [variant for op in listed.values() for variant in op.variants]
-        missing = dict.fromkeys(package for variant in variants for package in variant.missing())
+        missing = dict.fromkeys(package for variant in variants for package in missing_packages(variant.requires))
         if missing:
             show_wrapped(f"* not installed here: {', '.join(missing)}", "")
         return
@@ -73,7 +73,7 @@ def _write_index() -> None:
 
 def _row(op: OpSummary) -> tuple[str, ...]:
     own = [variant.name for variant in op.variants if variant.role != "peer"]
-    peers = [f"{v.name}{'*' if v.missing() else ''}" for v in op.variants if v.role == "peer"]
+    peers = [f"{v.name}{'*' if missing_packages(v.requires) else ''}" for v in op.variants if v.role == "peer"]
     lists = (op.axes, map(short_dtype, op.dtypes), op.quants, own, peers or "-")
     return op.name, *map(" ".join, lists)  # without commas the table fits 80 columns
 
