@@ -15,8 +15,8 @@ from kerneltune.adopt.startup import recorder, start_from_environment
 from kerneltune.device import may_have_gpu, wants_interpreter
 
 
-class NoGpuError(RuntimeError, SystemExit):
-    """Report a launch without a GPU. A program that does not catch the error ends with its line, without a traceback."""
+class AutotuneError(RuntimeError, ValueError, SystemExit):
+    """Report a launch without a GPU, or a name that the kernel lacks; a program that does not catch it ends with its line."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ def _run_if_possible(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Launch a kernel that was decorated where no GPU was found.
 
     Raises:
-        NoGpuError: Triton has no driver, as on a machine without a GPU.
+        AutotuneError: Triton has no driver, as on a machine without a GPU.
     """
     from triton.runtime.driver import driver
 
@@ -35,7 +35,7 @@ def _run_if_possible(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
         driver.active.get_current_target()
     except RuntimeError:
         name = kernel_name(autotuner).text
-        raise NoGpuError(f"{name}: no GPU: set TRITON_INTERPRET=1 to run Triton's interpreter, or use a GPU") from None
+        raise AutotuneError(f"{name}: no GPU: set TRITON_INTERPRET=1 to run Triton's interpreter, or use a GPU") from None
     del autotuner.run
     return autotuner.run(*args, **kwargs)
 
@@ -69,6 +69,7 @@ def autotune(
         kwargs: further arguments of triton.autotune.
 
     Raises:
+        AutotuneError: the kernel lacks a name of an argument.
         TypeError: the installed Triton does not know an argument, the reference is no function, or a tolerance has no reference.
     """
     import triton
@@ -98,8 +99,8 @@ def autotune(
         described = SimpleNamespace(arg_names=fn.arg_names, configs=configs, base_fn=jit_of(fn).fn)
         if problem := misnamed(described, key, space or ()):
             if (recording := recorder()) is not None:
-                recording.refuse_misnamed(kernel_name(jit_of(fn)), problem)
-            raise ValueError(problem)
+                recording.note_misnamed(kernel_name(jit_of(fn)), problem)
+            raise AutotuneError(problem)
         autotuner = decorate(fn)
         if not wants_interpreter() and not may_have_gpu():
             autotuner.run = partial(_run_if_possible, autotuner)

@@ -200,7 +200,8 @@ class Recorder:
         if min(len(classes), num_keys) >= most:  # the usual case, because describing a launch takes up to 0.4 ms
             return self._refuse(name, too_many)
         if problem := configs.misnamed(tuner):
-            return self.refuse_misnamed(name, problem)
+            self._notes.misnamed.append(name.text)
+            return self._refuse(name, f"not captured: {problem}")
         try:
             launch_class, storages = describe_launch(launch, self.ignored.difference(tuner.keys))
             bytecode = launch_class.bytecode_digest
@@ -273,10 +274,10 @@ class Recorder:
         if recorded.digest:
             self._count(recorded.digest)
 
-    def refuse_misnamed(self, name: KernelName, problem: str) -> RecordedClass:
+    def note_misnamed(self, name: KernelName, problem: str) -> None:
         """Note a kernel whose decorator names an argument that the kernel lacks: `kerneltune capture` ends with exit code 2."""
         self._notes.misnamed.append(name.text)
-        return self._refuse(name, f"not captured: {problem}")
+        self._notes.refused[name.text] = f"not captured: {problem}"
 
     def _refuse(self, name: KernelName, reason: str) -> RecordedClass:
         reason = " ".join(reason.split())[:200]

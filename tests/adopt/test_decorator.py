@@ -97,6 +97,18 @@ def test_autotune_with_a_name_that_the_kernel_lacks_raises_with_file_and_line(ch
         kerneltune.autotune(**({"configs": CONFIGS, "key": ["N"]} | changes))(copied)
 
 
+def test_program_with_a_misnamed_key_ends_with_one_line_which_capture_repeats(tmp_path: Path) -> None:
+    decorated = 'import kerneltune, triton\n@kerneltune.autotune([triton.Config({})], key=["N"])\n@triton.jit\n'
+    (tmp_path / "program.py").write_text(f"{decorated}def doubled(n):\n    pass\n")
+    line = f"{tmp_path}/program.py:2: doubled: key: 'N': expected a parameter of the kernel: n\n"
+    program = [sys.executable, "program.py"]
+    alone = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    assert (alone.returncode, alone.stderr) == (1, f"error: {line}")
+    capture = [sys.executable, "-m", "kerneltune", "capture", "--out", "cap", "--", *program]
+    captured = subprocess.run(capture, cwd=tmp_path, capture_output=True, text=True)
+    assert (captured.returncode, captured.stderr) == (2, f"error: {line}error: __main__.doubled: not captured: {line}")
+
+
 def test_capture_notes_kernels_that_autotune_refuses(tmp_path: Path) -> None:
     startup.capture(tmp_path)
     with pytest.raises(ValueError, match="'ROWS'"):
