@@ -1,6 +1,6 @@
 """Keep the rows that a run has checked or measured, so that the run after an interrupt continues behind them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kerneltune import device, records
@@ -36,13 +36,9 @@ class Journal:
         finished = []
         for task, config in runs:
             fields = {"device": gpu.name, "unit": gpu.unit, "config": knobs_of(config) or None, **fingerprint(task.variant)}
-            rows = [row for row in self._by_key.get(task.key, ()) if row.status != "failed" and _has(row, fields)]
-            finished += rows[-1:]
+            rows = [row for row in self._by_key.get(task.key, ()) if row.status != "failed"]
+            finished += [row for row in rows if all(getattr(row, name) == value for name, value in fields.items())][-1:]
         return finished if len(finished) == len(runs) else None
-
-
-def _has(row: Record, fields: Mapping[str, object]) -> bool:
-    return all(getattr(row, name) == value for name, value in fields.items())
 
 
 def _load(path: Path) -> list[Record]:

@@ -213,7 +213,8 @@ class Compiler:
             place = failing_line(exception) or ("" if is_of_triton else statement_in("", exception))
             failed, error = exception, f"{place}{line_of(exception)}"
         else:
-            error = next((_wrong_code(kernel) for kernel in launched if kernel.stray_stores), "")
+            wrong = "wrong code: ptxas stores the stack pointer in {} places where numbers belong"
+            error = next((f"{one.name}: {wrong.format(one.stray_stores)}" for one in launched if one.stray_stores), "")
         is_of_machine = isinstance(failed, OSError | MemoryError)
         return CompileResult(tuple(launched), time.perf_counter() - started, error, is_of_machine)
 
@@ -242,10 +243,6 @@ def _refuse_early(
 
     stages["llir"] = checked
     return None
-
-
-def _wrong_code(kernel: Kernel) -> str:
-    return f"{kernel.name}: wrong code: ptxas stores the stack pointer in {kernel.stray_stores} places where numbers belong"
 
 
 class _DryDriver:
