@@ -24,7 +24,7 @@ from kerneltune import device
 from kerneltune.cli.loading import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowVerdict, confirm, gate
-from kerneltune.measuring.compare import SELF, contender, input_sets, make_record, noise_floor, obstacle, time_contenders
+from kerneltune.measuring.compare import SELF, contender, input_sets, make_record, noise_floor, time_contenders, why_not_timed
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.records import Record, append, parse, timing
@@ -71,7 +71,7 @@ class Decisions:
 
 def measure_task(family: str, task: Task, config: Config, delays: Sequence[float]) -> dict[float, Record]:
     """Return a record for each delay, 0.0 first; nothing where the variant or the case cannot be timed."""
-    if task.variant.unsupported(task.case) is not None or obstacle(task) is not None:
+    if task.variant.unsupported(task.case) is not None or why_not_timed(task) is not None:
         return {}
     variant, policy, inputs = task.variant, POLICIES[task.policy], input_sets(task)
     plain = contender(variant, config, inputs, policy)

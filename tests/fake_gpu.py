@@ -43,7 +43,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr("kerneltune.tune.session.CompilePool", Pool)
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", Bench)
-    monkeypatch.setattr("kerneltune.tune.session.obstacle", lambda *_: None)
+    monkeypatch.setattr("kerneltune.tune.session.why_not_timed", lambda *_: None)
     cache.clear()
     yield
     cache.clear()

@@ -69,7 +69,7 @@ def fake_session(options: Options, _cores: frozenset[int] | None) -> TuningSessi
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(session, "CompilePool", Pool)  # noqa: B010
     setattr(session, "GpuWorker", LoggedBench)  # noqa: B010
-    setattr(session, "obstacle", lambda *_: None)  # noqa: B010
+    setattr(session, "why_not_timed", lambda *_: None)  # noqa: B010
     return TuningSession(options)
 
 

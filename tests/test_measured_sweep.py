@@ -42,7 +42,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     for module in (check, compare):
-        monkeypatch.setattr(module, "memory_obstacle", lambda *_: None)
+        monkeypatch.setattr(module, "why_too_large", lambda *_: None)
     monkeypatch.setattr(sweep_run, "compile_ahead", lambda *_: None)
 
 
@@ -52,14 +52,14 @@ def test_free_memory_is_asked_while_the_worker_holds_no_other_case(
 ) -> None:
     held, asked = list[Case](), set[Case]()
 
-    def memory_obstacle(_op: object, case: Case) -> None:
+    def why_too_large(_op: object, case: Case) -> None:
         assert {*held} <= {case}
         asked.add(case)
 
     (tmp_path / "tiny.yaml").write_text(STREAM)
     monkeypatch.setattr(GpuWorker, "check", lambda _worker, task, _config: held.append(task.case) or Outcome("checked"))
     monkeypatch.setattr(GpuWorker, "close", lambda _worker: held.clear())
-    monkeypatch.setattr(check, "memory_obstacle", memory_obstacle)
+    monkeypatch.setattr(check, "why_too_large", why_too_large)
     plan = load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, mode="check"))
     assert {row.status for row in run_sweep(plan, Progress()).records} == {"checked"}
     assert len(asked) > 1

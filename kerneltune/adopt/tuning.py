@@ -200,13 +200,13 @@ def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:
             verdicts = blocks.setdefault(launch_class.digest, {})
             for name in launch_class.candidates[0].config.kwargs:
                 if name not in verdicts:
-                    verdicts[name], is_new = _coupling(worker, task, launch_class, name), True
+                    verdicts[name], is_new = _why_coupled(worker, task, launch_class, name), True
     if is_new:
         write_blocks(capture.root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
     return is_new
 
 
-def _coupling(worker: GpuWorker, task: Task, launch_class: LaunchClass, name: str) -> str:
+def _why_coupled(worker: GpuWorker, task: Task, launch_class: LaunchClass, name: str) -> str:
     """Return why a block may not change; empty if launches with other values leave the same results."""
     own, kind, passed = launch_class.candidates[0].config, task.variant.config, False
     assert kind is not None

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from kerneltune.checking.consistency import FirstSeen
-from kerneltune.checking.memory import memory_obstacle, out_of_memory_reason, within_memory
+from kerneltune.checking.memory import out_of_memory_reason, why_too_large, within_memory
 from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
@@ -254,7 +254,7 @@ def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | N
     checker: Checker | None = None
     outcomes = []
     for task, config in runs:
-        reason = task.variant.unsupported(task.case) or memory_obstacle(task.op, task.case)
+        reason = task.variant.unsupported(task.case) or why_too_large(task.op, task.case)
         if reason is not None:
             outcomes.append(Outcome("skipped", reason))
         elif check is not None:
@@ -268,8 +268,8 @@ def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | N
     return outcomes
 
 
-def check_obstacle(op: Op, case: Case) -> str:
-    """Return why a case has no inputs or no expected values, or why host code refuses its sizes; empty if it can be checked."""
+def why_not_checked(op: Op, case: Case) -> str | None:
+    """Return why a case has no inputs or no expected values, or why host code refuses its sizes; None if it can be checked."""
     try:
         checker = Checker.make(op, case)
     except CaseError as error:
@@ -280,7 +280,7 @@ def check_obstacle(op: Op, case: Case) -> str:
                 variant.run(checker.inputs, variant.default_config(case))
             except (ValueError, AssertionError) as error:
                 return first_line(error)
-    return ""
+    return None
 
 
 def is_foreign(op: Op) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from kerneltune.checking.check import check_obstacle
+from kerneltune.checking.check import why_not_checked
 from kerneltune.checking.covering import Setting, settings
 from kerneltune.checking.pairs import check_cost
 from kerneltune.checking.smaller_sizes import MOST_COST, resized, with_smaller_sizes
@@ -71,15 +71,15 @@ class _Deriver:
         """
         known = {value for case in self.check for value in settings(case)}
         for value in dict.fromkeys(value for case in self.bench for value in settings(case) if value not in known):
-            if obstacle := self._add_first(_with_values(case, value) for case in self.medium_first):
-                self.unchecked.append(f"{_text(value)} ({obstacle})")
+            if reason := self._add_first(_with_values(case, value) for case in self.medium_first):
+                self.unchecked.append(f"{_text(value)} ({reason})")
 
     def add_pairs_of_values(self) -> None:
         """Derive cases in which values of settings meet that meet in no check case.
 
         Each case is the cheapest of the cases with the most new pairs. Sizes of 1, which hide mistakes, are left out.
         """
-        met_in_bench, obstacles = _pairs_of_values(self.bench), dict[ValuePair, str]()
+        met_in_bench, reasons = _pairs_of_values(self.bench), dict[ValuePair, str]()
         missing = sorted(_new_pairs([*self.check, *self.cases]), key=lambda pair: pair not in met_in_bench)
         cheapest = sorted(self.medium_first, key=partial(check_cost, self.op))
         thick = [case for case in cheapest if all(size > 1 for _axis, size in case.axes)]
@@ -90,13 +90,13 @@ class _Deriver:
             pair, *missing = missing
             candidates = [_with_values(case, *pair) for case in thick or self.medium_first]
             candidates.sort(key=lambda case: -len(_pairs_of_values([case]).intersection(missing)))
-            if obstacle := self._add_first(candidates[:_TRIED]):
-                obstacles[pair] = obstacle
+            if reason := self._add_first(candidates[:_TRIED]):
+                reasons[pair] = reason
             else:
                 met = _pairs_of_values(self.cases[-1:])
                 missing = [pair for pair in missing if pair not in met]
-        obstacles |= dict.fromkeys(missing, "not tried, after many other pairs")
-        texts = {pair: f"{' with '.join(map(_text, pair))} ({obstacle})" for pair, obstacle in obstacles.items()}
+        reasons |= dict.fromkeys(missing, "not tried, after many other pairs")
+        texts = {pair: f"{' with '.join(map(_text, pair))} ({reason})" for pair, reason in reasons.items()}
         self.unchecked += [text for pair, text in texts.items() if pair in met_in_bench]
 
     def add_longest_axes(self) -> None:
@@ -108,27 +108,27 @@ class _Deriver:
             if axis and axis not in in_checks:
                 self._add_first(_with_longest(case, axis) for case in by_size)
 
-    def _add_first(self, cases: Iterable[Case]) -> str:
-        """Add the first case that can be checked; return an empty text then, else why the last case cannot be checked."""
-        obstacle = "no check case to derive a case from"
+    def _add_first(self, cases: Iterable[Case]) -> str | None:
+        """Add the first case that can be checked; return None then, else why the last case cannot be checked."""
+        reason: str | None = "no check case to derive a case from"
         for case in cases:
             try:
-                obstacle = self._obstacle(case)
+                reason = self._why_not_checked(case)
             except Exception as error:  # code of an operator on a case that its author may not have thought of
-                obstacle = first_line(error)
-            if not obstacle:
+                reason = first_line(error)
+            if not reason:
                 self.cases.append(case)
                 break
-        return obstacle
+        return reason
 
-    def _obstacle(self, case: Case) -> str:
-        """Return why a case cannot be checked: cost, variants, or a cause that a fork finds; empty if it can be checked."""
+    def _why_not_checked(self, case: Case) -> str | None:
+        """Return why a case cannot be checked: cost, variants, or a cause that a fork finds; None if it can be checked."""
         reasons = [variant.unsupported(case) for variant in self.op.variants if not variant.is_peer]
         if check_cost(self.op, case) > self.most_cost:
             return "too costly"
         if all(reasons):
             return f"unsupported: {reasons[0]}" if reasons else "no own variant"
-        return Fork(partial(check_obstacle, self.op, case)).result()
+        return Fork(partial(why_not_checked, self.op, case)).result()
 
 
 def _pairs_of_values(cases: Iterable[Case]) -> set[ValuePair]:

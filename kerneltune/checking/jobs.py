@@ -13,7 +13,7 @@ from kerneltune.checking.addresses import address_errors
 from kerneltune.checking.blind_spots import blind_spots
 from kerneltune.checking.check import check_runs
 from kerneltune.checking.declarations import wrong_flops
-from kerneltune.checking.memory import host_free_bytes, memory_obstacle, needed_bytes
+from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_cost, check_pairs
 from kerneltune.errors import place_of
@@ -72,7 +72,7 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
     op, variant = task.op, task.variant
 
     def work() -> list[Outcome]:
-        fitting = [case for case in cases if memory_obstacle(op, case) is None]
+        fitting = [case for case in cases if why_too_large(op, case) is None]
         return check_pairs(op, variant, fitting, partial(check_cost, op))
 
     cost = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs

@@ -55,7 +55,7 @@ def out_of_memory_reason(error: BaseException) -> str:
     return next(map(first_line, said), "")
 
 
-def memory_obstacle(op: Op, case: Case) -> str | None:
+def why_too_large(op: Op, case: Case) -> str | None:
     """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
     needed = needed_bytes(op, case)
     free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
-from kerneltune.checking.check import check_obstacle, only_calls_torch
+from kerneltune.checking.check import only_calls_torch, why_not_checked
 from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
 from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.processes.forked import Fork, ForkCrashedError
@@ -107,7 +107,7 @@ class _SizeSearch:
                 missing = {fact for fact in bench_facts - known if (fact.kind == "even blocks") is wants_even_blocks}
                 candidates = self._candidates(case, wants_even_blocks, partial(launches.have_one_of, missing)) if missing else ()
                 for candidate, facts in launches.facts_of(candidates):
-                    if facts.num_programs <= most_programs and facts & missing and not check_obstacle(self.op, candidate):
+                    if facts.num_programs <= most_programs and facts & missing and not why_not_checked(self.op, candidate):
                         self.found.append(candidate)
                         known |= facts
                         missing -= facts

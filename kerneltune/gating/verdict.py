@@ -127,7 +127,7 @@ def gate(
         stale: a line for each variant whose new records were measured with other code or configs than the checkout's; they
             fail the gate.
     """
-    obstacle = _obstacle(baseline, new)
+    obstacle = _why_not_compared(baseline, new)
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
     case_of = shared_case_key(baseline, new, defaults)
@@ -187,7 +187,7 @@ def confirm(
     return verdict, pooled
 
 
-def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
+def _why_not_compared(baseline: Sequence[Record], new: Sequence[Record]) -> str:
     """Return the reason why the two sets cannot be compared at all; empty if they can."""
     for name, records in (("baseline", baseline), ("new", new)):
         if not records:

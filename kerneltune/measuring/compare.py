@@ -11,7 +11,7 @@ import torch
 
 from kerneltune import device
 from kerneltune.checking.check import Checker, broken_context
-from kerneltune.checking.memory import gpu_free_bytes, memory_obstacle, within_memory
+from kerneltune.checking.memory import gpu_free_bytes, why_too_large, within_memory
 from kerneltune.errors import first_line
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, num_input_sets, throttled
 from kerneltune.processes.start import tell
@@ -43,13 +43,13 @@ def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task
     return Task(stream, moved, stream.variants[0], policy)
 
 
-def obstacle(task: Task) -> str | None:
+def why_not_timed(task: Task) -> str | None:
     """Return why a task cannot be timed: its case does not fit the GPU, or no call would find the L2 cold; None if it can."""
     try:
         _num_input_sets(task)
     except SkippedError as error:
         return str(error)
-    return memory_obstacle(task.op, task.case)
+    return why_too_large(task.op, task.case)
 
 
 def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome] = MappingProxyType({})) -> Compared:
@@ -87,7 +87,7 @@ def _check_variants(task: Task, runs: Mapping[str, Run]) -> dict[str, Outcome]:
     Raises:
         CaseError: no variant of the case can be checked or timed.
     """
-    if (reason := obstacle(task)) is not None:
+    if (reason := why_not_timed(task)) is not None:
         raise SkippedError(reason)
     checker = Checker.make(task.op, task.case, "cuda")
     untimed = dict[str, Outcome]()

@@ -13,7 +13,7 @@ from kerneltune import cache, device
 from kerneltune.errors import first_line, statement_in
 from kerneltune.files import UnwritableError
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.measuring.compare import obstacle
+from kerneltune.measuring.compare import why_not_timed
 from kerneltune.measuring.compiler import CompilePool
 from kerneltune.plan import Options
 from kerneltune.processes.start import WorkerStoppedError, start_server
@@ -122,7 +122,7 @@ class TuningSession:
         """
         tuner = self.tuner(task)
         try:
-            reason = obstacle(task)
+            reason = why_not_timed(task)
             if reason is not None:
                 return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
             with self.off_worker_core():

@@ -137,7 +137,7 @@ def test_planted_delay_is_the_given_fraction_of_the_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(planted, "Contender", sleeper)
-    monkeypatch.setattr(planted, "obstacle", lambda *_: None)
+    monkeypatch.setattr(planted, "why_not_timed", lambda *_: None)
     monkeypatch.setattr(planted, "input_sets", lambda *_: [{}])
     monkeypatch.setattr(planted, "contender", lambda v, c, i, p, after=None: Timed(lambda _: None, 1, after))
     monkeypatch.setattr(planted, "time_contenders", lambda cs: {n: np.array([c.sample_us()] * 5) for n, c in cs.items()})

@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compare, "Checker", Checks)
-    monkeypatch.setattr(compare, "obstacle", lambda *_: None)
+    monkeypatch.setattr(compare, "why_not_timed", lambda *_: None)
     monkeypatch.setattr(compare, "input_sets", lambda *_: [{}])
     monkeypatch.setattr(compare, "contender", lambda *_: None)
     monkeypatch.setattr(compare, "time_contenders", lambda cs: {name: us[name] * rounds for name in cs})

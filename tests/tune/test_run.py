@@ -228,7 +228,7 @@ def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    monkeypatch.setattr("kerneltune.tune.session.obstacle", lambda *_: "needs 200 GB")
+    monkeypatch.setattr("kerneltune.tune.session.why_not_timed", lambda *_: "needs 200 GB")
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert [result.status for result in tuned] == ["skipped"]
     assert notes == ["not tuned: stream big: needs 200 GB"]
