@@ -126,7 +126,7 @@ def test_call_takes_at_most_twice_a_bare_launch(monkeypatch: pytest.MonkeyPatch)
         forward._rmsnorm_fwd_once[(64,)](  # noqa: SLF001  # the launch alone is what is timed
             x, weight, None, None, y, rsigma, None, None, None, 64, 1024, 1024, None, 1e-6,
             OUTPUT=rows.Output.of(zero_centered=False, fp8=False, fp8_max=448.0, keep=False),
-            WHOLE=rows.WholeRows.of(rows=1, cols=1024, held=1, gammas=1, by_warps=False, policy="evict_first"), num_warps=4,
+            WHOLE=rows.FullRows.of(rows=1, cols=1024, held=1, gammas=1, by_warps=False, policy="evict_first"), num_warps=4,
         )  # fmt: skip
 
     def called() -> None:

@@ -16,8 +16,8 @@ from kerneltune.rounding import cdiv
 
 correct_or_warn()  # every operator launches from here, also an operator that a user calls without a check
 
-_QUARTER = 16384
-"""Registers of a quarter of an SM, which holds every fourth warp."""
+_REGISTERS_OF_QUARTER = 16384
+"""Registers of a quarter of an SM; a quarter runs every fourth warp."""
 
 _MAX_REGISTERS = 255
 _SHARED_BYTES = 225_000
@@ -59,7 +59,7 @@ def resident(where: torch.device, ctas: int) -> int:
 
 def registers(warps: int, ctas: int) -> dict[str, Any]:
     """Return the launch option that makes `ctas` programs fit an SM; no option where Triton has none."""
-    return {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * cdiv(warps * ctas, 4)) // 8 * 8)} if is_cuda() else {}
+    return {"maxnreg": min(_MAX_REGISTERS, _REGISTERS_OF_QUARTER // (32 * cdiv(warps * ctas, 4)) // 8 * 8)} if is_cuda() else {}
 
 
 def too_much_shared(shared_bytes: int) -> str | None:

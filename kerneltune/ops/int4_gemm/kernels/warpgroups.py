@@ -17,7 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_gemm import dot
 from kerneltune.kernel_lib.tl_lib import only_if, since_sm_90, wide
-from kerneltune.ops.int4_gemm.kernels.warps import codes, elements_of, finish, halves, into_l2, values_of, weight_places
+from kerneltune.ops.int4_gemm.kernels.warps import (
+    elements_of,
+    finish,
+    into_l2,
+    load_codes,
+    split_halves,
+    values_of,
+    weight_places,
+)
 
 
 @triton.jit
@@ -29,7 +37,7 @@ def _in_order(x):
 
 
 @triton.jit
-def _tokens(x_ptrs, live, needed, k, K):
+def _load_tokens(x_ptrs, live, needed, k, K):
     """Load x, 0 past the ends. live: whether each token exists; needed: whether there is a step to load x for."""
     return tl.load(x_ptrs, mask=only_if(live & (k < K), needed), other=0.0)
 
@@ -108,8 +116,8 @@ def _int4_gemm_by_warpgroups(
     if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
     live = token < N
-    xa0 = _tokens(x_ptrs, live, steps > 0, k, K)
-    xb0 = _tokens(x_ptrs + 64, live, steps > 0, k + 64, K)
+    xa0 = _load_tokens(x_ptrs, live, steps > 0, k, K)
+    xb0 = _load_tokens(x_ptrs + 64, live, steps > 0, k + 64, K)
     y = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
     for step in tl.range(
         steps, num_stages=1
@@ -120,12 +128,12 @@ def _int4_gemm_by_warpgroups(
         x_ptrs += 128
         k += 128
         has_next5 = (step + 1 + 0 * warp < steps)[None, None, :, None, None]
-        w1 = codes(w_ptrs, has_next5, False)
-        s1 = codes(scale_ptr + s_offsets, has_next5, False)
-        z1 = codes(zero_ptr + s_offsets, has_next5, False) if ZEROS else s1
-        xa1 = _tokens(x_ptrs, live, has_next, k, K)
-        xb1 = _tokens(x_ptrs + 64, live, has_next, k + 64, K)
-        first, second = halves(w0)
+        w1 = load_codes(w_ptrs, has_next5, False)
+        s1 = load_codes(scale_ptr + s_offsets, has_next5, False)
+        z1 = load_codes(zero_ptr + s_offsets, has_next5, False) if ZEROS else s1
+        xa1 = _load_tokens(x_ptrs, live, has_next, k, K)
+        xb1 = _load_tokens(x_ptrs + 64, live, has_next, k + 64, K)
+        first, second = split_halves(w0)
         xa, xb = _in_order(xa0), _in_order(xb0)
         no_sums = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
         sums = _product(first, z0, xa, no_sums, 0, GROUPS, ZEROS)

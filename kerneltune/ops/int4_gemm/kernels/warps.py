@@ -34,8 +34,8 @@ _LOADS_FP16 = """
         lop3.b32 $5, $9, 0x00f000f0, 0x54005400, 0xea;
         lop3.b32 $6, u, 0x000f000f, 0x64006400, 0xea;
         lop3.b32 $7, u, 0x00f000f0, 0x54005400, 0xea;"""
-"""Codes 1024 + q and 64 + q in fp16: q in the lowest bits of the mantissa of 1024, and four bits higher in the mantissa of
-64."""
+"""PTX that makes fp16 values 1024 + q and 64 + q of codes q: q in the lowest bits of the mantissa of 1024, and four bits higher
+in the mantissa of 64."""
 
 _LOADS_BF16 = "".join(
     f"""
@@ -45,14 +45,14 @@ _LOADS_BF16 = "".join(
         lop3.b32 ${j + 4}, u, 0x000f000f, 0x43004300, 0xea;"""
     for j in range(4)
 )
-"""128 + q in bf16."""
+"""PTX that makes bf16 values 128 + q of codes q."""
 
 
 def _steps(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
-    """Return PTX from two words of codes ($8, $9) to eight pairs of q - z, with `zeros` the zero points of each ($10, $11).
+    """Return PTX that makes eight pairs of q - z ($0 … $7) of two words of codes ($8, $9).
 
-    even, odd: the excess of the loads of even and odd pairs, negated, as two values of that type; 8 more without zero
-    points.
+    loads: `_LOADS_…`, whose values exceed q. even, odd: two values, minus the excess in even and in odd pairs, and without zero
+    points minus 8 more. zeros: subtract the zero points of each word ($10, $11), too.
     """
     lines = ["{", ".reg .b32 t, u, a0, a1, b0, b1;", loads, f"mov.b32 a0, {even};", f"mov.b32 a1, {odd};"]
     if zeros:  # -1024 - z and -64 - z are exact
@@ -127,7 +127,7 @@ def _eight(PTX: tl.constexpr, operands, DTYPES: tl.constexpr):
 
 @triton.jit
 def _of_both_words(values):
-    """Return (…, i) as (…, i, 2)."""
+    """Return a value of two words, (…, i), for each word, (…, i, 2)."""
     shape: tl.constexpr = values.shape
     return tl.broadcast_to(values[:, :, :, :, None], (shape[0], shape[1], shape[2], shape[3], 2))
 
@@ -243,7 +243,7 @@ def _sum_over_warps(y, ALONG: tl.constexpr, PIECES: tl.constexpr, R: tl.constexp
 
 @triton.jit
 def into_l2(ptrs, lane, live, count):
-    """Ask L2 for `count` bytes from the pointer of lane 0 of every warp on, multiples of 16 both, where live; wait for none."""
+    """Prefetch `count` bytes from the pointer of lane 0 of each live warp into L2, without a wait; both are multiples of 16."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
         "=r,l,r,r", [ptrs.to(tl.int64), ((lane == 0) & live).to(tl.int32), tl.zeros_like(lane) + count],
@@ -251,8 +251,8 @@ def into_l2(ptrs, lane, live, count):
 
 
 @triton.jit
-def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """Load x; 0 past the ends."""
+def _load_tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
+    """Load x; 0 for tokens that are not live, and past K."""
     if FULL and EVEN:
         return tl.load(x_ptrs)
     elif EVEN:
@@ -262,7 +262,7 @@ def _tokens(x_ptrs, live, k6, K, FULL: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def codes(ptrs, live, EVEN: tl.constexpr):
+def load_codes(ptrs, live, EVEN: tl.constexpr):
     """Load codes or scales; 0 past the ends."""
     if EVEN:
         return tl.load(ptrs)
@@ -271,7 +271,7 @@ def codes(ptrs, live, EVEN: tl.constexpr):
 
 
 @triton.jit
-def halves(words):
+def split_halves(words):
     """Split the words of a block of k into its halves."""
     shape: tl.constexpr = words.shape
     return tl.split(tl.permute(tl.reshape(words, (4, 8, shape[2], shape[3], 2, 2)), (0, 1, 2, 3, 5, 4)))
@@ -281,17 +281,17 @@ def halves(words):
 def finish(
     y_ptr, bias_ptr, part_ptr, split, tile, first_token, y, N, M, SPLITS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Add the parts of all splits to y (tokens, rows), the bias to that, and store it."""
+    """Store y (tokens, rows) with the parts of all splits and the bias added."""
     TOKENS: tl.constexpr = y.shape[0]
     ROWS: tl.constexpr = y.shape[1]
     tokens = first_token + tl.arange(0, TOKENS)[:, None]
     rows = tile * ROWS + tl.arange(0, ROWS)[None, :]
     mask = (tokens < N) & (rows < M)
     if SPLITS > 1:  # the program of the last split began after the programs of all other splits
-        place = wide(tl.program_id(2)) * tl.num_programs(1) + tile
-        each = wide(tl.num_programs(2)) * tl.num_programs(1) * (TOKENS * ROWS)
-        first = part_ptr.to(tl.pointer_type(tl.int32)) + place * (TOKENS * ROWS)
-        y = gather_parts(first, each, split, y, SPLITS)
+        tile_index = wide(tl.program_id(2)) * tl.num_programs(1) + tile
+        words_of_split = wide(tl.num_programs(2)) * tl.num_programs(1) * (TOKENS * ROWS)
+        part_words = part_ptr.to(tl.pointer_type(tl.int32)) + tile_index * (TOKENS * ROWS)
+        y = gather_parts(part_words, words_of_split, split, y, SPLITS)
         mask = only_if(mask, split == SPLITS - 1)
     if BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
@@ -336,12 +336,12 @@ def _ask_l2(
     bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
     into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
     for step in tl.static_range(min(STEPS, LEAD)):
-        live = (k_block + step * ALONG < end)[None, None, :]
+        exists = (k_block + step * ALONG < end)[None, None, :]
         if step == 0 or not WEIGHT.one_group:
-            into_l2(scale_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+            into_l2(scale_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, exists, 128 * GROUPS)
             if WEIGHT.zeros:
-                into_l2(zero_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
-        into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
+                into_l2(zero_ptr + scale_block * (64 * GROUPS) + step * s_step, lane + piece, exists, 128 * GROUPS)
+        into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, exists, 512 * R)
     gdc_wait()
 
 
@@ -378,8 +378,8 @@ def _token_places(x_ptr, stride_xn, k_block, first_token, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _to_matrix(y, WORK: tl.constexpr):
-    """Return the sums of all warps as (tokens, rows of w): add the sums of warps that share rows, then put rows side by side."""
+def _join_rows(y, WORK: tl.constexpr):
+    """Return y of all warps as (tokens, rows of w): add up warps that share rows, then put the rows of all warps side by side."""
     TOKENS: tl.constexpr = WORK.tokens
     R: tl.constexpr = WORK.rows // 8
     PER_BLOCK: tl.constexpr = 64 // WORK.rows
@@ -436,8 +436,8 @@ def _int4_gemm(
     x_ptrs = x_rows + (quarter + t6)
     k6 += quarter
     live = (k_block < end)[None, None, :, None, None]
-    s0 = codes(scale_ptr + s_offsets + s_inner, live, EVEN)
-    w0 = codes(w_ptrs, live, EVEN)
+    s0 = load_codes(scale_ptr + s_offsets + s_inner, live, EVEN)
+    w0 = load_codes(w_ptrs, live, EVEN)
     if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
     y = tl.zeros((W, R, 8, WORK.tokens // 8, 4, 2), dtype=tl.float32)
@@ -447,13 +447,13 @@ def _int4_gemm(
         steps = tl.minimum((end - split * (STEPS * ALONG)) // ALONG, STEPS)
         tl.assume(steps > 0)  # else ptxas takes x apart in every step
     if AHEAD:
-        x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
-        x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-    # Multiply a block while the codes of the next block are on their way. Triton's pipeline would use shared memory.
+        x0 = _load_tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
+        x1 = _load_tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
+    # Multiply a block while the next codes are loaded: a pipeline by hand, because Triton's would use shared memory.
     for step in tl.range(steps - 1 if LAST_APART else steps, num_stages=1):
         if not AHEAD:
-            x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
-            x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
+            x0 = _load_tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
+            x1 = _load_tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         # After the last step the same x is loaded again, because no x follows.
         x_step = tl.where(step + 1 < steps, 128 * ALONG, 0) if AHEAD and not LAST_APART else 128 * ALONG
         if WORK.blocks == 1:
@@ -465,27 +465,27 @@ def _int4_gemm(
         zeros = s0
         if WEIGHT.zeros:
             live = (k_block + step * ALONG < end)[None, None, :, None, None]
-            zeros = codes(zero_ptr + s_offsets + s_inner, live, EVEN)
+            zeros = load_codes(zero_ptr + s_offsets + s_inner, live, EVEN)
         w_ptrs += w_step
         s_offsets += s_step
         live = (k_block + (step + 1) * ALONG < end)[None, None, :, None, None]
-        first, second = halves(w0)
+        first, second = split_halves(w0)
         if not LAST_APART:
-            s1, w1 = codes(scale_ptr + s_offsets + s_inner, live, False), codes(w_ptrs, live, False)
+            s1, w1 = load_codes(scale_ptr + s_offsets + s_inner, live, False), load_codes(w_ptrs, live, False)
         y += _half_block(first, s0, zeros, x0, 0, GROUPS, WEIGHT.zeros)
         if AHEAD:
-            x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
+            x0 = _load_tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         if LAST_APART:
-            s1, w1 = codes(scale_ptr + s_offsets + s_inner, live, EVEN), codes(w_ptrs, live, EVEN)
+            s1, w1 = load_codes(scale_ptr + s_offsets + s_inner, live, EVEN), load_codes(w_ptrs, live, EVEN)
         y += _half_block(second, s0, zeros, x1, 1, GROUPS, WEIGHT.zeros)
         if AHEAD:
-            x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
+            x1 = _load_tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         w0, s0 = w1, s1
     if LAST_APART:
-        first, second = halves(w0)
+        first, second = split_halves(w0)
         y += _half_block(first, s0, s0, x0, 0, GROUPS, False)
         y += _half_block(second, s0, s0, x1, 1, GROUPS, False)
-    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, _to_matrix(y, WORK), N, M, WORK.splits, WEIGHT.bias)
+    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, _join_rows(y, WORK), N, M, WORK.splits, WEIGHT.bias)
 
 
 int4_gemm_by_warps = _int4_gemm
