@@ -272,9 +272,9 @@ def _step_of_group(
     finish(y_ptr, y_ptr, y_ptr, 0, tile, first_token, y, end, M, 1, False)
 
 
-@triton.jit(do_not_specialize=["N", "E"])
+@triton.jit(do_not_specialize=["E", "N"])
 def int4_fp8_groups(
-    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, N, M, K, E, token_scale_stride,
+    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, E, N, token_scale_stride,
     WEIGHT: tl.constexpr, WORK: tl.constexpr, WORK32: tl.constexpr, WORK16: tl.constexpr, GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
