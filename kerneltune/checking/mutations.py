@@ -19,10 +19,11 @@ _TAIL = 8
 _SCALED, _WRONG_SCALE = 1.01, 1.1
 _INTEGER_STEP = 64
 """Difference of a changed integer: more than a step of int8, which a comparison may accept."""
-MEANING = (
-    f"one element: x as 2x + 1, an integer by {_INTEGER_STEP}; one row: as the first; zeroed tail: 1/{_TAIL} of each row; "
-    "scale: before a cast to fp8"
-)
+MEANING = f"""one element  one value x becomes 2x + 1, an integer differs by {_INTEGER_STEP}
+one row      the last row becomes a copy of the first
+zeroed tail  the last 1/{_TAIL} of each row becomes 0
+truncation   every second value moves a step towards 0; fp32 is cut to bf16
+scale x F    every value is multiplied by F, in fp8 before the cast"""
 
 
 def _one_element(values: torch.Tensor) -> torch.Tensor:

@@ -190,14 +190,14 @@ def _show_mutations(plan: Plan) -> None:
     outcomes = mutate_outputs(plan)
     for outcome in outcomes:
         show_wrapped(outcome.reason)
-    show_wrapped(MEANING)
+    show(f"\nChanges of right outputs, which compare should refuse:\n{MEANING}")
     outputs, num_failed = counted(len(outcomes), "output"), sum(outcome.status == "failed" for outcome in outcomes)
     if num_failed:
         show_wrapped(
             f"{num_failed} of {outputs} not checked enough: compare accepts a wrong element, a wrong row or a zeroed tail"
         )
         raise typer.Exit(1)
-    show_wrapped(f"compare checks all {outputs}")
+    show_wrapped(f"compare checks {outputs}")
 
 
 _SHOWN = 5
