@@ -384,6 +384,17 @@ def test_python_reference_names_existing_objects_only() -> None:
         assert not missing, f"{target}: {missing}"
 
 
+def test_readme_names_the_file_of_tested_versions() -> None:
+    assert "`pip install -c constraints.txt -e .`" in README.read_text(encoding="utf-8")
+    assert (ROOT / "constraints.txt").is_file()
+
+
+def test_python_reference_says_where_the_docstrings_are() -> None:
+    first = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split("\n\n")[1]
+    assert "`mkdocs build`" in first
+    assert "`python -m pydoc " in first
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 def test_readme_example_runs_without_a_gpu(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     runpy.run_path("double.py", run_name="__main__")
