@@ -73,7 +73,7 @@ def correct_interpreter() -> None:
     setattr(interpreter._convert_float, _CORRECTED, True)
     builder = interpreter.InterpreterBuilder
     for name, function in _PASS_OVER_NAN.items():
-        setattr(builder, name, _elementwise(function))
+        setattr(builder, name, lambda maker, left, right, function=function: maker.binary_op(left, right, function))
     for name, functions in _CHOICES.items():
         setattr(builder, name, partialmethod(_choice, *functions))
     for name, typed_by in _TYPED_BY.items():
@@ -123,10 +123,6 @@ def correct_or_warn() -> None:
         correct_interpreter()
     except RuntimeError as error:
         warnings.warn(str(error), stacklevel=2)
-
-
-def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    return lambda builder, left, right: builder.binary_op(left, right, function)
 
 
 def _choice(builder: Any, function: Callable[..., Any], takes_second: Callable[..., Any], left: Any, right: Any) -> Any:
