@@ -146,7 +146,7 @@ class FakeTuner(Tuner):
 
 def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
     """Have the bench begin with a config when the search is done with the one before; it has to be told every trial."""
-    gate, measure, measured, stopped = Semaphore(), tuner.measure, deque[Config](), Event()
+    gate, measure, measured, stopped = Semaphore(), tuner.measure_config, deque[Config](), Event()
 
     def gated(config: Config) -> Evaluation:
         assert gate.acquire(timeout=10)
@@ -167,7 +167,7 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
         if config in tuner.evaluated:  # not where it is refused
             measured.append(config)
 
-    tuner.measure, tuner.queue.fill, tuner.worker.stop = gated, meanwhile, stop  # type: ignore[method-assign]
+    tuner.measure_config, tuner.queue.fill, tuner.worker.stop = gated, meanwhile, stop  # type: ignore[method-assign]
     return on_trial
 
 
