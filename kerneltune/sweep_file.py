@@ -12,36 +12,26 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import yaml
 
 from kerneltune.errors import unknown
-from kerneltune.files import RESULTS, data_root, read_bytes, written_root
+from kerneltune.files import RESULTS, data_root, written_root
 from kerneltune.spec import Case, Op, Option
-from kerneltune.wording import dtype_name, printable
+from kerneltune.yaml_fields import LONGEST_NAME, NAME, Field, read_yaml
 
 Section = Literal["check", "bench"]
 
 _TOP = ("family", "defaults", "ops", "check", "bench", "headline", "gate")
 _HEADLINE = ("op", "case", "dtype", "quant")
 _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
-_NAME = re.compile(r"[^\s{}]{1,200}")
-_LONGEST_NAME = 200
 _FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
-_SIZE = re.compile(r"\+?([1-9][0-9_]*|0|0x[0-9a-fA-F_]+)")
-"""Size without the octal and sexagesimal forms of YAML, where 010 is 8 and 1:30 is 90."""
-_LARGEST = 2**48
-"""Largest axis size; larger than any memory in bytes."""
 MAX_CASES = 100_000
 """Default limit of the rows of a sweep file; an entry for two operators counts twice."""
-_MAX_BYTES = 1 << 20
-_LONGEST = 1000
-"""Characters of the longest value, and of the longest text of the file in a message."""
 NO_FAMILY = ", or a .yaml file; sweep and tune also take the folder of a capture"
 NO_OP = ", or an operator that --plugin loads"
 """End of messages about a family, or an operator: what else may be given in its place."""
-_KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +94,7 @@ def family_name(family: str) -> str:
     """Return the name of a family in records; for a `.yaml` path, return the name in the file."""
     if not family.endswith((".yaml", ".yml")):
         return family
-    return _read_family(_read_yaml(find(family)))
+    return _read_family(read_yaml(find(family)))
 
 
 def gate_margin(family: str) -> float | None:
@@ -113,7 +103,7 @@ def gate_margin(family: str) -> float | None:
         path = find(f"{family}.yaml" if Path(f"{family}.yaml").is_file() else family)
     except ValueError:  # records of another package, whose sweep file is not here
         return None
-    return _read_gate(_read_yaml(path).fields().get("gate")).get("margin")
+    return _read_gate(read_yaml(path).fields().get("gate")).get("margin")
 
 
 def find(family: str) -> Path:
@@ -148,12 +138,7 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
         ops: operators by name.
         max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
     """
-    return _Reader(ops, max_cases).read_sweep(_read_yaml(path))
-
-
-def read_integers(path: Path) -> dict[str, list[int]]:
-    """Return the integers of 0 or more in a YAML file, one or more for each field."""
-    return {name: numbers.sizes(0) for name, numbers in _read_yaml(path).fields().items()}
+    return _Reader(ops, max_cases).read_sweep(read_yaml(path))
 
 
 def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tuple[str, Case]]]) -> str:
@@ -172,168 +157,7 @@ def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tupl
     return "\n".join(lines) + "\n"
 
 
-def _read_yaml(path: Path) -> "_Field":
-    """Return the content of a file."""
-    data = read_bytes(path, _MAX_BYTES)
-    try:
-        text = data.decode()
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}:{line}: byte {data[error.start]:#04x}: expected UTF-8") from error
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"{path}:{line}: YAML: {str(error).splitlines()[0]}") from error
-    except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{path}:{_plain(_yaml_problem(error))}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}:1: YAML: nested too deeply") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML raises the last two for an escape beyond Unicode
-        raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
-    if root is None:
-        raise ValueError(f"{path}:1: file: empty: expected fields with values")
-    return _Field(path, "file", root)
-
-
-def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
-    """Return the line and the mistake; if the context began on an earlier line, add this line."""
-    line = error.problem_mark.line + 1 if error.problem_mark else 1
-    began = error.context_mark.line + 1 if error.context_mark else line
-    context = error.context or ""
-    if not context.startswith("while"):
-        return f"{line}: YAML: {' '.join(filter(None, [context, error.problem]))}"
-    return f"{line}: YAML: {error.problem}" + (f", in what begins on line {began}" if began < line else "")
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """Hold a value of a file with the name of its field.
-
-    Attributes:
-        key: the field's key; None for the file and for an item of a list.
-    """
-
-    path: Path
-    name: str
-    node: yaml.Node
-    key: yaml.Node | None = None
-
-    @property
-    def line(self) -> int:
-        """Return the line of the key, else of the value."""
-        return (self.key or self.node).start_mark.line + 1
-
-    def fail(self, expected: str, shown: str = "", name: str = "") -> NoReturn:
-        """Raise the error of a wrong value, `shown` in the message, or of a field within it, `name`."""
-        if not shown:
-            kind = "a list" if isinstance(self.node, yaml.SequenceNode) else "a mapping"
-            shown = repr(self.node.value) if isinstance(self.node, yaml.ScalarNode) else kind
-        raise ValueError(f"{self.path}:{self.line}: {_plain(name or self.name)}: {_plain(shown)}: expected {_plain(expected)}")
-
-    def fields(self, known: Collection[str] = (), prefix: str = "") -> "dict[str, _Field]":
-        """Return the fields of a mapping by key; `prefix` begins their names. Without `known` any key is good."""
-        if not isinstance(self.node, yaml.MappingNode):
-            self.fail("fields with values")
-        fields: dict[str, _Field] = {}
-        for key, value in self.node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                _Field(self.path, self.name, key).fail("plain field names")
-            field = _Field(self.path, prefix + key.value, value, key)
-            if key.value in fields:
-                field.fail("each field once")
-            if known and key.value not in known:
-                field.refuse(key.value, known, name=prefix.rstrip(".") or "field")
-            fields[key.value] = field
-        return fields
-
-    def refuse(self, value: object, known: Iterable[object], more: str = "", name: str = "") -> NoReturn:
-        """Raise the error of a value, or of a key, that is not among the known values; see `unknown`."""
-        raise unknown(f"{self.path}:{self.line}: {name or self.name}", value, known, more)
-
-    def items(self) -> "list[_Field]":
-        """Return the items of a list, or a single value as the only item."""
-        is_list = isinstance(self.node, yaml.SequenceNode)
-        return [_Field(self.path, self.name, node) for node in self.node.value] if is_list else [self]
-
-    def values(self) -> "list[tuple[_Field, Any]]":
-        """Return the items with their plain values, one or more and each once; an element type has torch's name."""
-        items = self.items()
-        if not items:
-            self.fail("at least one value", "[]")
-        distinct: list[tuple[_Field, Any]] = []
-        seen: set[tuple[type, object]] = set()
-        for item in items:
-            value = item.scalar()
-            if self.name.endswith("dtype") and isinstance(value, str):
-                value = dtype_name(value)
-            if (type(value), value) in seen:
-                item.fail("each value once", repr(value))
-            seen.add((type(value), value))
-            distinct.append((item, value))
-        return distinct
-
-    def text(self, placeholders: bool = False) -> str:
-        """Return a name, which may have `placeholders` for sizes."""
-        value = self.scalar()
-        if not self.node.value:
-            self.fail("a name", "empty")
-        if not isinstance(value, str):
-            self.fail(f'text; YAML reads {_KINDS.get(type(value), "something else")}: write "{self.node.value}"', self.node.value)
-        if len(value) > _LONGEST_NAME:
-            self.fail(f"at most {_LONGEST_NAME}", f"{len(value)} characters")
-        if printable(value) != value:
-            self.fail("a name without control characters, bidirectional marks and surrogates", repr(value))
-        if not _NAME.fullmatch(re.sub(r"[{}]", "", value) if placeholders else value):
-            self.fail("a name without blanks", repr(value))
-        return value
-
-    def scalar(self) -> Any:
-        """Return a plain value, such as a number or a text."""
-        if not isinstance(self.node, yaml.ScalarNode):
-            self.fail("a plain value")
-        if len(self.node.value) > _LONGEST:
-            self.fail(f"at most {_LONGEST}", f"{len(self.node.value)} characters")
-        try:
-            value = yaml.constructor.SafeConstructor().construct_object(self.node)
-            hash(value)
-        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError):
-            self.fail("a plain value")  # PyYAML fails if a tag does not fit its value
-        return value
-
-    def sizes(self, smallest: int) -> list[int]:
-        """Return the sizes of an axis."""
-        sizes = []
-        for item, value in self.values():
-            if type(value) is not int or value < smallest:
-                item.fail(f"an integer of {smallest} or more", repr(value))
-            if not _SIZE.fullmatch(item.node.value):
-                item.fail("a size in decimal or hexadecimal digits", f"{item.node.value}, which YAML reads as {str(value)[:40]}")
-            if value > _LARGEST:
-                item.fail(f"at most {_LARGEST}", str(value)[:40])
-            sizes.append(value)
-        return sizes
-
-    def operators(self, known: Mapping[str, Op], more: str = "") -> list[Op]:
-        """Return the named operators; `more` adds to the known names of a message."""
-        ops = []
-        for item, value in self.values():
-            if not isinstance(value, str) or value not in known:
-                item.refuse(value, known, more)
-            ops.append(known[value])
-        return ops
-
-    def choices(self, op: Op, among: Sequence[Op]) -> list[Option]:
-        """Return the values that `op` offers; drop values that only other operators of `among` offer."""
-        offered = [option for other in among for option in _offered(other).get(self.name, ())]
-        chosen = []
-        for item, value in self.values():
-            if _match(value, offered) is None:
-                item.refuse(value, dict.fromkeys(str(option).lower() for option in offered))
-            chosen.append(_match(value, _offered(op).get(self.name, ())))
-        return [option for option in chosen if option is not None]
-
-
-def _read_family(root: _Field) -> str:
+def _read_family(root: Field) -> str:
     """Return the family that a file names."""
     fields = root.fields()
     if "family" not in fields:
@@ -344,7 +168,7 @@ def _read_family(root: _Field) -> str:
     return family
 
 
-def _read_gate(field: _Field | None) -> dict[str, float]:
+def _read_gate(field: Field | None) -> dict[str, float]:
     """Return the gate limits of a file."""
     limits: dict[str, float] = {}
     for key, limit in field.fields(("margin",), "gate.").items() if field else ():
@@ -355,7 +179,7 @@ def _read_gate(field: _Field | None) -> dict[str, float]:
     return limits
 
 
-def _read_headline(field: _Field | None) -> dict[str, tuple[str, ...]]:
+def _read_headline(field: Field | None) -> dict[str, tuple[str, ...]]:
     """Return the patterns that select the headline cases of a file."""
     named: dict[str, tuple[str, ...]] = {}
     for key, patterns in field.fields(_HEADLINE, "headline.").items() if field else ():
@@ -373,16 +197,16 @@ class _Reader:
         self.rows_left = self.max_cases = max_cases
         self.known = ops
         self.ops: list[Op] = []
-        self.defaults: dict[str, _Field] = {}
+        self.defaults: dict[str, Field] = {}
         self.shapes: dict[object, tuple[object, int]] = {}
         self.rows: dict[object, tuple[str, int]] = {}
 
-    def read_sweep(self, root: _Field) -> Sweep:
+    def read_sweep(self, root: Field) -> Sweep:
         """Return the contents of a file."""
         fields, family = root.fields(_TOP), _read_family(root)
         if "ops" not in fields:
             root.fail("names of operators", "missing", "ops")
-        self.ops = fields["ops"].operators(self.known, NO_OP)
+        self.ops = _operators(fields["ops"], self.known, NO_OP)
         if "defaults" in fields:
             self.defaults = fields["defaults"].fields()
             self.check_defaults()
@@ -395,21 +219,21 @@ class _Reader:
             fields["headline"].fail("what at least one bench case has", shown)
         return loaded
 
-    def section(self, section: Section, field: _Field | None) -> Iterator[SweepCase]:
+    def section(self, section: Section, field: Field | None) -> Iterator[SweepCase]:
         """Yield the cases of a section."""
         if field is not None and not isinstance(field.node, yaml.SequenceNode):
             field.fail("a list of entries")
         for entry in field.items() if field is not None else ():
             yield from self.entries(section, entry)
 
-    def entries(self, section: Section, entry: _Field) -> Iterator[SweepCase]:
+    def entries(self, section: Section, entry: Field) -> Iterator[SweepCase]:
         """Yield all cases of an entry, operator by operator. An operator that the entry names must have all of its fields."""
         own = entry.fields()
         if "name" not in own:
             entry.fail("a name", "missing", "name")
         name, named = own.pop("name"), own.pop("op", None)
         template = name.text(placeholders=True)
-        ops = named.operators({op.name: op for op in self.ops}) if named else self.ops
+        ops = _operators(named, {op.name: op for op in self.ops}) if named else self.ops
         self.check_fields(own, ops, named is not None)
         fields, count = self.defaults | own, 0
         for op in ops:
@@ -422,7 +246,7 @@ class _Reader:
                     name.fail(f"a name with {{{axis}}} in it, as {axis} has several sizes", repr(template))
             usual = {key: offered if key == "quant" else offered[:1] for key, offered in _offered(op).items()}
             among = [op] if named else ops
-            values = [fields[key].choices(op, among) if key in fields else list(default) for key, default in usual.items()]
+            values = [_choices(fields[key], op, among) if key in fields else list(default) for key, default in usual.items()]
             rows = math.prod([*map(len, sizes), *map(len, values)])
             count += rows
             self.rows_left -= rows
@@ -438,7 +262,7 @@ class _Reader:
         if not count:
             name.fail("values that at least one operator takes together", repr(template))
 
-    def check_fields(self, fields: Mapping[str, _Field], ops: Sequence[Op], named: bool) -> None:
+    def check_fields(self, fields: Mapping[str, Field], ops: Sequence[Op], named: bool) -> None:
         """Check that every field belongs to an operator of the entry, or to all of them if the entry names its operators."""
         for key, item in fields.items():
             lacking = [op for op in ops if key not in _fields(op)]
@@ -454,9 +278,9 @@ class _Reader:
             if any(key in op.axes for op in self.ops):
                 item.sizes(0)
             else:
-                item.choices(self.ops[0], self.ops)
+                _choices(item, self.ops[0], self.ops)
 
-    def require_unique(self, section: Section, op: str, case: Case, name: _Field) -> None:
+    def require_unique(self, section: Section, op: str, case: Case, name: Field) -> None:
         """Refuse a name with two rows or two shapes, and a row with two names.
 
         A row needs a single name, because the name is no part of a record's key.
@@ -470,22 +294,16 @@ class _Reader:
         self.rows[section, op, case] = case.name, name.line
 
 
-def _sized_name(field: _Field, template: str, axes: tuple[tuple[str, int], ...]) -> str:
+def _sized_name(field: Field, template: str, axes: tuple[tuple[str, int], ...]) -> str:
     """Return a name with the sizes in place of the axes in braces."""
     name = template
     for axis, size in axes:
         name = name.replace(f"{{{axis}}}", str(size))
-    if len(name) > _LONGEST_NAME:
-        field.fail(f"at most {_LONGEST_NAME}, with the sizes in it", f"{len(name)} characters")
-    if not _NAME.fullmatch(name):
+    if len(name) > LONGEST_NAME:
+        field.fail(f"at most {LONGEST_NAME}, with the sizes in it", f"{len(name)} characters")
+    if not NAME.fullmatch(name):
         field.fail(f"no placeholders but {', '.join(f'{{{axis}}}' for axis, _ in axes)}", repr(template))
     return name
-
-
-def _plain(text: str) -> str:
-    """Return a text of the file for a message: a single printable line, shortened to _LONGEST characters."""
-    text = printable(text.replace("\n", "\\n").replace("\t", "\\t"))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _offered(op: Op) -> dict[str, tuple[Option, ...]]:
@@ -495,6 +313,27 @@ def _offered(op: Op) -> dict[str, tuple[Option, ...]]:
 
 def _fields(op: Op) -> tuple[str, ...]:
     return (*op.axes, *_offered(op))
+
+
+def _operators(field: Field, known: Mapping[str, Op], more: str = "") -> list[Op]:
+    """Return the named operators; `more` adds to the known names of a message."""
+    ops = []
+    for item, value in field.values():
+        if not isinstance(value, str) or value not in known:
+            item.refuse(value, known, more)
+        ops.append(known[value])
+    return ops
+
+
+def _choices(field: Field, op: Op, among: Sequence[Op]) -> list[Option]:
+    """Return the values that `op` offers; drop values that only other operators of `among` offer."""
+    offered = [option for other in among for option in _offered(other).get(field.name, ())]
+    chosen = []
+    for item, value in field.values():
+        if _match(value, offered) is None:
+            item.refuse(value, dict.fromkeys(str(option).lower() for option in offered))
+        chosen.append(_match(value, _offered(op).get(field.name, ())))
+    return [option for option in chosen if option is not None]
 
 
 def _match(value: Any, offered: Collection[Option]) -> Option | None:

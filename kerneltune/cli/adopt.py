@@ -15,8 +15,8 @@ from kerneltune.cli import options as o
 from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import Reporter
-from kerneltune.sweep_file import read_integers
 from kerneltune.wording import counted, first_of, pairs
+from kerneltune.yaml_fields import read_integers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
