@@ -286,10 +286,23 @@ def _judged(change: Change, margin: float, note: str) -> GateRow:
 
 
 def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
-    """Return the verdict on a row and its reason.
+    """Return the verdict on a row and its reason: the first line of the table that is true of the row.
 
-    The limit is the larger of margin and noise floor. A row is surely slower by a fraction if its interval lies above it, and if
-    the row is not slower by chance: its p-value, corrected over all rows, is at most ALPHA.
+    | the row is | verdict |
+    |---|---|
+    | long, and surely slower by more than the limit, whatever processes differ by | regression |
+    | long, and slower by more than the margin | ambiguous |
+    | long, surely slower, and perhaps by more than the limit | ambiguous |
+    | surely slower by more than the limit, and perhaps long | ambiguous |
+    | known too inexactly | ambiguous |
+    | short, surely slower, and by more than the limit | slower |
+    | long, surely slower, and by more than the noise floor | slower |
+    | surely faster by more than the limit, and by more than MIN_CHANGE_US | faster |
+    | any other | pass |
+
+    The limit is the larger of margin and noise floor. A row is long if its time has grown by more than MIN_CHANGE_US. It is
+    surely slower if its interval lies above 0 and its p-value, corrected over all rows, is at most ALPHA; surely slower by a
+    fraction if the interval lies above the fraction.
     """
     limit, tolerated, old_us = max(margin, change.floor), f"tolerated {margin:.1%}", us_of(change.old)
     half_width, most_us = (change.high - change.low) / 2, change.high * old_us

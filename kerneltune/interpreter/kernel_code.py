@@ -45,7 +45,7 @@ def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[Fact]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _facts(kernel: Any, typed: tuple[tuple[str, type, Any], ...]) -> frozenset[Fact]:
-    return frozenset(_Reading(kernel, {name: value for name, _type, value in typed}).facts)
+    return frozenset(_Reading(kernel, {name: value for name, _type, value in typed}).read())
 
 
 class _Reading:
@@ -59,6 +59,7 @@ class _Reading:
 
     def __init__(self, function: Any, values: Mapping[str, Any], blocks: Mapping[str, frozenset[_Block]] | None = None) -> None:
         self._tree = tree = _tree(function)
+        self._values = values
         self._code = function.__code__
         self._name, self._blocks, self._is_kernel = function.__name__, dict(blocks or {}), blocks is None
         self.facts = {Fact("launch" if self._is_kernel else "call", self._name)}
@@ -71,18 +72,38 @@ class _Reading:
         self._known = {**names, **_FUNCTIONS, **values}
         self._flags = {name for name, value in values.items() if isinstance(value, bool)}
         self._compared: dict[_Block, set[str]] = defaultdict(set)
-        self._read(tree.body)
-        constants = _constants(tree)
+
+    def read(self) -> set[Fact]:
+        """Return the facts of the function and of those that it calls."""
+        self._read(self._tree.body)
+        constants = _constants(self._tree)
+        self._note_flags(constants)
+        self._note_divisions(constants)
+        self._note_casts()
+        self._note_comparisons(constants)
+        return self.facts
+
+    def _note_flags(self, constants: frozenset[str]) -> None:
         for flag in constants if self._is_kernel else ():
-            if isinstance(values.get(flag), bool | str):
-                self._note(f"{flag}={values[flag]}")
-        for count, divisor in _divisions(tree):
+            if isinstance(self._values.get(flag), bool | str):
+                self._note(f"{flag}={self._values[flag]}")
+
+    def _note_divisions(self, constants: frozenset[str]) -> None:
+        """Note counts that a constant does not divide, such as the tiles of the last group."""
+        for count, divisor in _divisions(self._tree):
             tiles, of_group = self._known.get(count), self._known.get(divisor)
             if divisor in constants and type(tiles) is type(of_group) is int and tiles > of_group > 0 and tiles % of_group:
                 self._note(f"{count} % {divisor} != 0")
-        for kind, name in itertools.product(_casts(tree), sorted(values.keys() - self._flags)):
-            if type(values[name]) is int and values[name] > _LARGEST[kind]:
+
+    def _note_casts(self) -> None:
+        """Note sizes that a small type of a cast does not hold."""
+        for kind, name in itertools.product(_casts(self._tree), sorted(self._values.keys() - self._flags)):
+            if type(self._values[name]) is int and self._values[name] > _LARGEST[kind]:
                 self._note(f"{name} > {_LARGEST[kind]} beside a cast to {kind}")
+
+    def _note_comparisons(self, constants: frozenset[str]) -> None:
+        """Note which of two sizes is larger, if both are compared with places of a block."""
+        values = self._values
         for compared in self._compared.values():
             for larger, smaller in itertools.permutations(compared & values.keys(), 2):
                 if values[larger] > values[smaller] and not constants >= {larger, smaller}:
@@ -211,7 +232,7 @@ class _Reading:
             return
         arguments = {name: operand for name, operand in arguments.items() if isinstance(operand, ast.expr)}
         values = {name: value for name, operand in arguments.items() if (value := self._value(operand)) is not _UNKNOWN}
-        self.facts |= _Reading(function, values, {name: self._blocks_of(operand) for name, operand in arguments.items()}).facts
+        self.facts |= _Reading(function, values, {name: self._blocks_of(operand) for name, operand in arguments.items()}).read()
 
 
 @functools.cache
