@@ -124,6 +124,11 @@ def test_broken_plug_in_raises_one_line_with_its_name(tmp_path: Path, monkeypatc
     renamed = written("plug_renamed", "from kerneltune.spec import Variant\nVariant('old', print, valid=print)\n")
     error = "TypeError: Variant.__init__() got an unexpected keyword argument 'valid': the field is called `invalid` now"
     assert refused(monkeypatch, renamed) == f"error: plug-in {renamed}: plug_renamed.py:2: {error}"
+    asks = written("plug_asks", "from kerneltune.ops.stream import OP\nOPS = (OP,)\nOPS[0].variant('fast')\n")
+    error = "ValueError: stream: variant: 'fast': expected one of baseline"
+    assert refused(monkeypatch, asks) == f"error: plug-in {asks}: plug_asks.py:3: {error}"
+    sums = written("plug_sums", "import torch\ntorch.einsum('i->', 3)\n")
+    assert refused(monkeypatch, sums).startswith(f"error: plug-in {sums}: plug_sums.py:2: ")
     empty = written("plug_empty", "")
     assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
     alone = written("plug_alone", "from kerneltune.ops.stream import OP\nOPS = OP\n")

@@ -16,6 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from kerneltune.errors import statement_in
 from kerneltune.listing import OpSummary, check_contract, listed, summary_of
 from kerneltune.spec import GROUP, PLUGINS, Op
 
@@ -112,10 +113,11 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
 
 
 def _place(error: BaseException) -> str:
-    """`FILE:LINE: ` of the plug-in's statement that raised; empty if the import itself raised."""
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
-    last = next((frame for frame in reversed(ours) if frame.filename != __file__), None)
-    return f"{Path(last.filename).name}:{last.lineno}: " if last and "importlib" not in Path(last.filename).parts else ""
+    """Return `FILE:LINE: ` of the user's statement that raised, else an installed plug-in's; empty if the import raised."""
+    own, frames = f"{Path(__file__).parents[1]}/", traceback.extract_tb(error.__traceback__)
+    others = [frame for frame in frames if not frame.filename.startswith(("<frozen ", own))]
+    is_import = not others or "importlib" in Path(others[-1].filename).parts
+    return statement_in("", error) or ("" if is_import else f"{Path(others[-1].filename).name}:{others[-1].lineno}: ")
 
 
 def _module(name: str) -> Any:
