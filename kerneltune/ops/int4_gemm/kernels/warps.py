@@ -421,17 +421,15 @@ def _int4_gemm(
     piece = (warp % PER_BLOCK)[None, None, :]
     first_of_block, row_block_of_warp, row_block = _rows_of_warps(warp, tile, row_blocks, WORK.blocks, PER_BLOCK)
     block = (wide(k_block) * row_blocks + row_block)[None, None, :]
-    scale_block = (
-        (row_block if WORK.blocks == 1 else row_block[None, None, :]) + tl.zeros_like(block) if WEIGHT.one_group else block
-    )
+    scale_at = (row_block if WORK.blocks == 1 else row_block[None, None, :]) + tl.zeros_like(block) if WEIGHT.one_group else block
     w_step = wide(ALONG) * row_blocks * 1024
     s_step = 0 if WEIGHT.one_group else wide(ALONG) * row_blocks * (64 * GROUPS)
     if LEAD:
         _ask_l2(
             (x_ptr, w_ptr, scale_ptr, zero_ptr), stride_xn, N, K, split, first_token, row_block_of_warp, first_of_block, warp,
-            piece, k_block, end, block, scale_block, w_step, s_step, WEIGHT, WORK, LEAD,
+            piece, k_block, end, block, scale_at, w_step, s_step, WEIGHT, WORK, LEAD,
         )  # fmt: skip
-    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, scale_block, piece, R, GROUPS)
+    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, scale_at, piece, R, GROUPS)
     token, quarter, t6, k6, x_rows = _token_places(x_ptr, stride_xn, k_block, first_token, WORK.tokens)
     x_ptrs = x_rows + (quarter + t6)
     k6 += quarter
