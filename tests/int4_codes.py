@@ -50,7 +50,7 @@ def warpgroups(tokens: int, splits: int, blocks: int = 1) -> configs.Int4Config:
 
 
 def tokens_of(count: int, depth: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """Return whole numbers and, in every row, 3.5: its scale is a power of two, so that the cast is exact."""
+    """Return integers and, in every row, 3.5: its scale is a power of two, so that the cast is exact."""
     x = whole_numbers(count, depth, dtype)
     x[:, 0] = 3.5
     return x

@@ -31,7 +31,7 @@ class Int4Linear(nn.Module):
     """Compute y = x · wᵀ + bias, w = (q - z) s with codes q of four bits. No tensor is a parameter, so there is no gradient.
 
     A new layer holds zeros. `from_linear` and `from_codes` make a layer with weights. `load_state_dict` fills a layer, and
-    refuses tensors of other types, scales and biases that are not finite, and zero points that are not whole from 0 to 16.
+    refuses tensors of other types, scales and biases that are not finite, and zero points other than 0 to 16.
 
     Args:
         in_features, out_features: K and M; K a multiple of the group and of 32, M even.
@@ -215,7 +215,7 @@ def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
         return f"{name} must be finite, got {wrong} that are not"
     if name == "zeros":
         wrongs = loaded[(loaded < 0) | (loaded > packing.MOST_ZERO) | (loaded != loaded.round())]
-        return f"zeros must be whole numbers 0 … {packing.MOST_ZERO}, got {float(wrongs[0])}" if len(wrongs) else None
+        return f"zeros must be integers 0 … {packing.MOST_ZERO}, got {float(wrongs[0])}" if len(wrongs) else None
     return None
 
 
@@ -224,8 +224,8 @@ def _broken_order(order: Tensor, depth: int, where: torch.device) -> str | None:
     packing.check_tensors(order=order)
     if order.shape != (depth,) or order.dtype != torch.int64 or order.device != where:
         return f"order must be ({depth},) torch.int64 on {where}, got {tuple(order.shape)} {order.dtype} on {order.device}"
-    is_whole = torch.equal(order.sort().values, torch.arange(depth, device=where))
-    return None if is_whole else f"order must have each of 0 … {depth - 1} once"
+    is_permutation = torch.equal(order.sort().values, torch.arange(depth, device=where))
+    return None if is_permutation else f"order must have each of 0 … {depth - 1} once"
 
 
 @custom_op("kerneltune::int4_linear")

@@ -123,11 +123,11 @@ def test_int4_linear_with_an_invalid_order_raises() -> None:
     g_idx = act_order(256, 128)
     with pytest.raises(ValueError, match="every group 64 k, group 1 has fewer or more"):
         group_order(g_idx, 64)
-    with pytest.raises(ValueError, match=r"whole numbers, K a multiple of group=96, got \(256,\)"):
+    with pytest.raises(ValueError, match=r"integers, K a multiple of group=96, got \(256,\)"):
         group_order(g_idx, 96)
     with pytest.raises(ValueError, match=r"order must be a tensor, got \[1, 2\]"):
         Int4Linear.from_codes(CODES, order=[1, 2])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="group must be a whole number, got group='64'"):
+    with pytest.raises(ValueError, match="group must be an integer, got group='64'"):
         group_order(g_idx, "64")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"g_idx must be a tensor, got \[0, 0\]"):
         group_order([0, 0], 1)  # type: ignore[arg-type]

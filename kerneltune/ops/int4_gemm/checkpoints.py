@@ -109,7 +109,7 @@ def _check(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Ten
 def _check_order(g_idx: torch.Tensor, depth: int, group: int) -> None:
     check_tensors(g_idx=g_idx)
     if g_idx.shape != (depth,) or g_idx.is_floating_point():
-        raise ValueError(f"g_idx must be ({depth},) whole numbers, got {tuple(g_idx.shape)} {g_idx.dtype}")
+        raise ValueError(f"g_idx must be ({depth},) integers, got {tuple(g_idx.shape)} {g_idx.dtype}")
     wrong = (g_idx != torch.arange(depth, device=g_idx.device) // group).nonzero()
     if len(wrong):
         k = int(wrong[0])
@@ -133,9 +133,9 @@ def group_order(g_idx: torch.Tensor, group: int) -> torch.Tensor:
     """
     check_tensors(g_idx=g_idx)
     if not isinstance(group, int):
-        raise ValueError(f"group must be a whole number, got {group=}")
+        raise ValueError(f"group must be an integer, got {group=}")
     if g_idx.ndim != 1 or g_idx.is_floating_point() or group < 1 or not g_idx.numel() or g_idx.numel() % group:
-        raise ValueError(f"g_idx must be (K,) whole numbers, K a multiple of {group=}, got {tuple(g_idx.shape)} {g_idx.dtype}")
+        raise ValueError(f"g_idx must be (K,) integers, K a multiple of {group=}, got {tuple(g_idx.shape)} {g_idx.dtype}")
     order = g_idx.argsort(stable=True)
     wrong = (g_idx[order] != torch.arange(len(order), device=g_idx.device) // group).nonzero()
     if len(wrong):

@@ -79,7 +79,7 @@ def test_from_gptq_with_groups_out_of_order_raises() -> None:
     mixed[70], mixed[127] = 3, 2
     with pytest.raises(ValueError, match=re.escape("got g_idx[70]=3, expected 2")):
         ops.from_gptq(*plainly, mixed)
-    with pytest.raises(ValueError, match=re.escape("g_idx must be (128,) whole numbers, got (64,) torch.int64")):
+    with pytest.raises(ValueError, match=re.escape("g_idx must be (128,) integers, got (64,) torch.int64")):
         ops.from_gptq(*plainly, groups[:64])
 
 
@@ -149,7 +149,7 @@ Q = torch.zeros(8, 8, dtype=torch.int32)
     (lambda: ops.to_awq(some_codes(6, 32, 32)), "eight rows to a word, got m=6"),
     (lambda: ops.to_awq(Codes(torch.full((8, 32), 200, dtype=torch.uint8), torch.ones(8, 1).half())), "0 … 15, got 200"),
     (lambda: ops.to_awq(Codes(*some_codes(8, 32, 32)[:1], torch.ones(8, 1))), "scales must be (8, groups) float16 or bfloat16"),
-    (lambda: ops.from_gptq(Q[:4], None, torch.ones(1, 8).half(), torch.zeros(64)), "g_idx must be (32,) whole numbers"),
+    (lambda: ops.from_gptq(Q[:4], None, torch.ones(1, 8).half(), torch.zeros(64)), "g_idx must be (32,) integers"),
     (lambda: quantise(torch.full((2, 32), torch.inf).half(), 32), "w must be finite, got 64 that are not"),
 ])  # fmt: skip
 def test_packing_of_bad_weights_raises(make: Callable[[], object], message: str) -> None:
@@ -192,9 +192,9 @@ def test_int4_linear_of_a_symmetric_checkpoint_has_no_zero_points() -> None:
     ("scales", lambda t: t.index_fill(0, torch.tensor(0, device=DEVICE), torch.nan), "1.scales must be finite, got 128 that are"),
     ("scales", lambda t: t.bfloat16(), "1.scales must be torch.float16, got torch.bfloat16"),
     ("zeros", lambda t: torch.full_like(t, torch.inf), "1.zeros must be finite, got 128 that are not"),
-    ("zeros", lambda t: torch.full_like(t, 200.5), "1.zeros must be whole numbers 0 … 16, got 200.5"),
-    ("zeros", lambda t: torch.full_like(t, 2.5), "1.zeros must be whole numbers 0 … 16, got 2.5"),
-    ("zeros", lambda t: torch.full_like(t, -1), "1.zeros must be whole numbers 0 … 16, got -1.0"),
+    ("zeros", lambda t: torch.full_like(t, 200.5), "1.zeros must be integers 0 … 16, got 200.5"),
+    ("zeros", lambda t: torch.full_like(t, 2.5), "1.zeros must be integers 0 … 16, got 2.5"),
+    ("zeros", lambda t: torch.full_like(t, -1), "1.zeros must be integers 0 … 16, got -1.0"),
     ("packed", lambda t: t.float() + 0.5, "1.packed must be torch.int32, got torch.float32"),
     ("packed", lambda t: t[..., :2], "size mismatch for 1.packed"),
     ("bias", lambda t: t.float(), "1.bias must be torch.float16, got torch.float32"),

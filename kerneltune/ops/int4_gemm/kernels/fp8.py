@@ -7,7 +7,7 @@ writes each 32 k of x in the order that the registers have, `ORDER`, so that nei
 The byte u <= 16 is the e4m3 element u / 512. So a code q becomes (q - z) / 512 exactly, for every zero point z from 0 to 16.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the
-next codes become elements, and all configs must multiply whole numbers exactly before they are timed.
+next codes become elements, and all configs must multiply integers exactly before they are timed.
 """
 
 from dataclasses import dataclass
