@@ -63,8 +63,9 @@ class CacheEntry:
     """Hold the config that calls run a case with, the fastest known, and the evidence of the search that chose it.
 
     Attributes:
-        evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
-            95 % interval of the default's time over this config's, from the rounds that chose it.
+        evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, source_hash, driver, torch, triton;
+            incumbent_us and before, time and source of the config before the search; over_default, the 95 % interval of the
+            default's time over this config's, from the rounds that chose it.
 
     `entry_from` makes an entry of values from elsewhere.
     """

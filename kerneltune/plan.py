@@ -175,7 +175,7 @@ class Plan:
         return TaskKey(sweep_case.op, "", sweep_case.case, policy or self.policy(sweep_case.op))
 
     def scratch_file(self, kind: RunFile) -> Path:
-        """Return the file of rows on this device that `check` keeps, or the journal of a stage, which the stage's end removes."""
+        """Return the file of checks on this device, or the journal of a stage, which the stage removes when it ends."""
         return self.options.results / "runs" / device.current().slug / f"{self.family}.{kind}.jsonl"
 
 

@@ -112,7 +112,7 @@ class _SweepStages:
     Attributes:
         until: time of the monotonic clock in s; after it, no further case is measured.
         repeat: how often each variant of a case is measured.
-        wrong: operator and variant -> the failed check of the variant's default config. Such a variant is not tuned, nor timed.
+        wrong: operator and variant -> why the check of the default config failed. These variants are neither tuned nor timed.
     """
 
     plan: Plan

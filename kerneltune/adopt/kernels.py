@@ -110,7 +110,7 @@ class PlainKernel:
 
 
 def is_by_autotuner(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an autotuner launches an autotuned kernel, rather than the program: an autotuner gives all options."""
+    """Return whether a launch comes from an autotuner, which always passes `num_ctas`, not from the program."""
     return "num_ctas" in kwargs
 
 

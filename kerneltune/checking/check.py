@@ -95,7 +95,7 @@ class Checker:
             if not same_bits(self.inputs[name], before):
                 raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, {where}")
         if device == "cpu":
-            meta_inputs(op, case)
+            meta_inputs(op, case)  # raises the error of inputs without memory
 
     @classmethod
     def make(cls, op: Op, case: Case, device: str = "cpu", first_seen: FirstSeen | None = None, **options: bool) -> Self:
@@ -225,7 +225,7 @@ class Checker:
         return True
 
     def _are_over_inputs(self, outputs: Outputs) -> dict[str, bool]:
-        """Return output -> whether it is written over an input, without outputs that are unchanged or unrestored inputs."""
+        """Return output -> whether it shares an input's storage; leave out inputs that are unchanged, or not restored."""
         input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
         for name, tensor in outputs.items():
             if isinstance(tensor, torch.Tensor) and tensor.numel():

@@ -30,7 +30,7 @@ _WIDE = 4
 _CLASS_WEIGHT = 16
 """A mistake in a mask or a tail shows in a class of cases; few mistakes need certain values of two knobs."""
 _OTHER_KNOBS = "values of other knobs"
-"""Name in place of a class's: of cases in which two knob values meet, and of the interactions of two knob values."""
+"""Stands where a class's name stands: for cases, pairs of knob values count; an interaction has two knob values behind it."""
 
 
 def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:

@@ -62,7 +62,7 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[
 
 
 class _PairChecks:
-    """Check pairs of a variant, and report what was checked.
+    """Check pairs of config and case of a variant, and count them.
 
     Attributes:
         done: the checked pairs. The default config of each case counts as checked, because each case has a record of its check;
@@ -195,7 +195,7 @@ def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case
 
 
 def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple[list[Pair], list[Pair]]:
-    """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has.
+    """Return the pairs that add a fact to those of all default configs, the first of each case, and of earlier pairs.
 
     The first list has the pairs with a new even block, whose size is the value of a knob; the second, with any other new fact.
     """
@@ -217,7 +217,7 @@ def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple
 
 
 def _cost_of_pair(case_cost: float, facts: Mapping[Config, LaunchFacts], config: Config) -> float:
-    """Estimate the cost of a pair: knobs multiply the programs of the default config, the first, independently of each other."""
+    """Estimate the cost of a pair: each changed knob multiplies the programs of the default config, the first, by a factor."""
     if not facts:
         return case_cost
     default, *_ = facts

@@ -96,7 +96,7 @@ class _SizeSearch:
     def _search(self, launches: "_Launches", bench: Sequence[Case]) -> dict[frozenset[Fact], Case]:
         """Find a case for each fact that only launches of bench cases have; return a bench case for each set of equal facts.
 
-        Without the facts of all check cases, for lack of time, nothing is found.
+        If the time ends before the facts of all check cases are known, no case is derived.
         """
         in_checks = dict(launches.facts_of([*self.check, *self.found]))
         known, by_facts = set[Fact]().union(*in_checks.values()), dict[frozenset[Fact], Case]()
@@ -164,7 +164,7 @@ class _SizeSearch:
 
 
 def _without_ones(case: Case, others: Sequence[Case]) -> Case:
-    """Return a case with the least longer size of other cases in place of each size of 1."""
+    """Return a case with each size of 1 replaced by the smallest size above 1 that other cases have on the axis."""
     longer = {axis: min((other[axis] for other in others if other[axis] > 1), default=1) for axis, _size in case.axes}
     return replace(case, axes=tuple((axis, size if size > 1 else longer[axis]) for axis, size in case.axes))
 

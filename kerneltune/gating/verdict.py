@@ -290,7 +290,7 @@ def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
 
     | the row is | verdict |
     |---|---|
-    | long, and surely slower by more than the limit, whatever processes differ by | regression |
+    | long, and surely slower by more than the limit and the usual difference of processes | regression |
     | long, and slower by more than the margin | ambiguous |
     | long, surely slower, and perhaps by more than the limit | ambiguous |
     | surely slower by more than the limit, and perhaps long | ambiguous |

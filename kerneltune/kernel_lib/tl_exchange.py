@@ -89,7 +89,7 @@ def sum_of_published(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr,
 
 @triton.jit
 def publish_max(ws_ptr, index, value, tag, mask):
-    """Take the atomic max of word `index` and the fp32 `value` ≥ 0 of this launch; NaN is larger than infinity."""
+    """Set word `index` to the larger of its fp32 value and `value` ≥ 0, atomically; NaN counts as the largest."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
 

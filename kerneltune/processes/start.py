@@ -32,7 +32,7 @@ TIMEOUT_S = 1800.0
 _PREFIX = "ktune-held-"
 """Beginning of the names of temporary folders."""
 _LONGEST = 107 - len(f"/{_PREFIX}12345678/listener-12345678")
-"""Bytes of the path that may hold a folder for sockets: of a socket's path the system takes 107."""
+"""Longest path, in bytes, of a folder that can hold our sockets: the system takes 107 bytes of a socket's path."""
 _SHORT = Path("/tmp")
 _SERVER = "KERNELTUNE_FORK_SERVER"
 """Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""

@@ -110,7 +110,10 @@ _CSV_COLUMNS = (
 
 
 def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
-    """Pair A and B by case and device, sorted by operator, mode, element type and options; the last record of a case counts."""
+    """Pair A and B by case and device; the last record of a case counts.
+
+    Rows of the same operator, mode, element type and options stand together, groups and rows in the order of their appearance.
+    """
     a, b = list(a), list(b)
     case_of = shared_case_key(a, b)
     a_records = {case_of(record): record for record in a}

@@ -239,7 +239,7 @@ class _Fields:
         return bool(begins) and not max(begins, key=lambda begin: len(begin.removeprefix("-"))).startswith("-")
 
     def name_of(self, names: tuple[str, ...]) -> str | None:
-        """Return the first of the names that the file, or else the model's class, has a value for."""
+        """Return the first of the names that the file has a value for; None without one."""
         return next((name for name in names if self.data.get(name) is not None), None)
 
     def size(self, names: tuple[str, ...], default: int | None = None) -> int:

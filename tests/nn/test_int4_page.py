@@ -1,4 +1,4 @@
-"""What the page about int4 shows: a layer of a checkpoint's tensors, and which product runs."""
+"""Run what the page about int4 shows: make a layer of a checkpoint's tensors; name the product that runs."""
 
 import json
 import re

@@ -25,7 +25,7 @@ _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 3, 4, 8)
 _BLOCKS = (1, 2, 4)
 _SPLITS_OF_SEVERAL_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12)
-"""A split has fewer programs: it takes more splits, and finer counts, to give every SM a program."""
+"""Programs of several blocks are fewer, so that more splits, in finer steps, are offered to give every SM a program."""
 _SMS = 132
 """SMs of the GPU for which the rule of `default` was found."""
 _MOST_PROGRAMS = 1024
@@ -38,7 +38,8 @@ _READ_AGAIN = 1.05
 """Factor of `_us_of_warps` where several programs read a weight. With the factor, warpgroups serve 32 tokens of
 8192x28672: 67.9 -> 55.6 µs (H200, 2026-11-23)."""
 _BEGIN_AGAIN = 2
-"""µs added to that estimate, as in `_us_of_warpgroups`. H100, 2026-11-26: 48 tokens of 3200x3200 11.1 -> 9.1 µs."""
+"""µs added to `_us_of_warps` where several programs read a weight, as `_us_of_warpgroups` adds.
+H100, 2026-11-26: 48 tokens of 3200x3200 11.1 -> 9.1 µs."""
 _ROWS_OF_WARPGROUP = 64
 """Rows of w that wgmma takes as its first operand."""
 
@@ -305,7 +306,7 @@ def _estimated_us(sizes: _Sizes, config: Int4Config) -> float:
 
 
 def _us_of_warps(programs: int, depth: int, along: int, splits: int, tokens: int, resident: int) -> float:
-    """Estimate the time of single warps, in blocks of k of a warp: one takes about 1 µs, so that µs of warpgroups compare.
+    """Estimate the time of single warps in µs, as that of a warpgroup is: a block of k of a warp takes about 1 µs.
 
     An H200 took 1.09 times the estimate in the median of 168 records, 1.00 and 1.20 times at the quartiles (2026-11-27).
     The sum: blocks of k of all waves; 6 for each change of waves, 3 if an SM holds two programs; parts of other splits to add

@@ -386,8 +386,8 @@ def cast_both(
 def _slots_before(starts, ROWS: tl.constexpr):
     """Return the number of block slots before each group, whose first rows are `starts`.
 
-    A group has a slot more than it has multiples of ROWS in it, so that slots follow from `starts` without a table. The last
-    slot may be empty.
+    A group has one slot more than there are multiples of ROWS inside it, so that slots follow from `starts` without a table.
+    The last slot may be empty.
     """
     return starts // ROWS + tl.arange(0, starts.shape[0])
 
