@@ -26,6 +26,9 @@ from kerneltune.ops.int4_gemm import (
     to_fp8,
 )
 
+_FP8_COPY = ("fp8_weight", "fp8_scale", "fp8_x_scale")
+"""Buffers of a layer that hold an `Fp8Weight`."""
+
 
 class Int4Linear(nn.Module):
     """Compute y = x · wᵀ + bias, w = (q - z) s with codes q of four bits. No tensor is a parameter, so there is no gradient.
@@ -51,6 +54,7 @@ class Int4Linear(nn.Module):
     order: Tensor | None
     fp8_weight: Tensor | None
     fp8_scale: Tensor | None
+    fp8_x_scale: Tensor | None
 
     def __init__(
         self,
@@ -80,8 +84,8 @@ class Int4Linear(nn.Module):
         self.register_buffer("zeros", torch.zeros(shape, dtype=dtype, device=device) if zeros else None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
         self.register_buffer("order", torch.arange(in_features, device=device) if ordered else None)
-        self.register_buffer("fp8_weight", None, persistent=False)
-        self.register_buffer("fp8_scale", None, persistent=False)
+        for name in _FP8_COPY:
+            self.register_buffer(name, None, persistent=False)
 
     @classmethod
     def from_linear(
@@ -137,15 +141,24 @@ class Int4Linear(nn.Module):
         """Return the weight as `int4_gemm` reads it."""
         return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
 
-    def keep_fp8_weight(self) -> None:
+    def keep_fp8_weight(self, x_scale: float | Tensor | None = None) -> None:
         """Keep the weights in e4m3 too, a byte each, for inputs of many tokens under `activations="fp8"`.
 
         Call it again after the weights have changed; `load_state_dict` drops the copy. The copy moves with the layer to a
         device and to shared memory. It keeps its types and values when `half` or `to` cast the layer.
+
+        Args:
+            x_scale: the largest magnitude of inputs, over 448, if it is known in advance, as the `input_scale` of a checkpoint.
+                Larger inputs then count as that magnitude wherever torch multiplies the copy. None casts each token with a
+                scale of its own, which takes longer.
+
+        Raises:
+            ValueError: another `activations`; sizes that are no multiples of 16; an x_scale that is no normal fp32 above 0.
         """
         if self.activations != "fp8":
             raise ValueError(f"a layer keeps its weights in fp8 under activations='fp8', got activations={self.activations!r}")
-        self.fp8_weight, self.fp8_scale = to_fp8(dequantise(self.weight, self.scales.dtype))
+        copy = to_fp8(dequantise(self.weight, self.scales.dtype), x_scale)
+        self.fp8_weight, self.fp8_scale, self.fp8_x_scale = copy
 
     def forward(self, x: Tensor | Fp8Tokens) -> Tensor:
         """Multiply x (…, in_features), or tokens that are cast already, to (…, out_features)."""
@@ -160,15 +173,16 @@ class Int4Linear(nn.Module):
         rows = rows.contiguous() if self.order is None else rows.index_select(1, self.order)
         y: Tensor = int4_linear(
             rows, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.group, self.activations == "fp8",
-            self.fp8_weight, self.fp8_scale,
+            self.fp8_weight, self.fp8_scale, self.fp8_x_scale,
         )  # fmt: skip
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `fn` to every buffer, and to the fp8 copy as bytes, so that casts of floating-point tensors leave the copy."""
+        copy = [getattr(self, name) for name in _FP8_COPY]
 
         def keep_type(t: Tensor) -> Tensor:
-            return fn(t.view(torch.uint8)).view(t.dtype) if t is self.fp8_weight or t is self.fp8_scale else fn(t)
+            return fn(t.view(torch.uint8)).view(t.dtype) if any(t is kept for kept in copy) else fn(t)
 
         super()._apply(keep_type, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -189,7 +203,7 @@ class Int4Linear(nn.Module):
         """Load nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
         found = [e for name, t in self.named_buffers() if (e := _broken(name, state_dict.get(prefix + name), t.dtype))]
         args[-1].extend(f"{prefix}{error}" for error in found)  # the list of error messages
-        self.fp8_weight = self.fp8_scale = None
+        self.fp8_weight = self.fp8_scale = self.fp8_x_scale = None
         if not found:
             super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -231,15 +245,15 @@ def _broken_order(order: Tensor, depth: int, where: torch.device) -> str | None:
 @custom_op("kerneltune::int4_linear")
 def int4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int,
-    cast: bool = False, fp8_weight: Tensor | None = None, fp8_scale: Tensor | None = None,
+    cast: bool = False, fp8_weight: Tensor | None = None, fp8_scale: Tensor | None = None, fp8_x_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous.
 
-    cast: x may be cast to e4m3. fp8_weight, fp8_scale: the weight as `to_fp8` gives it, or None.
+    cast: x may be cast to e4m3. fp8_weight, fp8_scale, fp8_x_scale: the weight as `to_fp8` gives it, or None.
     """
     weight = Int4Weight(packed, scales, zeros, rows, x.shape[1], group)
     if (x.is_cuda or INTERPRETED) and cast:
-        copy = None if fp8_weight is None or fp8_scale is None else Fp8Weight(fp8_weight, fp8_scale)
+        copy = None if fp8_weight is None or fp8_scale is None else Fp8Weight(fp8_weight, fp8_scale, fp8_x_scale)
         return fastest_gemm(x, weight, bias, copy)
     if x.is_cuda or INTERPRETED:
         return int4_gemm(x, weight, bias)

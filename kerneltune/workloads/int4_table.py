@@ -108,7 +108,7 @@ def _layer_and_tokens(record: Record) -> tuple[str, int]:
     """Return the sizes of a weight, the type of its tokens and the options that are on, in a line; and the number of tokens."""
     sizes = [f"{name}={size}" for name, size in record.axes.items() if name != "N"]
     settings = [f"{name}={value}" for name, value in record.options.items() if value is not False and name != "fp8_copy"]
-    kept = [] if record.options.get("fp8_copy", True) else ["without an fp8 copy"]
+    kept = {False: ["without an fp8 copy"], "static": ["static scale of x"]}.get(record.options.get("fp8_copy", True), [])
     return " ".join([*sizes, record.dtype, *settings, *kept]), record.axes["N"]
 
 

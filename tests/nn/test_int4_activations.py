@@ -10,7 +10,19 @@ from int4_codes import DEVICE, some_codes, whole_numbers
 from torch import Tensor, nn
 
 from kerneltune.nn import Int4Linear
-from kerneltune.ops.int4_gemm import Fp8Tokens, cast_tokens, fastest, group_order, int4_fp8_gemm, int4_gemm, norm_tokens
+from kerneltune.ops.int4_gemm import (
+    Fp8Tokens,
+    ProductConfig,
+    cast_tokens,
+    dequantise,
+    fastest,
+    fastest_gemm,
+    group_order,
+    int4_fp8_gemm,
+    int4_gemm,
+    norm_tokens,
+    to_fp8,
+)
 
 CODES = some_codes(64, 256, 128)
 
@@ -49,12 +61,27 @@ def test_int4_linear_multiplies_many_tokens_by_the_kept_fp8_weight(monkeypatch: 
     assert shapes == [((129, 256), (256, 64))]
 
 
+def test_int4_linear_with_a_static_scale_of_inputs_gives_the_static_product() -> None:
+    int4, x = layer(), tokens(129)
+    scale = x.abs().amax().float() / 448
+    int4.keep_fp8_weight(scale)
+    copy = to_fp8(dequantise(int4.weight, torch.float16), float(scale))
+    want = fastest_gemm(x, int4.weight, int4.bias, copy, config=ProductConfig("fp8_static"))
+    assert torch.equal(int4(x), want)
+    assert torch.equal(int4.half()(x), want)
+    exact = int4_gemm(x, int4.weight, int4.bias).float()
+    assert (want.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt() < 0.06
+    int4.keep_fp8_weight()
+    assert int4.fp8_x_scale is None
+
+
 def test_int4_linear_drops_the_kept_fp8_weight_when_state_is_loaded() -> None:
-    int4 = layer(kept=True)
+    int4 = layer()
+    int4.keep_fp8_weight(0.01)
     assert int4.fp8_weight is not None
-    assert "fp8_weight" not in int4.state_dict()
+    assert not any(name.startswith("fp8") for name in int4.state_dict())
     int4.load_state_dict(int4.state_dict())
-    assert int4.fp8_weight is None
+    assert (int4.fp8_weight, int4.fp8_scale, int4.fp8_x_scale) == (None, None, None)
 
 
 @pytest.mark.parametrize("move", [

@@ -1,9 +1,10 @@
 """Multiply by weights of four bits with the product that is the fastest for the tokens; axes and formula as in `int4_gemm`.
 
-Four products take the same tokens: `int4_gemm` of 16 bits, `int4_fp8_gemm` of e4m3, and two of torch's in fp8, whose weight is a
-copy in e4m3. The product is a knob, so that a search on a GPU finds from how many tokens on each is the fastest.
+Five products take the same tokens: `int4_gemm` of 16 bits, `int4_fp8_gemm` of e4m3, and three of torch's in fp8, whose weight is
+a copy in e4m3. The product is a knob, so that a search on a GPU finds from how many tokens on each is the fastest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,17 +20,18 @@ from kerneltune.ops.int4_gemm import configs, fp8_gemm, gemm, peers, reference
 from kerneltune.ops.int4_gemm.kernels.fp8 import cast_by, scale_sums
 from kerneltune.ops.int4_gemm.packing import Int4Weight, to_e4m3
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
+from kerneltune.spec import Case, Inputs, Op, Option, Outputs, Space, Variant
 
-PRODUCTS = ("int4_gemm", "int4_fp8_gemm", "fp8", "fp8_scaled")
+PRODUCTS = ("int4_gemm", "int4_fp8_gemm", "fp8", "fp8_scaled", "fp8_static")
 """Names of the products. `fp8`: torch's product with a scale for every token and every row of w. `fp8_scaled`: torch's product
-with one scale, whose result is scaled by token and row in a launch of its own; rounded to bf16 in between."""
-_FP8_PRODUCTS = ("fp8", "fp8_scaled")
-"""Products that read the weight in e4m3."""
+with one scale, whose result is scaled by token and row in a launch of its own; rounded to bf16 in between. `fp8_static`: torch's
+product with a scale of x that is known in advance, and one of w."""
+_COPIES: Mapping[str, Option] = {"fp8": True, "fp8_scaled": True, "fp8_static": "static"}
+"""Product that reads the weight in e4m3 -> value of the option `fp8_copy` that it needs."""
 _MOST_ELEMENTS = ((16, 250_000_000), (32, 110_000_000), (48, 40_000_000), (64, 20_000_000), (128, 10_000_000))
 """Elements of w below which `int4_gemm` is the fastest for so many tokens or fewer (H200, 2026-11-26, 19 weights)."""
 _CAST_BLOCK = 1024
-"""Elements that a program casts by a known multiplier, or scales."""
+"""Elements that a program casts with a known scale, or scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +50,39 @@ class Fp8Weight(NamedTuple):
 
     Attributes:
         q: (M, K) float8_e4m3fn, contiguous.
-        scale: (M,) float32: an element of w is its q times the scale of its row.
+        scale: (M,) float32: an element of w is its q times the scale of its row; (1,), the scale of all, with x_scale.
+        x_scale: (1,) float32: the scale of x, known in advance; None casts each token with a scale of its own.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
+    x_scale: torch.Tensor | None = None
 
 
-def to_fp8(w: torch.Tensor) -> Fp8Weight:
-    """Cast w (M, K) to e4m3 with a scale for each row.
+def to_fp8(w: torch.Tensor, x_scale: float | torch.Tensor | None = None) -> Fp8Weight:
+    """Cast w (M, K) to e4m3, with a scale for each row or, where the scale of x is known in advance, with one scale.
+
+    Args:
+        x_scale: the scale of x: largest magnitude over 448, of the tokens that a model is calibrated on; a number or a tensor
+            of one element. None casts each token with a scale of its own.
 
     Raises:
-        ValueError: sizes that are not multiples of 16, which torch's product needs.
+        ValueError: sizes that are not multiples of 16, which torch's product needs; an x_scale that is no normal fp32 above 0.
     """
     if w.shape[0] % 16 or w.shape[1] % 16:
         raise ValueError(f"w must have multiples of 16 rows and columns for a product in fp8, got {tuple(w.shape)}")
-    return Fp8Weight(*to_e4m3(w, by_row=True))
+    if x_scale is None:
+        return Fp8Weight(*to_e4m3(w, by_row=True))
+    limits, scale = torch.finfo(torch.float32), float(x_scale)
+    if not limits.tiny <= scale <= limits.max:
+        raise ValueError(f"x_scale must be {limits.tiny:.4g} to {limits.max:.4g}, got {scale}")
+    return Fp8Weight(*to_e4m3(w, by_row=False), torch.full((1,), scale, device=w.device))
 
 
 def _fp8_product(x: torch.Tensor, w: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Return torch's product of x, cast to e4m3, and a weight in e4m3."""
-    tokens = fp8_gemm.cast_tokens(x, reorder=False)
-    q, scales = tokens.q[:, : x.shape[1]], (tokens.scale[:, None], w.scale[None, :])
-    y = scaled_mm(q, w.q.t(), *scales, out_dtype=x.dtype, use_fast_accum=True)
+    q, scale = fp8_gemm.cast_in_order(x)
+    y = scaled_mm(q, w.q.t(), scale[:, None], w.scale[None, :], out_dtype=x.dtype, use_fast_accum=True)
     return y if bias is None else y + bias
 
 
@@ -79,17 +91,32 @@ def _scaled_fp8_product(x: torch.Tensor, w: Fp8Weight, bias: torch.Tensor | None
 
     Both operands get the scale of row 0, which needs no memory of its own; the last launch divides by its square.
     """
-    (N, K), M = x.shape, w.q.shape[0]
+    N, M = x.shape[0], w.q.shape[0]
     if not N:
         return x.new_empty((N, M))
-    tokens, first = fp8_gemm.cast_tokens(x, reorder=False), w.scale[:1]
-    sums = scaled_mm(tokens.q[:, :K], w.q.t(), first, first, out_dtype=torch.bfloat16, use_fast_accum=True)
+    (q, scale), first = fp8_gemm.cast_in_order(x), w.scale[:1]
+    sums = scaled_mm(q, w.q.t(), first, first, out_dtype=torch.bfloat16, use_fast_accum=True)
     y = sums if x.dtype == torch.bfloat16 else torch.empty_like(sums, dtype=x.dtype)
     scale_sums[(cdiv(M, _CAST_BLOCK), N)](
-        sums, tokens.scale, w.scale, y if bias is None else bias, y, M, BIAS=bias is not None, BLOCK=_CAST_BLOCK, num_warps=4,
+        sums, scale, w.scale, y if bias is None else bias, y, M, BIAS=bias is not None, BLOCK=_CAST_BLOCK, num_warps=4,
         **({"launch_pdl": True} if since_sm_90() else {}),
     )  # fmt: skip
     return y
+
+
+def _static_fp8_product(x: torch.Tensor, w: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return torch's product of x, cast to e4m3 with its known scale, and a weight in e4m3 with one scale."""
+    assert w.x_scale is not None
+    if not x.shape[0]:
+        return x.new_empty((0, w.q.shape[0]))
+    q, early = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), {"launch_pdl": True} if since_sm_90() else {}
+    cast_by[(cdiv(q.numel(), _CAST_BLOCK),)](x.contiguous(), q, w.x_scale, q.numel(), BLOCK=_CAST_BLOCK, num_warps=4, **early)
+    y = scaled_mm(q, w.q.t(), w.x_scale, w.scale, out_dtype=x.dtype, use_fast_accum=True)
+    return y if bias is None else y + bias
+
+
+_FP8_PRODUCTS = {"fp8": _fp8_product, "fp8_scaled": _scaled_fp8_product, "fp8_static": _static_fp8_product}
+"""Product that reads the weight in e4m3 -> its function."""
 
 
 @on_its_device
@@ -101,13 +128,14 @@ def fastest_gemm(
     *,
     config: ProductConfig | None = None,
 ) -> torch.Tensor:
-    """Return x · wᵀ + bias by the fastest of four products. On GPUs before Hopper x stays in 16 bits.
+    """Return x · wᵀ + bias by the fastest of five products. On GPUs before Hopper x stays in 16 bits.
 
     Args:
         x: (N, K) fp16 or bf16; rows may be any distance apart, elements of a row must be adjacent.
         weight: w (M, K), from `pack`, with scales and zero points of x's type.
         bias: (M,) of x's type, or None.
-        fp8_weight: the same weight in e4m3, for many tokens; None if there is no memory for it.
+        fp8_weight: the same weight in e4m3, for many tokens; None if there is no memory for it. If it has a scale of x, elements
+            of x that exceed 448 times that scale count as 448 times the scale in torch's product.
         config: None takes the best known product.
 
     Returns:
@@ -117,18 +145,27 @@ def fastest_gemm(
     if not (INTERPRETED or since_sm_90()):
         return gemm.int4_gemm(x, weight, bias)
     if config is None:
-        options = {"bias": bias is not None, "fp8_copy": fp8_weight is not None}
-        config = gemm.look_up(_choose, x.shape[0], weight, x.dtype, **options)
+        config = gemm.look_up(_choose, x.shape[0], weight, x.dtype, bias=bias is not None, fp8_copy=_option_of(fp8_weight))
     c: ProductConfig = config
     if c.product == "int4_gemm":
         return gemm.int4_gemm(x, weight, bias)
     if c.product == "int4_fp8_gemm":
         return fp8_gemm.int4_fp8_gemm(x, weight, bias)
-    if c.product not in PRODUCTS or fp8_weight is None:
-        raise ValueError(f"config={c}: expected one of {', '.join(PRODUCTS)}, those of fp8 with the weight in fp8")
+    if fp8_weight is None or _COPIES.get(c.product) != _option_of(fp8_weight):
+        names = ", ".join(PRODUCTS)
+        raise ValueError(f"config={c}: expected one of {names}, of fp8 with the weight in fp8, static with a scale of x")
     check_like("fp8_weight.q", fp8_weight.q, (weight.rows, weight.depth), torch.float8_e4m3fn, x.device)
-    check_like("fp8_weight.scale", fp8_weight.scale, (weight.rows,), torch.float32, x.device)
-    return (_fp8_product if c.product == "fp8" else _scaled_fp8_product)(x, fp8_weight, bias)
+    scales = weight.rows
+    if fp8_weight.x_scale is not None:
+        check_like("fp8_weight.x_scale", fp8_weight.x_scale, (1,), torch.float32, x.device)
+        scales = 1
+    check_like("fp8_weight.scale", fp8_weight.scale, (scales,), torch.float32, x.device)
+    return _FP8_PRODUCTS[c.product](x, fp8_weight, bias)
+
+
+def _option_of(fp8_weight: Fp8Weight | None) -> Option:
+    """Return the value of the option `fp8_copy` for a call."""
+    return "static" if fp8_weight is not None and fp8_weight.x_scale is not None else fp8_weight is not None
 
 
 def space(_case: Case) -> Space:
@@ -140,12 +177,10 @@ def invalid(case: Case, config: ProductConfig) -> str | None:
     """Say why a product cannot run."""
     if config.product not in PRODUCTS:
         return f"product {config.product}, which is none of {', '.join(PRODUCTS)}"
-    return _not_in_fp8(case) if config.product in _FP8_PRODUCTS else None
-
-
-def _not_in_fp8(case: Case) -> str | None:
-    """Say why torch's product in fp8 cannot run."""
-    return peers.not_scaled_mm(case) if case.option("fp8_copy") else "no weight in fp8"
+    needed = _COPIES.get(config.product, case.option("fp8_copy"))
+    if case.option("fp8_copy") != needed:
+        return f"product {config.product} without fp8_copy={needed}"
+    return peers.not_scaled_mm(case) if config.product in _COPIES else None
 
 
 def default(case: Case) -> ProductConfig:
@@ -157,9 +192,11 @@ def default(case: Case) -> ProductConfig:
     most = next((elements for limit, elements in _MOST_ELEMENTS if tokens <= limit), 0)
     if rows * depth < most:
         return ProductConfig("int4_gemm")
-    is_tall = rows < 8000 and depth >= 7000 and rows * depth < 100_000_000
+    is_static = case.option("fp8_copy") == "static"
+    is_tall = rows < 8000 and (depth >= 4000 if is_static else depth >= 7000 and rows * depth < 100_000_000)
     reads_fp8 = tokens > 128 or (tokens > 64 and depth >= 2000) or (tokens > 48 and is_tall)
-    fp8 = ProductConfig("fp8_scaled" if (rows < 10_000 and tokens <= 512) or 128 < tokens < 256 else "fp8")
+    by_token = "fp8_scaled" if (rows < 10_000 and tokens <= 512) or 128 < tokens < 256 else "fp8"
+    fp8 = ProductConfig("fp8_static" if is_static else by_token)
     return fp8 if reads_fp8 and invalid(case, fp8) is None else ProductConfig("int4_fp8_gemm")
 
 
@@ -173,7 +210,24 @@ def _copy(inputs: Inputs) -> Fp8Weight | None:
     weight = inputs["weight"]
     if not inputs["fp8_copy"] or weight.rows % 16 or weight.depth % 16:
         return None
-    copy: Fp8Weight = inputs["forms"].other("fp8", lambda forms: to_fp8(forms.dequantised))
+    return _static_copy(inputs) if inputs["fp8_copy"] == "static" else _by_row(inputs["forms"])
+
+
+def _by_row(forms: reference.Forms) -> Fp8Weight:
+    """Return the weight in e4m3 with a scale for each row."""
+    copy: Fp8Weight = forms.other("fp8", lambda forms: to_fp8(forms.dequantised))
+    return copy
+
+
+def _static_copy(inputs: Inputs) -> Fp8Weight:
+    """Return the weight in e4m3 with one scale, and the scale of the case's x."""
+    x: torch.Tensor = inputs["x"]
+
+    def make(forms: reference.Forms) -> Fp8Weight:
+        x_scale = to_e4m3(x, by_row=False)[1] if x.numel() else torch.ones(1, device=x.device)
+        return Fp8Weight(*to_e4m3(forms.dequantised, by_row=False), x_scale)
+
+    copy: Fp8Weight = inputs["forms"].other("static", make)
     return copy
 
 
@@ -191,19 +245,14 @@ def run_product(product: str, inputs: Inputs, _config: None) -> Outputs:
 
 def scaled_mm_static(inputs: Inputs, _config: None) -> Outputs:
     """Run torch's product with a scale for x, known in advance, and a scale for w, the cast of x included."""
-    x = inputs["x"]
-    w, w_scale, x_scale, multiplier = inputs["forms"].other("static", lambda forms: _static_operands(x, forms.dequantised))
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    early = {"launch_pdl": True} if since_sm_90() else {}
-    cast_by[(cdiv(x.numel(), _CAST_BLOCK),)](x, q, multiplier, x.numel(), BLOCK=_CAST_BLOCK, num_warps=4, **early)
-    y = scaled_mm(q, w.t(), x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True)
-    return {"y": y + inputs["bias"] if "bias" in inputs else y, "rounding": reference.E4M3_ROUNDING}
+    y = _static_fp8_product(inputs["x"], _static_copy(inputs), inputs.get("bias"))
+    return {"y": y, "rounding": reference.E4M3_ROUNDING}
 
 
-def _static_operands(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return w in e4m3, its scale, the scale of x, and the reciprocal of that."""
-    _, x_scale = to_e4m3(x, by_row=False)
-    return *to_e4m3(w, by_row=False), x_scale, 1 / x_scale
+def scaled_mm_rowwise(inputs: Inputs, _config: None) -> Outputs:
+    """Run torch's product with a scale for every token and every row of w, the cast of x included."""
+    y = _fp8_product(inputs["x"], _by_row(inputs["forms"]), inputs.get("bias"))
+    return {"y": y, "rounding": reference.E4M3_ROUNDING}
 
 
 OP = Op(
@@ -211,7 +260,7 @@ OP = Op(
     axes=("N", "M", "K"),
     dtypes=("bfloat16", "float16"),
     quants=("int4",),
-    options=reference.OPTIONS | {"fp8_copy": (True, False)},
+    options=reference.OPTIONS | {"fp8_copy": (True, False, "static")},
     free_axes=("N",),  # the crossover depends on the weight
     bands={"N": (16, 32, 64, 96, 128)},
     free_options=("group", "zeros", "bias", "fp8_copy"),
@@ -226,7 +275,7 @@ OP = Op(
         Variant("optimized", run, ProductConfig, space, invalid, default, configs.unsupported),
         Variant("int4_fp8", partial(run_product, "int4_fp8_gemm"), unsupported=configs.unsupported),
         Variant("dequantised", peers.dequantised, unsupported=reference.not_empty, requires=("torch",)),
-        Variant("scaled_mm_rowwise", partial(run_product, "fp8"), unsupported=_not_in_fp8, requires=("torch",)),
+        Variant("scaled_mm_rowwise", scaled_mm_rowwise, unsupported=peers.not_scaled_mm, requires=("torch",)),
         Variant("scaled_mm_static", scaled_mm_static, unsupported=peers.not_scaled_mm, requires=("torch",)),
     ),
     module=__name__,

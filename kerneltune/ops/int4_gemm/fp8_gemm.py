@@ -67,8 +67,7 @@ class Fp8Tokens(NamedTuple):
     """Hold tokens cast to e4m3, an operand of `int4_fp8_gemm`; `cast_tokens` and `norm_tokens` make it.
 
     Attributes:
-        q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; each 32 k are in the order `kernels.fp8.ORDER`. Nothing
-            checks the order: tokens of `cast_tokens(x, reorder=False)` give `int4_fp8_gemm` wrong results without an error.
+        q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; each 32 k are in the order `kernels.fp8.ORDER`.
         scale: (N,) or (1,) float32: an element of x is its q times its scale.
         depth: K.
         dtype: type of x and of y: fp16 or bf16.
@@ -80,17 +79,26 @@ class Fp8Tokens(NamedTuple):
     dtype: torch.dtype
 
 
-@on_its_device
-def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
+def cast_tokens(x: torch.Tensor) -> Fp8Tokens:
     """Cast every row of x (N, K) of fp16 or bf16 to e4m3 with a scale of its own, in a launch.
 
     The largest element of a row becomes 448, so nothing overflows. A row with NaN or infinity becomes NaN, other rows do not.
 
     Args:
         x: (N, K); rows may be any distance apart, elements of a row must be adjacent.
-        reorder: False leaves k in their order, for other products. `int4_fp8_gemm` and `int4_fp8_grouped_gemm` need True, and
-            give wrong results for False, without an error.
     """
+    return Fp8Tokens(*_cast(x, reorder=True), x.shape[1], x.dtype)
+
+
+def cast_in_order(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast x (N, K) as `cast_tokens` does, to q (N, K) and scale (N,), for products that read k in the order of x."""
+    q, scale = _cast(x, reorder=False)
+    return q[:, : x.shape[1]], scale
+
+
+@on_its_device
+def _cast(x: torch.Tensor, *, reorder: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q, padded to whole blocks of k, and scale; `reorder` puts k into `kernels.fp8.ORDER`."""
     check_matrix("x", x)
     if x.dtype == torch.float32:
         raise ValueError(f"x must be float16 or bfloat16, got {x.dtype}")
@@ -104,7 +112,7 @@ def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
             x, q, scale, x.stride(0), K, REORDER=reorder, STEPS=cdiv(padded, block), BLOCK=block, num_warps=max(1, block // 256),
             **({"launch_pdl": True} if since_sm_90() else {}),
         )  # fmt: skip
-    return Fp8Tokens(q, scale, K, x.dtype)
+    return q, scale
 
 
 @overload
@@ -355,8 +363,8 @@ def run(inputs: Inputs, config: Int4Fp8Config | None) -> Outputs:
 def run_dequantised(inputs: Inputs, _config: None) -> Outputs:
     """Run torch's product of the cast tokens with weights of 16 bits."""
     x, w = inputs["x"], inputs["forms"].dequantised
-    tokens = cast_tokens(x, reorder=False)
-    y = torch.nn.functional.linear(tokens.q[:, : tokens.depth].to(x.dtype), w) * tokens.scale[:, None]
+    q, scale = cast_in_order(x)
+    y = torch.nn.functional.linear(q.to(x.dtype), w) * scale[:, None]
     return {"y": (y + inputs["bias"] if "bias" in inputs else y).to(x.dtype)}
 
 

@@ -19,7 +19,7 @@ from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import since_sm_90
 from kerneltune.ops.int4_gemm import configs, estimate, fastest, fp8_gemm, gemm, packing, peers, reference
-from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, cast_tokens
+from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, cast_in_order, cast_tokens
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, int4_fp8_groups
 from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
 from kerneltune.rounding import next_power_of_2
@@ -275,10 +275,8 @@ def run_bf16(inputs: Inputs, _config: None) -> Outputs:
 def run_fp8(inputs: Inputs, _config: None) -> Outputs:
     """Run torch's grouped product with a scale for every token and every row of w, the cast of x included."""
     offs, w = inputs["offs"], inputs["forms"].other("fp8", lambda forms: fastest.to_fp8(forms.dequantised))
-    tokens, E = cast_tokens(inputs["x"], reorder=False), offs.shape[0]
-    y = peers.scaled_grouped_mm(
-        tokens.q[:, : tokens.depth], w.q.view(E, -1, tokens.depth), tokens.scale, w.scale.view(E, -1), offs
-    )
+    (q, scale), E = cast_in_order(inputs["x"]), offs.shape[0]
+    y = peers.scaled_grouped_mm(q, w.q.view(E, -1, q.shape[1]), scale, w.scale.view(E, -1), offs)
     return {"y": y, "rounding": reference.E4M3_ROUNDING}
 
 

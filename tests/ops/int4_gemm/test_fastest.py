@@ -1,4 +1,4 @@
-"""The fastest of four products of int4 weights: which product runs, cached products, rounding of each, bad arguments."""
+"""The fastest of five products of int4 weights: which product runs, cached products, rounding of each, bad arguments."""
 
 import dataclasses
 from pathlib import Path
@@ -23,14 +23,15 @@ from kerneltune.ops.int4_gemm import (
     to_fp8,
 )
 from kerneltune.ops.int4_gemm.fastest import OP
-from kerneltune.spec import Case
+from kerneltune.spec import Case, Option
 
 CODES = some_codes(64, 256, 128)
 WEIGHT = pack(*CODES)
 COPY = to_fp8(dequantise(WEIGHT, torch.float16))
+STATIC = to_fp8(dequantise(WEIGHT, torch.float16), 3.5 / 448)  # of tokens up to 3.5
 
 
-def case_of(tokens: int, rows: int, depth: int, fp8_copy: bool = True) -> Case:
+def case_of(tokens: int, rows: int, depth: int, fp8_copy: Option = True) -> Case:
     options = (("group", 128), ("zeros", True), ("bias", False), ("fp8_copy", fp8_copy))
     return Case("", (("N", tokens), ("M", rows), ("K", depth)), "float16", "int4", options)
 
@@ -48,20 +49,23 @@ def tokens_of(count: int) -> torch.Tensor:
     (64, 4096, 14336, True, "fp8_scaled"), (128, 24576, 1536, True, "int4_fp8_gemm"),
     (129, 24576, 1536, True, "fp8_scaled"), (256, 24576, 1536, True, "fp8"),
     (1000, 4096, 14336, True, "fp8"), (1000, 4096, 14336, False, "int4_fp8_gemm"), (1000, 4098, 14336, True, "int4_fp8_gemm"),
+    (48, 4096, 14336, "static", "int4_fp8_gemm"), (64, 4096, 14336, "static", "fp8_static"),
+    (64, 6144, 4096, "static", "fp8_static"), (64, 28672, 4096, "static", "int4_fp8_gemm"),
+    (160, 28672, 4096, "static", "fp8_static"), (1000, 4098, 14336, "static", "int4_fp8_gemm"),
 ])  # fmt: skip
 def test_default_product_depends_on_tokens_sizes_and_the_kept_weight(
-    tokens: int, rows: int, depth: int, kept: bool, name: str
+    tokens: int, rows: int, depth: int, kept: Option, name: str
 ) -> None:
     case = case_of(tokens, rows, depth, kept)
     assert fastest.default(case).product == name
     assert fastest.invalid(case, fastest.default(case)) is None
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", [True, False, "static"])
 @pytest.mark.parametrize(("rows", "depth"), [(3200, 3200), (2560, 6912), (13824, 5120), (27648, 5120), (512, 12288)])
-def test_default_product_changes_in_one_order_as_tokens_grow(rows: int, depth: int, kept: bool) -> None:
+def test_default_product_changes_in_one_order_as_tokens_grow(rows: int, depth: int, kept: Option) -> None:
     products = [fastest.default(case_of(tokens, rows, depth, kept)).product for tokens in range(1, 600)]
-    order = {"int4_gemm": 0, "int4_fp8_gemm": 1, "fp8_scaled": 2, "fp8": 2}
+    order = {"int4_gemm": 0, "int4_fp8_gemm": 1, "fp8_scaled": 2, "fp8": 2, "fp8_static": 2}
     places = [order[product] for product in products]
     assert places == sorted(places)
     assert (places[0], places[-1]) == (0, 2 if kept else 1)
@@ -89,9 +93,27 @@ def test_fastest_gemm_runs_the_product_of_its_config(count: int) -> None:
     want = exact(x, CODES, bias)
     for product in (int4_gemm, int4_fp8_gemm):
         assert torch.equal(fastest_gemm(x, WEIGHT, bias, config=ProductConfig(product.__name__)), want)
-    for name in ("fp8", "fp8_scaled"):
-        got = fastest_gemm(x, WEIGHT, bias, COPY, config=ProductConfig(name))
+    for name, copy in (("fp8", COPY), ("fp8_scaled", COPY), ("fp8_static", STATIC)):
+        got = fastest_gemm(x, WEIGHT, bias, copy, config=ProductConfig(name))
         torch.testing.assert_close(got, want, rtol=0.1, atol=0.1 * float(want.abs().max()))
+
+
+def test_product_with_a_static_scale_of_x_counts_larger_elements_as_the_largest_of_that_scale() -> None:
+    x = tokens_of(3)
+    x[1, :4] = torch.tensor([100.0, -100.0, float("inf"), 7.0])
+    x[2, 5] = float("nan")
+    got = fastest_gemm(x[:, :], WEIGHT, None, STATIC, config=ProductConfig("fp8_static"))
+    assert torch.equal(got[:2], fastest_gemm(x[:2].clamp(-3.5, 3.5), WEIGHT, None, STATIC, config=ProductConfig("fp8_static")))
+    assert got[2].isnan().all()
+    strided = torch.cat((x[:2], x[:2]), 1)[:, :256]
+    assert torch.equal(fastest_gemm(strided, WEIGHT, None, STATIC, config=ProductConfig("fp8_static")), got[:2])
+    assert fastest_gemm(x[:0], WEIGHT, None, STATIC, config=ProductConfig("fp8_static")).shape == (0, 64)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e39])
+def test_to_fp8_with_a_scale_of_x_that_fp32_cannot_invert_raises(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"x_scale must be 1\.175e-38 to 3\.403e\+38, got"):
+        to_fp8(torch.ones(16, 16), scale)
 
 
 def test_fp8_product_of_fp16_tokens_is_rounded_once() -> None:
@@ -121,7 +143,9 @@ def test_fp8_product_with_scaling_in_its_own_launch_differs_by_one_rounding(dtyp
 @pytest.mark.parametrize(("product", "copy", "message"), [
     ("fp8_scaled", None, "with the weight in fp8"), ("fp4", COPY, "product='fp4'"),
     ("fp8", COPY._replace(q=COPY.q[:32]), "fp8_weight.q must"),
-    ("fp8", COPY._replace(scale=COPY.scale.half()), "fp8_weight.scale must"),
+    ("fp8", COPY._replace(scale=COPY.scale.half()), "fp8_weight.scale must"), ("fp8", STATIC, "static with a scale of x"),
+    ("fp8_static", COPY, "static with a scale of x"), ("fp8_static", STATIC._replace(scale=COPY.scale), "fp8_weight.scale must"),
+    ("fp8_static", STATIC._replace(x_scale=torch.ones(2, device=DEVICE)), "fp8_weight.x_scale must"),
 ])  # fmt: skip
 def test_fastest_gemm_without_the_weight_of_its_product_raises(product: str, copy: Fp8Weight | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -129,9 +153,9 @@ def test_fastest_gemm_without_the_weight_of_its_product_raises(product: str, cop
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in OP.variants])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_check_of_every_variant_passes_and_of_a_wrong_row_fails(name: str, dtype: str) -> None:
-    case = dataclasses.replace(case_of(40, 64, 256), dtype=dtype)
+@pytest.mark.parametrize(("dtype", "copy"), [("float16", True), ("bfloat16", True), ("bfloat16", "static")])
+def test_check_of_every_variant_passes_and_of_a_wrong_row_fails(name: str, dtype: str, copy: Option) -> None:
+    case = dataclasses.replace(case_of(40, 64, 256, copy), dtype=dtype)
     variant = OP.variant(name)
     checker = Checker(OP, case, DEVICE)
     configs: list[Any] = list(variant.configs(case)) if variant.config else [None]

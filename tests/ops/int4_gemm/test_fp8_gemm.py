@@ -9,7 +9,7 @@ from int4_codes import DEVICE, case_of, exact, some_codes, tokens_of, whole_numb
 
 from kerneltune.device import NO_GPU, Device
 from kerneltune.ops.int4_gemm import estimate, fp8_gemm
-from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, cast_tokens, int4_fp8_gemm
+from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, cast_in_order, cast_tokens, int4_fp8_gemm
 from kerneltune.ops.int4_gemm.kernels.fp8 import ORDER
 from kerneltune.ops.int4_gemm.packing import pack
 
@@ -40,11 +40,11 @@ def test_int4_fp8_gemm_of_whole_numbers_is_exact(
 
 def test_cast_tokens_writes_each_32_elements_in_the_order_of_the_kernel() -> None:
     x = tokens_of(3, 160, torch.bfloat16)
-    plain, ordered = cast_tokens(x, reorder=False), cast_tokens(x)
-    bytes_of = plain.q.view(torch.uint8).view(3, -1, 32)
+    (plain, scale), ordered = cast_in_order(x), cast_tokens(x)
+    assert torch.equal(plain.float() * scale[:, None], x.float())
+    bytes_of = torch.nn.functional.pad(plain.view(torch.uint8), (0, 96)).view(3, -1, 32)
     assert torch.equal(ordered.q.view(torch.uint8).view(3, -1, 32), bytes_of[:, :, list(ORDER)])
-    assert torch.equal(plain.q[:, :160].float() * plain.scale[:, None], x.float())
-    assert not plain.q[:, 160:].float().any()
+    assert torch.equal(ordered.scale, scale)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -397,11 +397,11 @@ def scale_sums(sums_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, BIA
 
 
 @triton.jit
-def cast_by(x_ptr, q_ptr, multiplier_ptr, count, BLOCK: tl.constexpr):
-    """Write the elements of x times a multiplier in e4m3."""
+def cast_by(x_ptr, q_ptr, scale_ptr, count, BLOCK: tl.constexpr):
+    """Write the elements of x over a scale in e4m3; those beyond 448 become 448."""
     if since_sm_90():
         gdc_launch_dependents()
         gdc_wait()
     place = wide(tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, place < count, 0.0).to(tl.float32)
-    tl.store(q_ptr + place, quantize(x, tl.load(multiplier_ptr), 448.0, tl.float8e4nv), place < count)
+    tl.store(q_ptr + place, quantize(x, reciprocal(tl.load(scale_ptr)), 448.0, tl.float8e4nv), place < count)
