@@ -251,7 +251,7 @@ def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], 
         replace_bytes(path, _lines([*kept, *worst.values()]))
 
 
-def other_run(a: Record, b: Record) -> list[str]:
+def differing_run_fields(a: Record, b: Record) -> list[str]:
     """Return the fields of the run that differ between two records; a field that a record lacks does not count."""
     present = [name for name in RUN_FIELDS if getattr(a, name) and getattr(b, name)]
     return [name for name in present if getattr(a, name) != getattr(b, name)]

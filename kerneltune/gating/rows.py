@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kerneltune.listing import OpSummary
-from kerneltune.records import Record, grouped, other_run, timing
+from kerneltune.records import Record, differing_run_fields, grouped, timing
 from kerneltune.spec import Op, Option
 from kerneltune.stats import Shift
 
@@ -125,7 +125,7 @@ def slower_groups(changes: Sequence[Change]) -> tuple[list[str], list[str]]:
         shift = _group_shift(rows)
         least = shift.least(_FALSE_ALARM / len(groups))
         if least > _GROUP_MARGIN:
-            has_two_units = any("unit" in other_run(change.old, change.new) for change in rows)
+            has_two_units = any("unit" in differing_run_fields(change.old, change.new) for change in rows)
             basis = "" if all(change.basis for change in rows) else "; one process a side"
             line = (
                 f"{name} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "

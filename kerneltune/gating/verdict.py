@@ -19,7 +19,7 @@ from typing import Literal
 
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.rows import Change, is_peer, pool, setup_of, slower_groups, us_of
-from kerneltune.records import Defaults, Record, newest_by, other_run, shared_case_key
+from kerneltune.records import Defaults, Record, differing_run_fields, newest_by, shared_case_key
 from kerneltune.spec import TaskKey
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
 from kerneltune.wording import counted, first_of, printable
@@ -280,7 +280,7 @@ def _judged(change: Change, margin: float, note: str) -> GateRow:
         return GateRow(change.new, verdict, change)
     basis = change.basis or ("" if verdict == "faster" else "one process a side")
     note = "" if verdict == "faster" else note
-    names = [name for name in other_run(change.old, change.new) if name in ("driver", "torch", "triton")]
+    names = [name for name in differing_run_fields(change.old, change.new) if name in ("driver", "torch", "triton")]
     versions = [f"{name} {getattr(change.old, name)} → {getattr(change.new, name)}" for name in names]  # which may cost time
     return GateRow(change.new, verdict, change, _one_line(note, reason, *versions, basis), note)
 
@@ -349,7 +349,7 @@ def _one_line(*parts: str) -> str:
 
 def _other_unit(compared: Sequence[Change]) -> str:
     """Return a note on rows whose two sides were measured on different GPUs of the same model; empty if no row was."""
-    moved = [change.new for change in compared if "unit" in other_run(change.old, change.new)]
+    moved = [change.new for change in compared if "unit" in differing_run_fields(change.old, change.new)]
     if not moved:
         return ""
     rows = "rows" if len(moved) == len(compared) else f"{len(moved)} of {len(compared)} rows"

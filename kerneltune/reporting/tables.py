@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kerneltune.device import INTERPRETER
 from kerneltune.errors import unknown
-from kerneltune.records import Record, case_key, grouped, newest, other_run, ratio, shared_case_key
+from kerneltune.records import Record, case_key, differing_run_fields, grouped, newest, ratio, shared_case_key
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.table import CellValue, Column, Row, Table, values
@@ -54,7 +54,7 @@ class Comparison:
 
         An interval covers the noise within a run only.
         """
-        if other_run(self.a, self.b):
+        if differing_run_fields(self.a, self.b):
             return None, None
         return ratio(self.a.ci_low_us, self.b.ci_high_us), ratio(self.a.ci_high_us, self.b.ci_low_us)
 
@@ -388,7 +388,7 @@ def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
     floors = [row.aa_floor for row in rows if row.aa_floor is not None]
     if floors:
         lines.append(f"noise, a variant against itself: at most {max(floors):.1%}")
-    differing_runs = list(filter(None, (other_run(row.a, row.b) for row in rows if row.speedup is not None)))
+    differing_runs = list(filter(None, (differing_run_fields(row.a, row.b) for row in rows if row.speedup is not None)))
     if differing_runs:
         words = dict.fromkeys(_RUN_WORDS.get(name, name) for fields in differing_runs for name in fields)
         remark = f"A and B are of different runs (another {' or '.join(words)}): may differ by a few per cent"

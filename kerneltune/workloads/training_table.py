@@ -6,7 +6,7 @@ Pure: imports no torch.
 from collections.abc import Sequence
 from statistics import geometric_mean
 
-from kerneltune.records import Record, other_run, ratio
+from kerneltune.records import Record, differing_run_fields, ratio
 from kerneltune.table import CellValue, Column, Row, Table
 from kerneltune.workloads import OfCase, cases_of
 
@@ -64,7 +64,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def _us(record: Record, other: Record | None) -> float | None:
     """Return the time of another record of the same run."""
-    return None if other is None or other_run(record, other) else other.time_us
+    return None if other is None or differing_run_fields(record, other) else other.time_us
 
 
 def _model_row(record: Record, case: OfCase) -> Row:
