@@ -157,7 +157,7 @@ class Checker:
                 causes.append("division")
             return outputs, [*lines, *sorted(str(fact) for fact in facts if fact.kind in causes)]
         seen = self._first_seen
-        lines = seen.other_place(variant, self.case, self._are_over_inputs(outputs))
+        lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
 
     def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
@@ -224,7 +224,7 @@ class Checker:
                 return False
         return True
 
-    def _are_over_inputs(self, outputs: Outputs) -> dict[str, bool]:
+    def _placement_of_outputs(self, outputs: Outputs) -> dict[str, bool]:
         """Return output -> whether it shares an input's storage; leave out inputs that are unchanged, or not restored."""
         input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
         for name, tensor in outputs.items():

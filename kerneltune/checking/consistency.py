@@ -22,7 +22,7 @@ class FirstSeen:
     def other_place(self, variant: Variant, case: Case, are_over_inputs: Mapping[str, bool]) -> list[str]:
         """Return a line for an output that a variant writes over an input in this case, and not in an earlier case, or inversely.
 
-        So a copy by `contiguous()` or `to(dtype)` is found, which copies only some tensors. Modes may differ.
+        So a copy by `contiguous()` or `to(dtype)` is found, which copies only some tensors. Modes may place outputs differently.
         """
         for name, is_over_input in are_over_inputs.items():
             if other := self._other(case, is_over_input, variant.run, case.quant, name):
