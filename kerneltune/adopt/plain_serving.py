@@ -119,8 +119,8 @@ class LaunchChoice(NamedTuple):
 
 
 @dataclass(slots=True)
-class ServedConfig:
-    """Hold the config of the launches of a key.
+class ServedChoices:
+    """Hold the choices of the launches of a key.
 
     Attributes:
         choices: the choice that launches take, then the choices that replace it, in their order, if it fails to launch.
@@ -130,10 +130,10 @@ class ServedConfig:
 
     choices: list[LaunchChoice]
     slot: int
-    last_allowed: "ServedConfig | None" = None
+    last_allowed: "ServedChoices | None" = None
 
     @classmethod
-    def of(cls, configs: Sequence[Any], slot: int) -> "ServedConfig":
+    def of(cls, configs: Sequence[Any], slot: int) -> "ServedChoices":
         """Serve the first config, and fall back to the next configs in their order."""
         return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], slot)
 
@@ -162,7 +162,7 @@ class ServedPlainKernel:
     served_slot: int
     missed_slot: int
     autotuned: Collection[Any]
-    by_launch: LaunchMap[ServedConfig] = field(default_factory=lambda: LaunchMap(has_signs=True))
+    by_launch: LaunchMap[ServedChoices] = field(default_factory=lambda: LaunchMap(has_signs=True))
     by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 
     def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +186,7 @@ class ServedPlainKernel:
         self.counters.add(self.missed_slot)
         return result
 
-    def _resolve(self, launch: Launch) -> ServedConfig:
+    def _resolve(self, launch: Launch) -> ServedChoices:
         """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
         choice: LaunchChoice | None = None
         is_by_autotuner = launch.autotuner.fn in self.autotuned and kernels.is_by_autotuner(launch.kwargs)
@@ -204,7 +204,7 @@ class ServedPlainKernel:
         slot = self.missed_slot if is_missed else self.served_slot
         if is_by_autotuner:
             slot = self.counters.slot(BY_AUTOTUNER)
-        return self.by_launch.remember(launch, key_names, ServedConfig(choices, slot))
+        return self.by_launch.remember(launch, key_names, ServedChoices(choices, slot))
 
     def _choice(self, launch: Launch) -> LaunchChoice | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.

@@ -130,7 +130,7 @@ class Recorder:
         def run(autotuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             recorded = self.recorded_class(autotuner, args, kwargs)
             if not (recorded.digest or recorded.configs) and (program.is_interpreted() or not self.autotune):
-                with suppress(Exception):  # of the author's pruning: the author's autotuner raises it again
+                with suppress(Exception):  # an error of the author's pruning: the author's autotuner raises it again
                     recorded.configs = self._pruned(Launch(autotuner, args, kwargs))
             return self._launch(original, autotuner, recorded, args, kwargs)
 
@@ -433,7 +433,7 @@ def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence
         file = (function.__globals__ if is_own_module else vars(sys.modules[home.module])).get("__file__")
         home_file = os.path.abspath(file) if file else ""
     candidates = _candidates(launch, allowed)
-    with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
+    with suppress(Exception):  # last, because a grid may write its block into an argument (vLLM's causal_conv1d_fn)
         launch.grid(allowed[0])
     return structs.replace(
         launch_class,

@@ -18,7 +18,7 @@ from kerneltune.adopt.bytecode import bytecode_digest, read_globals
 from kerneltune.adopt.configs import StoredConfig, configs_digest, to_triton_configs
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
-from kerneltune.adopt.plain_serving import ServedConfig, ServedPlainKernel
+from kerneltune.adopt.plain_serving import ServedChoices, ServedPlainKernel
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import Group, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
@@ -55,14 +55,14 @@ class ServedList:
     served_slot: int
     missed_slot: int
     key_names: set[str]
-    by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
+    by_launch: LaunchMap[ServedChoices] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[Group] = field(default_factory=LaunchMap)
-    by_row: dict[int, ServedConfig] = field(default_factory=dict)
+    by_row: dict[int, ServedChoices] = field(default_factory=dict)
     author_choices: dict[Any, Any] | None = None
     shown: list[Any] | None = None
     assigned: dict[Any, "ServedList"] = field(default_factory=dict)
 
-    def tuned(self, launch: Launch) -> ServedConfig | None:
+    def row_choices(self, launch: Launch) -> ServedChoices | None:
         """Return the configs of the table's row of a launch; None where the table has no row, or no config may be launched."""
         if self.kernel is None:
             return None
@@ -74,7 +74,7 @@ class ServedList:
             self.by_author_key.remember(launch, launch.autotuner.keys, group)
         return self.allowed(launch, group.nearest({name: launch.size(name) for name in group.split}).configs)
 
-    def allowed(self, launch: Launch, stored: tuple[StoredConfig, ...]) -> ServedConfig | None:
+    def allowed(self, launch: Launch, stored: tuple[StoredConfig, ...]) -> ServedChoices | None:
         """Return the configs of a row that a launch may run with; None for none.
 
         Launches share the configs of a row, so that each config fails once.
@@ -82,12 +82,12 @@ class ServedList:
         is_pruned = bool(launch.autotuner.early_config_prune)
         served = self.by_row.get(id(stored))
         if served is None:
-            served = self.by_row[id(stored)] = ServedConfig.of(self.objects_of(stored, is_pruned), self.served_slot)
+            served = self.by_row[id(stored)] = ServedChoices.of(self.objects_of(stored, is_pruned), self.served_slot)
         if is_pruned:
             served = self._after_pruning(launch, served)
         return served if served.choices else None
 
-    def _after_pruning(self, launch: Launch, row: ServedConfig) -> ServedConfig:
+    def _after_pruning(self, launch: Launch, row: ServedChoices) -> ServedChoices:
         """Return the configs of a row that the author's pruning, without the performance model, leaves for a launch.
 
         A config is found by its values, as a pruning may make new `Config`s.
@@ -102,7 +102,7 @@ class ServedList:
         allowed = []
         for values in (config.all_kwargs() for config in configs):
             allowed += [config for config in remaining if config.all_kwargs() == values][:1]
-        served = ServedConfig.of(allowed, self.served_slot)
+        served = ServedChoices.of(allowed, self.served_slot)
         if served.choices:
             row.last_allowed = served
         return served
@@ -322,22 +322,22 @@ class Server:
         name = kernel_name(kernel).text
         return self.counters.slot(f"{SERVED} {name}"), self.counters.slot(f"{MISSED} {name}")
 
-    def _resolve(self, launch: Launch, served_list: ServedList) -> ServedConfig | None:
+    def _resolve(self, launch: Launch, served_list: ServedList) -> ServedChoices | None:
         """Return the config for launches of this key; None where the author's autotuner is to choose it."""
         if self._preparing is not None:
             self._preparing.wait()
-        tuned = served_list.tuned(launch)
+        tuned = served_list.row_choices(launch)
         if tuned is not None:
             self.hits += 1
             return self._remember(launch, served_list, tuned)
         if len(served_list.configs) == 1:  # nothing to choose
-            return self._remember(launch, served_list, ServedConfig.of(served_list.configs, served_list.served_slot))
+            return self._remember(launch, served_list, ServedChoices.of(served_list.configs, served_list.served_slot))
         with suppress(Exception):  # of the author's grid: the launch raises it again
             if 0 in (launch.grid(served_list.configs[0]) or ()):  # without tokens, for example: any config does for this launch
-                return ServedConfig.of(served_list.configs[:1], served_list.served_slot)
+                return ServedChoices.of(served_list.configs[:1], served_list.served_slot)
         return self._missed(launch, served_list)
 
-    def _missed(self, launch: Launch, served_list: ServedList) -> ServedConfig | None:
+    def _missed(self, launch: Launch, served_list: ServedList) -> ServedChoices | None:
         """Return the config of a launch that was not tuned, by the miss policy; None under `author`."""
         self.misses += 1
         if self.missing is not None:
@@ -351,9 +351,9 @@ class Server:
         if miss == "author":
             return None
         configs = self._untuned_configs(miss, launch, served_list)
-        return self._remember(launch, served_list, ServedConfig.of(configs, served_list.missed_slot))
+        return self._remember(launch, served_list, ServedChoices.of(configs, served_list.missed_slot))
 
-    def _remember(self, launch: Launch, served_list: ServedList, served: ServedConfig) -> ServedConfig:
+    def _remember(self, launch: Launch, served_list: ServedList, served: ServedChoices) -> ServedChoices:
         """Serve a config to launches of this key from now on.
 
         The author's pruning and the policy `nearest` may depend on every argument.
@@ -365,7 +365,7 @@ class Server:
 
     def _untuned_configs(self, miss: str, launch: Launch, served_list: ServedList) -> list[Any]:
         """Return the author's configs, under `nearest` behind the configs of the nearest captured launch."""
-        near: ServedConfig | None = None
+        near: ServedChoices | None = None
         if miss == "nearest" and served_list.kernel is not None:
             row = served_list.kernel.nearest(launch.sizes(), launch.dtypes())
             near = served_list.allowed(launch, row.configs) if row is not None else None
@@ -387,5 +387,5 @@ class Server:
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(launch.autotuner, name, alone.__dict__[name])
-        self._remember(launch, served_list, ServedConfig.of([alone.best_config], served_list.missed_slot))
+        self._remember(launch, served_list, ServedChoices.of([alone.best_config], served_list.missed_slot))
         return result
