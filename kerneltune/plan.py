@@ -185,12 +185,12 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     loaded = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
     sweep_cases = (*loaded.check, *loaded.bench)
     selection.require_names([ops[name] for name in cases_by_op(sweep_cases)], f" in family {loaded.family}")
-    for sweep_case in require_case(selection, loaded.path, sweep_cases):
+    for sweep_case in selected_cases(selection, loaded.path, sweep_cases):
         check_case(ops[sweep_case.op], sweep_case.case)
     return Plan(ops, loaded, selection, options)
 
 
-def require_case(selection: Selection, file: object, sweep_cases: Sequence[SweepCase]) -> list[SweepCase]:
+def selected_cases(selection: Selection, file: object, sweep_cases: Sequence[SweepCase]) -> list[SweepCase]:
     """Return the selected cases, one or more; a message names the `file`."""
     selected = selection.cases_of(sweep_cases)
     if not selected:

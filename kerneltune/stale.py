@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kerneltune import cache, records, sweep_file
 from kerneltune.cache import CacheEntry
 from kerneltune.device import arch_of, slug
-from kerneltune.plan import Options, Plan, Selection, require_case
+from kerneltune.plan import Options, Plan, Selection, selected_cases
 from kerneltune.progress import Progress
 from kerneltune.records import Record, grouped
 from kerneltune.spec import Case, Op, TaskKey
@@ -94,7 +94,7 @@ def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> l
     loaded = [sweep_file.load(sweep_file.find(name), ops, options.max_cases) for name in names]
     sweep_cases = [sweep_case for family in loaded for sweep_case in family.bench]
     selection.require_names([ops[name] for name in cases_by_op(sweep_cases)])
-    require_case(selection, selection.family or "families", sweep_cases)
+    selected_cases(selection, selection.family or "families", sweep_cases)
     return [Plan(ops, family, selection, options) for family in loaded]
 
 
