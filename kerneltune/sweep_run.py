@@ -112,7 +112,7 @@ class _SweepStages:
     Attributes:
         until: time of the monotonic clock in s; after it, no further case is measured.
         repeat: how often each variant of a case is measured.
-        wrong: operator and variant -> why the check of the default config failed. These variants are neither tuned nor timed.
+        default_failures: operator and variant -> why the default config failed its check. Such a variant is not timed.
     """
 
     plan: Plan
@@ -120,7 +120,7 @@ class _SweepStages:
     worker: GpuWorker
     until: float = math.inf
     repeat: int = 1
-    wrong: dict[tuple[str, str], str] = field(default_factory=dict)
+    default_failures: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def check_alone(self) -> SweepResult:
         """Check the check cases, with `quick` ten of them, and time nothing. A peer is checked if the selection names variants.
@@ -171,15 +171,16 @@ class _SweepStages:
             self.progress.note(f"failed its check: {line}")
         for record in failed:
             if (record.config or {}) == knobs_of(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):
-                self.wrong.setdefault((record.op, record.variant), f"failed its check in case {record.case}: {record.reason}")
-        if self.wrong:  # the times of the first table go now, as an interrupt may end the run
+                reason = f"failed its check in case {record.case}: {record.reason}"
+                self.default_failures.setdefault((record.op, record.variant), reason)
+        if self.default_failures:  # the times of the first table go now, as an interrupt may end the run
             tasks_of = [plan.tasks(sweep_case.op, sweep_case.case) for sweep_case in plan.headline()]
             self.write([row for tasks in tasks_of for row in self._with_configs(tasks)[1]])
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 
             self.worker.end()
-            run_tune(plan.without(self.wrong), self.progress)
+            run_tune(plan.without(self.default_failures), self.progress)
         result = self.measure_and_write(sweep_cases)
         plan.scratch_file("check.journal").unlink(missing_ok=True)
         return replace(result, records=[*failed, *result.records])
@@ -289,7 +290,7 @@ class _SweepStages:
         runs, failed = list[Run](), list[Record]()
         for task in tasks:
             try:
-                if reason := self.wrong.get((task.op.name, task.variant.name)):
+                if reason := self.default_failures.get((task.op.name, task.variant.name)):
                     raise ValueError(reason)
                 unsupported = task.variant.unsupported(task.case)
                 runs.append(Run(task, None if unsupported else task.config_of_call(self.plan.options.configs)))
