@@ -119,9 +119,9 @@ def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
     a_records = {case_of(record): record for record in a}
     b_records = {case_of(record): record for record in b}
     rows = [Comparison(record, b_records[case]) for case, record in a_records.items() if case in b_records]
-    kinds = [_kind(row.a) for row in rows]
-    orders = [list(dict.fromkeys(values)) for values in zip(*kinds, strict=True)]  # of appearance, for each part of a kind
-    return sorted(rows, key=lambda row: [order.index(value) for order, value in zip(orders, _kind(row.a), strict=True)])
+    keys = [_group_key(row.a) for row in rows]
+    orders = [list(dict.fromkeys(values)) for values in zip(*keys, strict=True)]  # of appearance, for each part of a key
+    return sorted(rows, key=lambda row: [order.index(value) for order, value in zip(orders, _group_key(row.a), strict=True)])
 
 
 def best_peers(records: Iterable[Record]) -> list[Record]:
@@ -326,7 +326,7 @@ def check_table(records: Sequence[Record]) -> Table:
     return Table(columns, tuple(lines), tuple(_device_lines(records)), (status_counts(all_counts.elements()),), repeated=1)
 
 
-def _kind(record: Record) -> tuple[str, ...]:
+def _group_key(record: Record) -> tuple[str, ...]:
     return record.op, record.quant, record.dtype, pairs(record.options)
 
 
