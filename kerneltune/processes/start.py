@@ -234,11 +234,11 @@ def process_folder() -> Path:
     parent = Path(tempfile.gettempdir())
     folder, _ = _new_folder(parent if len(os.fsencode(parent)) <= _LONGEST else _SHORT)
 
-    def end(owner: int = os.getpid()) -> None:
+    def remove_folder(owner: int = os.getpid()) -> None:
         if os.getpid() == owner:  # not in a fork
             shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(end)
+    atexit.register(remove_folder)
     return folder
 
 

@@ -67,7 +67,7 @@ class Worker:
         *,
         environment: Mapping[str, str] | None = None,
         has_children: bool = False,
-        problem: Callable[[], str] = str,
+        problem: Callable[[], str] = str,  # str() is empty: no problem
         passed_on: tuple[type[Exception], ...] = (),
         exit_grace_s: float = 0.0,
     ) -> None:
