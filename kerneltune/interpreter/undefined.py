@@ -228,7 +228,8 @@ class _Guard:
         faults: list[Exception] = []
         if not self._largest.keys().isdisjoint(self._names):
             self._judge_offsets(executor, bound)
-        for self._load_gives in _LOADED:
+        for loaded in _LOADED:
+            self._load_gives = loaded
             try:
                 self._run_corners(executor, bound)
                 last_elements = self._last_elements
