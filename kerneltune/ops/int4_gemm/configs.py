@@ -161,10 +161,10 @@ def _wrong(sizes: _Sizes, config: Int4Config) -> str | None:
     programs = sizes.programs(config.tokens, config.splits, config.blocks)
     if config.splits > 1 and programs > 2 * _MOST_PROGRAMS:
         return f"{programs} programs whose parts are added up"
-    return _no_warpgroups(sizes, config) if config.warpgroup else _no_warps(sizes, config)
+    return _invalid_warpgroups(sizes, config) if config.warpgroup else _invalid_warps(sizes, config)
 
 
-def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
+def _invalid_warps(sizes: _Sizes, config: Int4Config) -> str | None:
     """Say why `invalid` refuses a config of single warps."""
     warps = warps_of(config)
     if config.rows not in (32, 64):
@@ -172,7 +172,7 @@ def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
     if config.rows * config.tokens > 1024 or config.tokens > 32 or warps > _warps_at_once(config.rows, config.tokens):
         return f"{config.rows}x{config.tokens} sums in each of {warps} warps"
     if config.blocks > 1:
-        return _no_several_blocks(sizes, config)
+        return _invalid_blocks(sizes, config)
     if config.along < sizes.alongs(2 if config.tokens < 32 else 3)[0]:
         return f"{config.along} warps along k"
     if config.splits not in sizes.splits(1):
@@ -182,7 +182,7 @@ def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
     return None
 
 
-def _no_warpgroups(sizes: _Sizes, config: Int4Config) -> str | None:
+def _invalid_warpgroups(sizes: _Sizes, config: Int4Config) -> str | None:
     """Say why `invalid` refuses a config of warpgroups."""
     if wrong := wrong_for_warpgroups(sizes.K, sizes.group, config):
         return wrong
@@ -212,7 +212,7 @@ def wrong_for_warpgroups(depth: int, group: Option, config: Int4Config) -> str |
     return None
 
 
-def _no_several_blocks(sizes: _Sizes, config: Int4Config) -> str | None:
+def _invalid_blocks(sizes: _Sizes, config: Int4Config) -> str | None:
     """Say why `invalid` refuses programs of several blocks of rows."""
     warps, most = warps_of(config), _warps_at_once(config.rows, config.tokens)
     programs = sizes.programs(config.tokens, config.splits, config.blocks)

@@ -23,7 +23,7 @@ from kerneltune.ops.int4_gemm.kernels.warps import (
     into_l2,
     load_codes,
     split_halves,
-    values_of,
+    values_of_quarter,
     weight_places,
 )
 
@@ -47,7 +47,7 @@ def _product(words, zeros, x, sums, HALF: tl.constexpr, GROUPS: tl.constexpr, ZE
     """Add half a block of k, without its scales, to sums: words (4, 8, W, 2, 2), x (64, TOKENS), sums (16 W, TOKENS)."""
     W: tl.constexpr = words.shape[2]
     q: tl.constexpr = 2 * HALF
-    w = elements_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    w = elements_of(words, values_of_quarter(zeros, q, GROUPS), values_of_quarter(zeros, q + 1, GROUPS), ZEROS, x.dtype)
     return dot(tl.reshape(tl.permute(w, (2, 3, 1, 5, 7, 6, 0, 4)), (16 * W, 64)), x, sums)
 
 
@@ -56,7 +56,7 @@ def _scaled(sums, scales, q: tl.constexpr, GROUPS: tl.constexpr):
     """Multiply sums (16 W, TOKENS) with the scales of a quarter of the block."""
     W: tl.constexpr = scales.shape[2]
     TOKENS: tl.constexpr = sums.shape[1]
-    scale = tl.permute(values_of(scales, q, GROUPS).to(tl.float32), (2, 3, 1, 0))[:, :, :, None, :, None]
+    scale = tl.permute(values_of_quarter(scales, q, GROUPS).to(tl.float32), (2, 3, 1, 0))[:, :, :, None, :, None]
     return tl.reshape(tl.reshape(sums, (W, 2, 8, TOKENS // 8, 4, 2)) * scale, (16 * W, TOKENS))
 
 

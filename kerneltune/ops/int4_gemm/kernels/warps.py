@@ -48,7 +48,7 @@ _LOADS_BF16 = "".join(
 """PTX that makes bf16 values 128 + q of codes q."""
 
 
-def _steps(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
+def _dequantize_ptx(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
     """Return PTX that makes eight pairs of q - z ($0 … $7) of two words of codes ($8, $9).
 
     loads: `_LOADS_…`, whose values exceed q. even, odd: two values, minus the excess in even and in odd pairs, and without zero
@@ -61,16 +61,16 @@ def _steps(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
-_FP16 = tl.constexpr(_steps(_LOADS_FP16, "f16x2", "0xe408e408", "0xd480d480", zeros=False))
-_FP16_ZEROS = tl.constexpr(_steps(_LOADS_FP16, "f16x2", "0xe400e400", "0xd400d400", zeros=True))
-_BF16 = tl.constexpr(_steps(_LOADS_BF16, "bf16x2", "0xc308c308", "0xc308c308", zeros=False))
-_BF16_ZEROS = tl.constexpr(_steps(_LOADS_BF16, "bf16x2", "0xc300c300", "0xc300c300", zeros=True))
+_FP16 = tl.constexpr(_dequantize_ptx(_LOADS_FP16, "f16x2", "0xe408e408", "0xd480d480", zeros=False))
+_FP16_ZEROS = tl.constexpr(_dequantize_ptx(_LOADS_FP16, "f16x2", "0xe400e400", "0xd400d400", zeros=True))
+_BF16 = tl.constexpr(_dequantize_ptx(_LOADS_BF16, "bf16x2", "0xc308c308", "0xc308c308", zeros=False))
+_BF16_ZEROS = tl.constexpr(_dequantize_ptx(_LOADS_BF16, "bf16x2", "0xc300c300", "0xc300c300", zeros=True))
 _CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 _EIGHT_FP16 = tl.constexpr((tl.float16,) * 8)
 _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
-"""PTX of `_steps`, its constraints with and without zero points, and the types of its results. The negated excess is -(1024
-+ 8) and -(64 + 8) in fp16, and -(128 + 8) in bf16; with zero points the 8 is left out."""
+"""PTX of `_dequantize_ptx`, its constraints with and without zero points, and the types of its results. The negated excess is
+-(1024 + 8) and -(64 + 8) in fp16, and -(128 + 8) in bf16; with zero points the 8 is left out."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,7 +119,7 @@ def _unpack(words, j: tl.constexpr):
 
 @triton.jit
 def _eight(PTX: tl.constexpr, operands, DTYPES: tl.constexpr):
-    """Return eight tiles of pairs from the PTX of `_steps`."""
+    """Return eight tiles of pairs from the PTX of `_dequantize_ptx`."""
     return tl.inline_asm_elementwise(
         PTX, _CONSTRAINTS_ZEROS if len(operands) == 3 else _CONSTRAINTS, operands, dtype=DTYPES, is_pure=True, pack=2
     )
@@ -166,8 +166,8 @@ def elements_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr)
 
 
 @triton.jit
-def values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the scales of quarter q of the block, (4, 8, W, i), out of scales (4, 8, W, G, i)."""
+def values_of_quarter(tile, q: tl.constexpr, GROUPS: tl.constexpr):
+    """Return the scales or zero points of quarter q of the block, (4, 8, W, i), out of a tile (4, 8, W, G, i)."""
     if GROUPS == 1:
         return tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], tile.shape[4]))
     elif GROUPS == 2:
@@ -201,9 +201,9 @@ def _half_block(words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexp
     R: tl.constexpr = words.shape[3]
     TOKENS: tl.constexpr = 8 * x.shape[3]
     q: tl.constexpr = 2 * HALF
-    w = elements_of(words, values_of(zeros, q, GROUPS), values_of(zeros, q + 1, GROUPS), ZEROS, x.dtype)
+    w = elements_of(words, values_of_quarter(zeros, q, GROUPS), values_of_quarter(zeros, q + 1, GROUPS), ZEROS, x.dtype)
     x = tl.reshape(x, (4, 8, W, TOKENS // 8, 2, 2, 2, 2))
-    first, second = values_of(scales, q, GROUPS), values_of(scales, q + 1, GROUPS)
+    first, second = values_of_quarter(scales, q, GROUPS), values_of_quarter(scales, q + 1, GROUPS)
     if GROUPS < 4:
         return _scaled_sums(w, x, first, 2, R, W, TOKENS)
     else:
