@@ -57,15 +57,15 @@ def space(case: Case) -> Space:
             "reload": (False,),
         }
     long = padded > 8192
-    in_part = padded > tiles.LONG
-    smallest = max(4096, padded >> 4) if in_part else max(512, padded >> 3 if case["N"] % 8 or long else padded >> 1)
+    may_be_partly_held = padded > tiles.LONG
+    smallest = max(4096, padded >> 4) if may_be_partly_held else max(512, padded >> 3 if case["N"] % 8 or long else padded >> 1)
     return {
         "rows": (1, 2, 4, 8) if padded <= 1024 else (1, 2, 4) if padded <= 2048 else (1,) if long else (1, 2),
         "cols": tuple(cols for cols in (padded >> k for k in range(5)) if smallest <= cols <= 16384 or cols == padded <= 32768),
         "split": (False, True) if long else (False,),
         "warps": (2, 4, 8, 16, 32) if padded > 1024 else (1, 2, 4, 8),
         "ctas": (0, 2, 4) if padded <= 16384 else (0, 1, 2, 4),
-        "stages": (1, 2, 3, 5, 7) if in_part else (1, 2, 3),
+        "stages": (1, 2, 3, 5, 7) if may_be_partly_held else (1, 2, 3),
         "reload": (False, True) if padded >= 2048 else (False,),
     }
 
@@ -73,16 +73,16 @@ def space(case: Case) -> Space:
 def invalid(case: Case, config: FwdConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
-    in_part = config.reload and not config.ctas and config.stages > 1
+    is_partly_held = config.reload and not config.ctas and config.stages > 1
     reason = tiles.invalid_loads(case, config)
     if reason is not None:
         return reason
-    if loads > (16 if in_part else 8) and (not config.split or config.cols < 8192):
+    if loads > (16 if is_partly_held else 8) and (not config.split or config.cols < 8192):
         return f"{loads} loads to a row"
     if config.reload and (config.split or config.ctas):
         return "reloading pays where one program has the whole row, and there are many programs"
-    if in_part:
-        return _invalid_in_part(case, config, loads)
+    if is_partly_held:
+        return _invalid_partly_held(case, config, loads)
     if (config.ctas == 0) != (config.stages == 1):
         return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
     if config.stages > 3:
@@ -92,7 +92,7 @@ def invalid(case: Case, config: FwdConfig) -> str | None:
     return tiles.invalid_tile(case, config, tensors=1, most=64, held=1 if config.reload else None)
 
 
-def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
+def _invalid_partly_held(case: Case, c: FwdConfig, loads: int) -> str | None:
     """Say why programs that hold a part of their rows, without a loop, cannot be worth running.
 
     H200, 2026-11-22: wide programs, two per SM, that load 8 elements per thread won at long rows.
