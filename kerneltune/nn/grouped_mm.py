@@ -194,12 +194,12 @@ def _input_gradient(recipe: Any, dy: Scaled, w_t: Scaled, offs: Tensor | None, d
 
 
 def _weight_gradient(
-    recipe: Any, dy_t: Scaled, x_t: Scaled, offs: Tensor | None, x_dtype: torch.dtype, dtype: torch.dtype
+    recipe: Any, dy_t: Scaled, x_t: Scaled, offs: Tensor | None, cast_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
-    """Return dW (E, K, N), column-major, of cast rows and of the rows of `_for_backward`, which are cast in x_dtype here."""
+    """Return dW (E, K, N), column-major, of cast rows and of the rows of `_for_backward`, which are cast in cast_dtype here."""
     dw: Tensor
     if x_t.scale is None:
-        dw = late_weight_gradient(*dy_t, x_t.q, recipe.scaling, recipe.pow2, x_dtype, dtype)
+        dw = late_weight_gradient(*dy_t, x_t.q, recipe.scaling, recipe.pow2, cast_dtype, dtype)
     else:
         dw = weight_gradient(dy_t, x_t, offs, dtype)
     return dw.t()[None] if offs is None else dw.transpose(1, 2)
@@ -325,10 +325,10 @@ def fp8_routed_mm(
     w, v = matrices[0], matrices[1] if len(matrices) > 1 else None
     check_product(x, w, routing.offs, recipe)
     if v is not None:
-        half = x.new_empty((0, w.shape[2] // 2))
-        if w.shape[2] % 2 or v.shape[1] != half.shape[1]:
+        gated = x.new_empty((0, w.shape[2] // 2))  # of the shape and type of gated rows
+        if w.shape[2] % 2 or v.shape[1] != gated.shape[1]:
             raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {tuple(w.shape)} and {tuple(v.shape)}")
-        check_product(half, v, routing.offs, recipe)
+        check_product(gated, v, routing.offs, recipe)
     w_cast = _earlier_cast(x, w, recipe, weights[0])
     v_cast = None if v is None else _earlier_cast(x, v, recipe, weights[1])
     return fp8_product(x, w, recipe, x.dtype, v=v, routing=routing, w_cast=w_cast, v_cast=v_cast)
