@@ -27,7 +27,7 @@ def largest_cases(op: Op, cases: Sequence[Case]) -> list[Case]:
 
 
 def _furthest_offset(op: Op, case: Case) -> int:
-    """Return the bytes of `traffic`, or of an input that is larger, such as a table of which a look-up reads few rows."""
+    """Return the bytes of `traffic`, or of a larger input, such as a table if a look-up reads few rows."""
     inputs = list[object]()
     with suppress(CaseError):  # the check of the case's addresses says why
         inputs = tree_leaves(dict(meta_inputs(op, case)))

@@ -141,7 +141,7 @@ def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:
 
 
 def _matters(op: Op, inputs: Inputs, name: str) -> bool:
-    """Return whether other values of an input change what the reference returns."""
+    """Return whether other values of an input change the outputs of the reference."""
     value = inputs[name]
     whole = ~value if value.dtype == torch.bool else value + 1
     changed = (value.float() * 1.5 + 0.75).to(value.dtype) if value.is_floating_point() else whole

@@ -324,14 +324,14 @@ def broken_context() -> str:
 def _is_of_import(error: BaseException) -> bool:
     """Return whether an import failed: a module is missing, or its own code raised, as cutlass does without its libraries.
 
-    Generated code, such as that of torch.compile, is executed without an import: its module has no `__spec__`.
+    Generated code, for example by torch.compile, is executed without an import: its module has no `__spec__`.
     """
     modules = [frame for frame, _line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
     return isinstance(error, ImportError) or any(frame.f_globals.get("__spec__") is not None for frame in modules)
 
 
 def only_calls_torch(op: Op, variant: Variant, cases: Iterable[Case]) -> bool:
-    """Return whether a variant without knobs launches no kernel in any of some cases; False where that is not known."""
+    """Return whether a variant without knobs launches no kernel in any of some cases; False if this is unknown."""
     ran = list[Case]()
     for case in cases if variant.config is None else ():
         try:

@@ -1,4 +1,4 @@
-"""Judge what an operator declares of a case: the bytes of `traffic`, the operations of `flops`, and inputs that are seeds."""
+"""Judge declarations of an operator for a case: the bytes of `traffic`, the operations of `flops`, inputs that are seeds."""
 
 import itertools
 from copy import copy
@@ -20,7 +20,7 @@ _NEAR_FLOPS = 1.4
 _FIRST_OPERAND = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "convolution": 1}
 """Products of torch -> place of the operand whose last axis, or whose filter, a product sums over."""
 _CHOOSING = {"where", "masked_fill", "tril", "triu", "_softmax", "exp", "gather", "index", "index_select", "scatter"}
-"""Functions of references that may compute more products than they need, such as those of causal attention."""
+"""Functions of references that may compute more products than they need, for example in causal attention."""
 _UNCOUNTED = ("attention", "_int_mm", "_scaled", "convolution_backward", "lstm", "gru")
 
 

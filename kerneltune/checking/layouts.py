@@ -107,7 +107,7 @@ class LayoutChecker(Checker):
         """Run a variant on inputs with gaps where host code accepts gaps.
 
         Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. If it
-        refuses the gaps of an input, gaps around one more axis are tried.
+        refuses the gaps of an input, gaps around a further axis are tried.
         """
         while gaps:
             gapped = copy(self)  # `compare` still gets the inputs without gaps
@@ -137,7 +137,7 @@ class LayoutChecker(Checker):
     def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
         """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.
 
-        known: names of inputs that were judged before, which are left out; gets the names of the others.
+        known: names of inputs that were judged before, which are left out; gets the names of the inputs that are judged now.
         """
         names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
         known.update(names)

@@ -69,5 +69,5 @@ def before_look_ups(act: Callable[[Chooser, Case], None]) -> AbstractContextMana
 
 
 def _without_free_options(op: Op, case: Case) -> Case:
-    """Return a case without its name and free options, of which another value's config serves."""
+    """Return a case without its name and free options: calls with another value of a free option share configs."""
     return replace(case, name="", options=tuple(option for option in case.options if option[0] not in op.free_options))

@@ -68,7 +68,7 @@ class _PairChecks:
         done: the checked pairs. The default config of each case counts as checked, because each case has a record of its check;
             it runs here if no other pair of the case has run.
         failures: the outcomes of failed pairs.
-        checkers: the checker of each case of which a pair was due; None if the case has no inputs or no expected values.
+        checkers: the checker of each case with a pair that was due; None if the case has no inputs or no expected values.
     """
 
     def __init__(self, op: Op, variant: Variant, configs: Mapping[Case, Sequence[Config]]) -> None:
@@ -170,7 +170,7 @@ def facts_by_config(op: Op, variant: Variant, case: Case, configs: Iterable[Conf
 
 
 def around_default(variant: Variant, case: Case) -> Iterator[Config]:
-    """Yield the default config, and for each other value of a knob a valid config with it and at most one more changed knob."""
+    """Yield the default config, and for each other value of a knob a valid config that changes at most one more knob."""
     default = variant.default_config(case)
     yield default
     if variant.config is None:
@@ -195,7 +195,7 @@ def _facts_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case
 
 
 def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple[list[Pair], list[Pair]]:
-    """Return the pairs that add a fact to those of all default configs, the first of each case, and of earlier pairs.
+    """Return the pairs with a fact that no default config, the first of each case, and no earlier pair has.
 
     The first list has the pairs with a new even block, whose size is the value of a knob; the second, with any other new fact.
     """

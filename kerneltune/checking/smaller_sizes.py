@@ -60,7 +60,7 @@ class _SizeSearch:
         bases: the cases that give sizes, of medium cost first: check cases with longer sizes in place of 1, because a single row
             or column hides mistakes; then check cases as they are.
         few_bases: the first base, the cheapest base without a size of 1, and the cheapest base.
-        steps: axis -> greatest common divisor of its sizes, of which only multiples are tried.
+        steps: axis -> greatest common divisor of its sizes; only multiples of the divisor are tried.
         found: the derived cases.
     """
 
@@ -121,7 +121,7 @@ class _SizeSearch:
 
         1. Near copies keep some sizes, and have other sizes of a base. Copies with a new size of 1 are last: a single row, for
            example of ids, hides mistakes that further rows show. Beside that, cheaper copies come first.
-        2. Least copies have all sizes of a base but one: the least size with a new fact.
+        2. Least copies have all sizes of a base, except the least size of an axis with a new fact.
         3. Far copies are like near copies, and one of their sizes is far above the sizes of all bases.
 
         For even blocks, least copies come first: their loops are the shortest. Their search counts in the time of `facts_of`.
