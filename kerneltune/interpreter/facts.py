@@ -49,7 +49,7 @@ class Fact(NamedTuple):
     | condition | an `if` whose side arguments do not tell | text | PATH:LINE |
     | choice | a minimum or maximum of two values that arguments do not tell | text | PATH:LINE |
     | true, false | the side that a condition takes; the second, the first operand of a choice | | PATH:LINE |
-    | no, one, two iteration(s) | the iterations of a loop, where two are two or more | | PATH:LINE |
+    | no, one, two iteration(s) | the iterations of a loop; `two` stands for two or more | | PATH:LINE |
     | two programs | two or more programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
@@ -108,7 +108,7 @@ def note_here(kind: Kind, text: str = "") -> None:
 
 
 def iterations_of(loop: range) -> Sequence[int]:
-    """Note how many iterations a loop has that begins, and return those to run: without memory the first and last of many."""
+    """Note how many iterations a loop has, and return the iterations to run: without memory the first and last of many."""
     note_here(_ITERATIONS[min(len(loop), 2)])
     is_whole = len(loop) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
     return loop if is_whole else [*loop[: _LONG_LOOP // 2], *loop[-_LONG_LOOP // 2 :]]
@@ -117,8 +117,8 @@ def iterations_of(loop: range) -> Sequence[int]:
 def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     """Return loops without two iterations in any check, axes without two programs in any check, and facts of bench cases alone.
 
-    A loop with one iteration and an axis with one program in the largest cases are left out. Because launches without memory
-    load zeros, a loop without an iteration there may have any number of iterations.
+    Loops and axes with one iteration or program in the largest cases are left out. Because launches without memory load zeros, a
+    loop without an iteration there may have any number of iterations.
     """
     loops = (fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS)
     wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}

@@ -74,7 +74,7 @@ class _Reading:
         self._compared: dict[_Block, set[str]] = defaultdict(set)
 
     def read(self) -> set[Fact]:
-        """Return the facts of the function and of those that it calls."""
+        """Return the facts of the function and of the functions that it calls."""
         self._read(self._tree.body)
         constants = _constants(self._tree)
         self._note_flags(constants)

@@ -82,7 +82,7 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
 def read_sources(folder: str) -> None:
     """Read the host code and rewrite the kernels of a folder, which forks of this process then need not do again.
 
-    `kerneltune sweep rmsnorm --check-only` takes 70 forks, each of which took 0.1 s for this (2026-11-28).
+    `kerneltune sweep rmsnorm --check-only` takes 70 forks, and each fork took 0.1 s for this (2026-11-28).
     """
     from triton.runtime.interpreter import InterpretedFunction
 

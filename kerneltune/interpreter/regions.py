@@ -38,7 +38,7 @@ class Region:
 
     @staticmethod
     def of(tensor: Any, number: int, name: str, largest: int | None) -> "Region":
-        """Return the region of an argument, the number of which counts the launch's tensors."""
+        """Return the region of an argument; its number counts the launch's tensors."""
         storage = tensor.untyped_storage()
         in_memory = 0 if tensor.is_meta else storage.data_ptr()
         first = ((FIRST_REGION + number) << REGION_BITS) + (1 << (REGION_BITS - 1)) + in_memory % _ALIGNMENT

@@ -43,8 +43,8 @@ _TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detecte
 LAUNCH_SECONDS = 2.0
 """Processor time for each run of the programs of a launch without memory: a program may wait for a value for ever."""
 _LOADED = (0, 1 << 24)
-"""Values that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits one
-that searches the group of a row: with 0 every group would end at row 0."""
+"""Values that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits a
+kernel that searches the group of a row: with 0 every group would end at row 0."""
 _NARROW = 16
 """Bits of the largest elements whose casts of integers are judged."""
 _WHOLE_GARBAGE = 90
