@@ -53,7 +53,7 @@ def encode_value(value: Any) -> Any:
 
 
 def identity_of(value: Any) -> str | int:
-    """Return what tells a value from others: its JSON, or its identity if JSON cannot hold it."""
+    """Return a key that tells a value from other values: its JSON, or its identity if JSON cannot hold it."""
     try:
         return repr(encode_value(value))
     except NotRecordableError:

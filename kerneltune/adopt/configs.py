@@ -164,7 +164,7 @@ def to_triton_configs(listed: Sequence[Any], stored_configs: Iterable[StoredConf
 
 
 def _identity_of_hook(hook: Any) -> Any:
-    """Return what tells a pre_hook from others: of a function, which a list may make for each config, code and held values."""
+    """Return a key that tells a pre_hook from other hooks: the code and held values of a function, as a list may make many."""
     if not inspect.isfunction(hook):
         return hook if isinstance(hook, Hashable) else id(hook)
     values = [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]

@@ -405,7 +405,7 @@ def process_files(root: Path) -> list[Path]:
 
 
 def read_notes(files: Collection[Path]) -> tuple[ProcessNotes, list[str]]:
-    """Return the notes and counts of processes as the notes of one, and a line about each damaged file."""
+    """Return the notes and counts of processes as the notes of a single process, and a line about each damaged file."""
     merged, problems = ProcessNotes({}), list[str]()
     for path in (path for path in files if path.suffix == ".json"):
         try:

@@ -15,7 +15,7 @@ _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
 def holds_addresses(function: Any, arguments: Sequence[Argument], values: Values) -> str:
     """Return the first argument of a kernel's function that is an address or holds addresses, empty for none.
 
-    A number between the bounds of addresses is one if the kernel makes pointers of integers, or if torch has allocated its
+    A number between the bounds of addresses is an address if the kernel makes pointers of integers, or if torch has allocated its
     place on a GPU. New memory of the host may hold addresses that no kernel reads.
     """
     torch: Any = sys.modules["torch"]
