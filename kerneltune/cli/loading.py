@@ -1,4 +1,4 @@
-"""Load what a command names: operators, a plan, a capture, folders; and check it before the work begins."""
+"""Load the objects that a command names: operators, a plan, a capture, folders; and check it before the work begins."""
 
 import os
 import tempfile

@@ -139,7 +139,7 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
 
 
 def _measure_stale(ops: Mapping[str, Op], gpu_stale: "Stale") -> None:
-    """Measure the stale configs and records of this GPU again, and show what has become of them."""
+    """Measure the stale configs and records of this GPU again, and show the results."""
     from kerneltune import stale
 
     with Reporter() as progress:
