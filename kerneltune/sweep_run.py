@@ -112,7 +112,7 @@ class _SweepStages:
     Attributes:
         until: time of the monotonic clock in s; after it, no further case is measured.
         repeat: how often each variant of a case is measured.
-        default_failures: operator and variant -> why the default config failed its check. Such a variant is not timed.
+        default_failures: operator and variant -> why the default config failed its check. These variants are not timed.
     """
 
     plan: Plan
@@ -277,7 +277,7 @@ class _SweepStages:
         return [*failed, *measured]
 
     def _ceiling(self, task: Task) -> Run | None:
-        """Return the run of the streaming operator that moves as many bytes as a task's case; None if no such run is valid."""
+        """Return the run of the streaming operator that moves as many bytes as a task's case; None if this run is invalid."""
         ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
         runs, _failed = self._with_configs([] if ceiling is None else [ceiling])
         return runs[0] if runs else None
