@@ -185,7 +185,7 @@ def _size(case: Case) -> int:
     return math.prod(size for _, size in case.axes) * math.prod(numbers)
 
 
-def json_text(value: object) -> str:
+def _json_text(value: object) -> str:
     """Return a value as JSON, as files have it."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
@@ -231,16 +231,16 @@ def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> st
     rows = []
     for entry in sorted(entries, key=_file_order):
         try:
-            rows.append("    " + json_text(_fields(entry)))
+            rows.append("    " + _json_text(_fields(entry)))
         except (TypeError, ValueError) as error:
             raise files.bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
-    head = f'{{\n  "schema": {SCHEMA},\n  "op": {json_text(op_name)},\n  "device": {json_text(device_slug)},\n  "entries": [\n'
+    head = f'{{\n  "schema": {SCHEMA},\n  "op": {_json_text(op_name)},\n  "device": {_json_text(device_slug)},\n  "entries": [\n'
     return head + ",\n".join(rows) + "\n  ]\n}\n"
 
 
 def _file_order(entry: CacheEntry) -> tuple[Any, ...]:
     case = entry.case
-    return entry.variant, entry.policy, case.dtype, case.quant, json_text(case.options), case.axes
+    return entry.variant, entry.policy, case.dtype, case.quant, _json_text(case.options), case.axes
 
 
 class Choice(NamedTuple):
@@ -440,7 +440,7 @@ def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu:
     changed = "".join(f" {name}={value}" for name, value in entry.case.options if value != case.option(name))
     changed += f" {entry.policy}" if entry.policy != policy else ""
     changed += f" on {gpu}" if gpu else ""
-    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {distance:.2f}: {json_text(entry.config)}"
+    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {distance:.2f}: {_json_text(entry.config)}"
 
 
 def clear() -> None:

@@ -116,7 +116,7 @@ class Getter:
         """Return the program's own result, or of a tuple its first element, with the knobs of the override."""
         result = self.function(*args, **kwargs)
         own = result[0] if isinstance(result, tuple) and result else result
-        if not isinstance(own, dict) or not integer_knobs(own):
+        if not isinstance(own, dict) or not _integer_knobs(own):
             shown = " ".join(repr(result).split())[:60]
             raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of integers by name")
         self.first_result = self.first_result or dict(own)  # the host may change its dict
@@ -129,7 +129,7 @@ class Getter:
         return result._make(items) if hasattr(result, "_make") else items
 
 
-def integer_knobs(values: Mapping[Any, Any]) -> dict[str, int]:
+def _integer_knobs(values: Mapping[Any, Any]) -> dict[str, int]:
     """Return the knobs of a config: its integers by name."""
     return {name: value for name, value in values.items() if type(value) is int and isinstance(name, str)}
 
@@ -137,7 +137,7 @@ def integer_knobs(values: Mapping[Any, Any]) -> dict[str, int]:
 @functools.cache
 def installed(name: str, folder: str) -> Getter:
     """Import a getter, and replace it in every module or class that holds it."""
-    owner, attribute, function = named_function("getter", name, folder)
+    owner, attribute, function = _named_function("getter", name, folder)
     getter = Getter(name, function)
 
     @functools.wraps(function)
@@ -153,7 +153,7 @@ def installed(name: str, folder: str) -> Getter:
     return getter
 
 
-def named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callable[..., Any]]:
+def _named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callable[..., Any]]:
     """Return the module or class that holds a function, the function's name in it, and the function.
 
     Raises:
@@ -379,7 +379,7 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
     """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
     spec, (op,) = read_spec(Path(folder)), operators(folder)
     getter, own = installed(spec.getter, spec.folder), op.variants[0].default_config(case)
-    maker = named_function("call", spec.call, spec.folder)[2]
+    maker = _named_function("call", spec.call, spec.folder)[2]
     try:
         function = make_call(maker, dict(case.axes), spec.dtype, device, seed)
     except Exception:  # the program's own code, on tensors without memory
@@ -435,7 +435,7 @@ def probe(spec: GetterSpec) -> GetterSpec:
 
     device.select_backend()
     getter = installed(spec.getter, spec.folder)
-    call = named_function("call", spec.call, spec.folder)[2]
+    call = _named_function("call", spec.call, spec.folder)[2]
     try:
         digest = code_digest(getter.function)[:4] + code_digest(call)[:4]
     except (ValueError, TypeError):  # a function without source
@@ -478,4 +478,4 @@ def _probed(getter: Getter, call: Callable[..., Any], dtype: str, case: CallCase
         if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ")):
             raise
         return msgspec.structs.replace(case, problem=f"fails with its own config: {statement_in('', error)}{first_line(error)}")
-    return msgspec.structs.replace(case, own=integer_knobs(getter.first_result), bytes=max(count, 1))
+    return msgspec.structs.replace(case, own=_integer_knobs(getter.first_result), bytes=max(count, 1))

@@ -106,7 +106,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
     return Op(
         name=operator_name(classes[0]),
         axes=_axes(classes),
-        dtypes=tuple(dict.fromkeys(case_dtype(launch_class) for launch_class in classes)),
+        dtypes=tuple(dict.fromkeys(_case_dtype(launch_class) for launch_class in classes)),
         inputs=partial(make_inputs, str(root)),
         reference=reference,
         compare=compare,
@@ -122,10 +122,10 @@ def case_of(launch_class: LaunchClass, axes: Sequence[str]) -> Case:
     """Return the case of a class."""
     name = f"{launch_class.kernel.name.rpartition('.')[2]}-{launch_class.digest[:8]}"
     pairs = tuple((axis, launch_class.sizes[axis]) for axis in axes)
-    return Case(name, pairs, case_dtype(launch_class), "none", ((CLASS, launch_class.digest), (BYTES, BYTES_OF)))
+    return Case(name, pairs, _case_dtype(launch_class), "none", ((CLASS, launch_class.digest), (BYTES, BYTES_OF)))
 
 
-def case_dtype(launch_class: LaunchClass) -> str:
+def _case_dtype(launch_class: LaunchClass) -> str:
     """Return the element types of a class's floating-point tensors, joined to a name."""
     names = sorted({a.tensor.dtype for a in launch_class.arguments if a.tensor is not None and not a.tensor.holds_integers})
     return "+".join(names) or "none"

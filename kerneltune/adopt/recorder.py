@@ -221,7 +221,7 @@ class Recorder:
         name, allowed = launch.name, self._pruned(launch)
         if not allowed:
             return self._refuse(name, "not captured: the author's pruning leaves no config")
-        launch_class = with_candidates(launch_class, launch, allowed)
+        launch_class = _with_candidates(launch_class, launch, allowed)
         values = self._values(launch_class, storages)
         if argument := holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
             return self._refuse(name, f"not captured: {argument} holds addresses, which mean nothing in another process")
@@ -421,7 +421,7 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
     return launch_class, storages
 
 
-def with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence[Any]) -> LaunchClass:
+def _with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence[Any]) -> LaunchClass:
     """Return the class of a launch with its candidates, and with the folders and names by which a replay finds the kernel.
 
     allowed: the configs that the author's pruning leaves.

@@ -53,7 +53,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
         return spec
 
 
-def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+def _when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
     """Act on a module now if it is loaded, else as soon as the program has imported it."""
     module = sys.modules.get(name)
     if module is not None:
@@ -142,7 +142,7 @@ def capture(root: Path, **options: Any) -> None:
         _state["recorder"] = recorder = Recorder(root, **options)
         _patch(autotuning, recorder)
 
-    when_imported(TARGET, begin)
+    _when_imported(TARGET, begin)
 
 
 def install(
@@ -198,7 +198,7 @@ def install(
             if issubclass(type(value), autotuning.Autotuner):  # by type, because `__class__` may run the object's code
                 server.on_new_autotuner(value)
 
-    when_imported(TARGET, begin)
+    _when_imported(TARGET, begin)
 
 
 def _prepared(root: Path, autotuning: ModuleType) -> Any:
@@ -267,5 +267,5 @@ def _patch(autotuning: ModuleType, by: Any, has_plain: bool = True) -> None:
 
     replace_method(autotuning.Autotuner, "run", by.make_run)
     for name in (INTERPRETER, COMPILER) if has_plain else ():
-        when_imported(name, patch_kernels)
+        _when_imported(name, patch_kernels)
     replace_method(autotuning.Autotuner, "__init__", make_init)

@@ -305,7 +305,7 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     with GpuWorker() as worker:
         for classes in grouped(tuned, lambda tuned_class: operator_name(tuned_class.launch_class)).values():
             first = classes[0].launch_class
-            shared = None if first.is_plain else shared_config(classes)
+            shared = None if first.is_plain else _shared_config(classes)
             kernel = TableKernel(
                 module=first.kernel.module,
                 name=first.kernel.name,
@@ -314,7 +314,7 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
                 configs_digest=first.configs_digest,
                 package=first.versions.get("package", ""),
                 key_names=first.key_names,
-                groups=tuple(table_groups(classes, worker)),
+                groups=tuple(_table_groups(classes, worker)),
                 shared=() if shared is None else (shared,),
                 is_plain=first.is_plain,
                 globals=first.globals,
@@ -352,7 +352,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
         progress.note(f"compiled kernels are not kept: {error}")
 
 
-def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
+def _table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
     for classes_of_key in grouped(classes, lambda tuned: tuned.launch_class.autotuner_key()).values():
         by_sizes = grouped(classes_of_key, lambda tuned: str(sorted(tuned.launch_class.sizes.items())))
@@ -364,10 +364,10 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
 
 def _rows(members: Sequence[TunedClass], worker: GpuWorker) -> list[ServingRow]:
     """Return a row for each class of a group; a single row if the shared config serves all classes."""
-    shared = shared_config(members)
+    shared = _shared_config(members)
     if len(members) == 1 or shared is None:
         return [_row(tuned, tuned.best) for tuned in members]
-    gains = [own_gain(tuned, shared, worker) for tuned in members]
+    gains = [_own_gain(tuned, shared, worker) for tuned in members]
     if all(gain is None for gain in gains):
         return [_row(_as_one(members), shared)]
     return [_row(tuned, shared if gain is None else tuned.best, gain) for tuned, gain in zip(members, gains, strict=True)]
@@ -384,7 +384,7 @@ def _as_one(alike: Sequence[TunedClass]) -> TunedClass:
     return replace(first, times=times, best=min(times, key=times.__getitem__, default=first.author))
 
 
-def shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
+def _shared_config(members: Sequence[TunedClass]) -> StoredConfig | None:
     """Return the fastest config over all classes, weighted by their GPU time; None if no config runs in all."""
     common = _common_configs(members)
     return min(common, key=lambda config: sum(tuned.cost_us * math.log(tuned.times[config]) for tuned in members), default=None)
@@ -395,7 +395,7 @@ def _common_configs(members: Sequence[TunedClass]) -> list[StoredConfig]:
     return [config for config in members[0].times if all(config in tuned.times for tuned in members)]
 
 
-def own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float | None:
+def _own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> float | None:
     """Return the speedup of a class's own config over the shared config; None if the shared config serves the class.
 
     The shared config does not serve if the gain is 3 % or more, or if it is surely slower than the author's choice.

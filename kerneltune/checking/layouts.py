@@ -32,7 +32,7 @@ class _GapRun(NamedTuple):
     lines: list[str]
 
 
-def with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs:
+def _with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Inputs:
     """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes.
 
     Args:
@@ -95,7 +95,7 @@ class LayoutChecker(Checker):
         So a kernel is found that takes the strides of another tensor, the number of columns, or a multiple of the stride between
         rows for the stride of an input. `reshape(-1, N)` copies the first inputs, and takes the second as they are.
         """
-        matrices = with_gaps(self.inputs) if host_folder(self.op) else {}
+        matrices = _with_gaps(self.inputs) if host_folder(self.op) else {}
         rows = dict.fromkeys(matrices, ROWS)
         widest = {name: ROWS if matrix.ndim == 2 else EVERY_OUTER_AXIS for name, matrix in matrices.items()}
         run = self._run_with_accepted_gaps(variant, config, widest)
@@ -111,7 +111,7 @@ class LayoutChecker(Checker):
         """
         while gaps:
             gapped = copy(self)  # `compare` still gets the inputs without gaps
-            gapped.inputs = {**self.inputs, **with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
+            gapped.inputs = {**self.inputs, **_with_gaps({name: self.inputs[name] for name in gaps}, gaps)}
             with noting_layouts(gapped.inputs, host_folder(self.op)) as read:
                 outputs, lines = gapped.run(variant, config)
             if not lines:
@@ -139,6 +139,6 @@ class LayoutChecker(Checker):
 
         known: names of inputs that were judged before, which are left out; gets the names of the inputs that are judged now.
         """
-        names = [name for name in with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
+        names = [name for name in _with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
         known.update(names)
         return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS}).lines]

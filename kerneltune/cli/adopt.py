@@ -231,7 +231,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, force: 
 
     with Reporter() as progress:
         outcome = tune_capture(folder, progress, budget_s=budget, share=share or 1.0, force=force, workers=workers)
-    show_table(*tuned_table(outcome.tuned))
+    show_table(*_tuned_table(outcome.tuned))
     _show_skipped(outcome.skipped)
     count = counted(len(outcome.tuned), "class", "classes")
     show(f"{count} tuned in {outcome.seconds:.0f} s; SHA-256 {outcome.digest[:16]} {outcome.table}")
@@ -239,7 +239,7 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, force: 
         raise typer.Exit(1)
 
 
-def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return head and rows of the tuned classes: the author's config and ours.
 
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.

@@ -37,7 +37,7 @@ def argument(metavar: str, text: str) -> Any:
     return typer.Argument(metavar=metavar, help=text)
 
 
-def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackParam, Any], Any]:
+def _at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackParam, Any], Any]:
     """Return a callback that refuses infinite and NaN values, values below `least`, and with `above` also `least` itself."""
 
     def check(parameter: typer.CallbackParam, value: Any) -> Any:
@@ -52,7 +52,7 @@ def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackPa
 
 def count(name: str, text: str, least: int = 1) -> Any:
     """Declare an option that takes an integer."""
-    return option(name, "N", text, callback=at_least(least))
+    return option(name, "N", text, callback=_at_least(least))
 
 
 def pick(name: str, words: Collection[str], text: str) -> Any:
@@ -66,7 +66,7 @@ def pick(name: str, words: Collection[str], text: str) -> Any:
 
 def seconds(text: str) -> Any:
     """Declare the option `--budget`."""
-    return option("--budget", "SECONDS", text, callback=at_least(0, above=True))
+    return option("--budget", "SECONDS", text, callback=_at_least(0, above=True))
 
 
 _capture = {"folder": ""}
@@ -82,14 +82,14 @@ def captured() -> str:
     return _capture["folder"]
 
 
-def existing_folder(folder: Path | None) -> Path | None:
+def _existing_folder(folder: Path | None) -> Path | None:
     """Return the folder of the config cache, which must exist unless it belongs to a capture that nobody tuned yet."""
     if folder is not None and not folder.exists() and not captured():
         raise ValueError(f"configs: {str(folder)!r}: no such folder")
     return folder
 
 
-def gpu_folder(name: str | None) -> str | None:
+def _gpu_folder(name: str | None) -> str | None:
     """Return a name that `--gpu` gives; raise ValueError for a name that no folder of a GPU has."""
     if name is not None and name != device.slug(name):
         raise ValueError(f"gpu: {name!r}: expected the name of a folder, like {device.slug(name) or 'nvidia_h200'}")
@@ -98,7 +98,7 @@ def gpu_folder(name: str | None) -> str | None:
 
 def gpu(text: str) -> Any:
     """Declare the option `--gpu`."""
-    return option("--gpu", "NAME", text, callback=gpu_folder)
+    return option("--gpu", "NAME", text, callback=_gpu_folder)
 
 
 Family = Annotated[str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a .yaml file.")]
@@ -133,7 +133,7 @@ MaxCases = Annotated[int | None, count("--max-cases", "Most cases of a sweep fil
 Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS")]
 ReadConfigs = Annotated[
     Path | None,
-    option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS", callback=existing_folder),
+    option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS", callback=_existing_folder),
 ]
 Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
 Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]

@@ -111,7 +111,7 @@ def _measures(records: Iterable[Record]) -> list[dict[str, Any]]:
     return [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in columns]
 
 
-def without_paths(text: str) -> str:
+def _without_paths(text: str) -> str:
     """Return the text with the names of files in place of their absolute paths, which are this machine's."""
     return _ABSOLUTE.sub(lambda path: path["name"], text)
 
@@ -143,7 +143,7 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
     facts = source_facts(records, ", ")
     facts["records"] = tables.status_counts(r.status for r in records)
     facts["files"] = ", ".join(sources.files)
-    facts["command"] = without_paths(sources.command)
+    facts["command"] = _without_paths(sources.command)
     return {name: value for name, value in facts.items() if value}
 
 
@@ -184,7 +184,7 @@ def _named(name: CaseName) -> dict[str, Any]:
 
 def _result(record: Record) -> dict[str, Any]:
     if record.status != "passed":
-        return {"status": record.status, "reason": without_paths(" ".join(record.reason.split()))}
+        return {"status": record.status, "reason": _without_paths(" ".join(record.reason.split()))}
     return {
         "status": "passed",
         "us": record.time_us,

@@ -12,7 +12,7 @@ Bound = Literal["ceiling", "peak"]
 """`ceiling`: GB/s of a streaming kernel in the same run; `peak`: TFLOP/s of the data sheet for the type of the operands."""
 
 
-def peak_tflops(record: Record) -> float | None:
+def _peak_tflops(record: Record) -> float | None:
     """Return the TFLOP/s of the data sheet for the type that the operands have: fp8 where the mode is one of fp8."""
     dtype = "float8_e4m3fn" if record.quant.startswith("fp8") else record.dtype
     return PEAK_TFLOPS.get(record.device, {}).get(dtype)
@@ -20,7 +20,7 @@ def peak_tflops(record: Record) -> float | None:
 
 def bound_of(record: Record) -> Bound:
     """Return the bound of a timed record's case: the peak where the case has more operations per byte than the GPU."""
-    peak = peak_tflops(record)
+    peak = _peak_tflops(record)
     if not (record.flops and peak and record.time_us):
         return "ceiling"
     moved = record.gbps * record.time_us * 1e3 if record.gbps else 0.0
@@ -35,6 +35,6 @@ def share(record: Record) -> float | None:
         return None
     if bound_of(record) == "ceiling":
         return record.pct_ceiling
-    peak = peak_tflops(record)
+    peak = _peak_tflops(record)
     assert record.flops and record.time_us and peak, "else the bound is the ceiling"
     return 100 * record.flops / record.time_us / 1e6 / peak
