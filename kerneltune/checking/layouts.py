@@ -121,9 +121,8 @@ class LayoutChecker(Checker):
                 if last is None:
                     return _GapRun({}, {}, [])
                 further = gaps[last] + 1
-                has_further = 0 < further < self.inputs[last].ndim
                 gaps = {name: inner_axes for name, inner_axes in gaps.items() if name != last}
-                gaps |= {last: further} if has_further else {}
+                gaps |= {last: further} if 0 < further < self.inputs[last].ndim else {}
             elif gaps.keys() <= set(read):
                 break
             else:
