@@ -78,16 +78,13 @@ def command(
             more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
         error_line(f"nothing was captured: {_reason(notes.refused, notes.autotuned, pattern, code)}{more}{kept}")
-    raise typer.Exit(code or int(not is_captured and not _is_one_of_several_ranks()))
+    # Because a launcher ends the job where a rank ends with an error, one of several ranks may capture nothing.
+    is_rank = any(os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1 for name in _NUM_RANKS)
+    raise typer.Exit(code or int(not is_captured and not is_rank))
 
 
 _NUM_RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables in which torchrun, srun, Open MPI and MPICH give each process the number of processes."""
-
-
-def _is_one_of_several_ranks() -> bool:
-    """Return whether a launcher has started this command once for each rank: it ends the job where a rank ends with an error."""
-    return any(os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1 for name in _NUM_RANKS)
 
 
 def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> bool:
