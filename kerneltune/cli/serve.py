@@ -12,6 +12,7 @@ from kerneltune.adopt import startup
 from kerneltune.cli import options as o
 from kerneltune.cli.capture import Program
 from kerneltune.cli.console import messages, note, show_table
+from kerneltune.wording import counted
 
 _SHOWN = 12
 """Kernels that are shown."""
@@ -62,7 +63,7 @@ def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
         return
     show_table(("kernel", "served", "not tuned"), [(row[0], str(row[1]), str(row[2])) for row in rows[:_SHOWN]], messages)
     more = f" (the first {_SHOWN} of {len(rows)} kernels are shown)" if len(rows) > _SHOWN else ""
-    note(f"{served} launches served, {missed} not tuned{more}")
+    note(f"{counted(served, 'launch', 'launches')} served, {missed} not tuned{more}")
     if missed and (configs / MISSES / CLASSES).is_dir():
         note(f"launches that were not tuned are recorded: kerneltune tune {configs}")
     elif missed:
