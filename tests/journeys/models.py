@@ -34,6 +34,6 @@ def train_experts_compiled(place: Place) -> None:
 
 @journey(limit_s=120, packages=("transformers",), ops=None)
 def decode_int4(place: Place) -> None:
-    """Decode with Int4Linear in the place of every linear layer, for batches of 1 and 8."""
+    """Decode with Int4Linear in the place of every linear layer, for batches of 1, 8 and 160, 160 with scales of inputs too."""
     out = place.python(PROGRAMS / "decode_step.py", env={"KERNELTUNE_CONFIGS": None}).stdout
     require(out.rstrip().endswith("done"), "the program did not come to its end")

@@ -1,5 +1,7 @@
 """Decode with Int4Linear in the place of every linear layer of a tiny model, and hold the logits against its own weights."""
 
+from functools import partial
+
 import torch
 import transformers
 from torch import nn
@@ -13,7 +15,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 
 
 def main():
-    """Decode tokens one by one with a cache of keys and values, for batches of 1 and 8."""
+    """Decode tokens one by one with a cache of keys and values: few tokens, and many with a calibrated scale of inputs."""
     torch.manual_seed(0)
     hidden = 512 if HAS_GPU else 256
     config = transformers.CONFIG_MAPPING["llama"](**SIZES, hidden_size=hidden, intermediate_size=2 * hidden)
@@ -30,21 +32,38 @@ def main():
                     changed += 1
     print(f"{changed} layers are Int4Linear")
     assert changed == 14
+    int4_layers = [layer for layer in model.modules() if isinstance(layer, Int4Linear)]
     with torch.no_grad():
         for batch in (1, 8):
-            tokens = torch.randint(0, SIZES["vocab_size"], (batch, 4), device=DEVICE)
-            steps = [decode(model, tokens)]
-            for layer in model.modules():
-                if isinstance(layer, Int4Linear):
-                    layer.forward = layer.plain[0].forward
-            steps.append(decode(model, tokens))
-            for layer in model.modules():
-                if isinstance(layer, Int4Linear):
-                    del layer.forward
-            error = (steps[0] - steps[1]).norm() / steps[1].norm()
-            print(f"batch {batch}: relative difference {error:.5f}")
-            assert error < 0.02
+            compare(model, int4_layers, batch, limit=0.02)
+        largest = {}
+        hooks = [layer.register_forward_pre_hook(partial(calibrate, largest)) for layer in int4_layers]
+        compare(model, int4_layers, 160, limit=0.02)
+        for layer, hook in zip(int4_layers, hooks, strict=True):
+            hook.remove()
+            layer.activations = "fp8"
+            layer.keep_fp8_weight(x_scale=largest[layer] / 448)
+        compare(model, int4_layers, 160, limit=0.2)  # both operands of each product in e4m3
     print("done")
+
+
+def calibrate(largest, layer, args):
+    """Keep the largest magnitude of a layer's inputs."""
+    largest[layer] = max(largest.get(layer, 0.0), float(args[0].abs().amax()))
+
+
+def compare(model, int4_layers, batch, *, limit):
+    """Hold the logits of a batch against those of the plain layers."""
+    tokens = torch.randint(0, SIZES["vocab_size"], (batch, 4), device=DEVICE)
+    steps = [decode(model, tokens)]
+    for layer in int4_layers:
+        layer.forward = layer.plain[0].forward
+    steps.append(decode(model, tokens))
+    for layer in int4_layers:
+        del layer.forward
+    error = (steps[0] - steps[1]).norm() / steps[1].norm()
+    print(f"batch {batch}, activations={int4_layers[0].activations}: relative difference {error:.5f}")
+    assert error < limit
 
 
 def decode(model, tokens):
