@@ -1,4 +1,4 @@
-"""Load the objects that a command names: operators, a plan, a capture, folders; and check it before the work begins."""
+"""Load and check what a command names before its work begins: operators, a plan, a capture, folders."""
 
 import os
 import tempfile
