@@ -4,6 +4,9 @@ Run `python benchmarks/int4_accuracy.py`. Weights are normal. Activations are no
 freedom, or normal with 1 % of the channels 30 times as large.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from kerneltune.ops.int4_gemm import dequantise, pack, quantise
@@ -12,9 +15,9 @@ TOKENS, ROWS, DEPTH = 64, 2048, 4096
 """Sizes of the product; the ratios of larger products are the same within 0.1 dB."""
 
 
-def fp8(t: torch.Tensor) -> torch.Tensor:
-    """Return what remains of a matrix after a cast to e4m3 with a scale for each row."""
-    multiplier = 448 / t.abs().amax(1, keepdim=True)
+def fp8(t: torch.Tensor, *, by_row: bool = True) -> torch.Tensor:
+    """Return what remains of a matrix after a cast to e4m3 with a scale for each row, or with one scale."""
+    multiplier = 448 / t.abs().amax(1 if by_row else (0, 1), keepdim=True)
     return (t * multiplier).float().to(torch.float8_e4m3fn).double() / multiplier
 
 
@@ -42,13 +45,19 @@ def main() -> None:
     }  # fmt: skip
     tables = activations(generator)
     print("SQNR, dB".ljust(38), *(name.rjust(17) for name in tables))
-    for name, kept in weights.items():
-        for cast in (False, True):
-            ratios = []
-            for x in tables.values():
-                want, got = x @ w.t(), (fp8(x) if cast else x.half().double()) @ kept.t()
-                ratios.append(10 * float(torch.log10(want.square().sum() / (got - want).square().sum())))
-            print(f"{name}, x in {'e4m3' if cast else '16 bits'}".ljust(38), *(f"{ratio:17.1f}" for ratio in ratios))
+    casts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"16 bits": lambda x: x.half().double(), "e4m3": fp8}
+    products = [(name, kept, cast) for name, kept in weights.items() for cast in casts]
+    copy, casts["e4m3 with one scale"] = weights["int4, 128"], partial(fp8, by_row=False)
+    products += [
+        ("int4, 128, e4m3 copy", fp8(copy), "e4m3"),
+        ("int4, 128, static", fp8(copy, by_row=False), "e4m3 with one scale"),
+    ]
+    for name, kept, cast in products:
+        ratios = []
+        for x in tables.values():
+            want, got = x @ w.t(), casts[cast](x) @ kept.t()
+            ratios.append(10 * float(torch.log10(want.square().sum() / (got - want).square().sum())))
+        print(f"{name}, x in {cast}".ljust(38), *(f"{ratio:17.1f}" for ratio in ratios))
 
 
 if __name__ == "__main__":
