@@ -28,7 +28,8 @@ class FirstSeen:
             if other := self._other(case, is_over_input, variant.run, case.quant, name):
                 cases = (case, other[1]) if is_over_input else (other[1], case)
                 in_place, elsewhere = (f"{its.name} {its.dtype} {its.quant}" for its in cases)
-                return [f"outputs: {name} is written over an input in case {in_place}, and not in case {elsewhere}"]
+                other_run = "in another run" if in_place == elsewhere else f"in case {elsewhere}"
+                return [f"outputs: {name} is written over an input in case {in_place}, and not {other_run}"]
         return []
 
     def other_type(self, variant: Variant, case: Case, outputs: Outputs, expected: Outputs) -> list[str]:
