@@ -231,5 +231,7 @@ def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tenso
     first = tuple(int(i) for i in wrong.nonzero()[0])
     hint = _nan_hint(got[wrong & got.isnan() & ~want.isnan()])
     digits = ".12g" if got.dtype == torch.float64 else ".6g" if got.is_floating_point() else "d"
+    if f"{got[first].item():{digits}}" == f"{want[first].item():{digits}}":
+        digits = ".17g" if got.dtype == torch.float64 else ".9g"  # they differ in the last place
     values = ", expected ".join(f"{tensor[first].item():{digits}}" for tensor in (got, want))
     return [f"{name}: {count} of {wrong.numel()} wrong, first at {first}: {values}{hint}"]

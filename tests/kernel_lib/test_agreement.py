@@ -84,6 +84,14 @@ def test_rowwise_and_tensorwise_compare_scales_and_values(pow2: bool) -> None:
     assert rowwise("y", (x / whole_tile).to(E4M3), whole_tile, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_that_differ_in_the_last_place_are_named_with_all_digits(dtype: torch.dtype) -> None:
+    want = torch.tensor([0.1], dtype=dtype)
+    (line,) = close("y", want.nextafter(torch.tensor([1.0], dtype=dtype)), want, 0.0, 0.0)
+    got, expected = line.removeprefix("y: 1 of 1 wrong, first at (0,): ").split(", expected ")
+    assert got != expected
+
+
 def test_close_compares_64_bit_integers_exactly() -> None:
     want = torch.tensor([1 << 60, 5])
     assert same_bits("y", want, want.clone()) == close("y", want, want.clone(), 0.0, 0.0) == []
