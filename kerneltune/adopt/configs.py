@@ -120,6 +120,37 @@ def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()
     return f"{place}: {field}: {name!r}: expected a parameter of the kernel: {', '.join(autotuner.arg_names)}"
 
 
+def misfit(stored: StoredConfig, tuner: Any, listed: Sequence[Any]) -> str:
+    """Return a line about the first name or value of a config by which an autotuner's list rules it out; empty if it fits.
+
+    The author's pruning may make configs, of other arguments and with any whole numbers.
+    """
+    kinds: dict[str, set[str]] = {}
+    space = getattr(tuner, "kerneltune_space", None) or {}
+    values = [item for config in listed for item in config.kwargs.items()]
+    values += [(name, value) for name in space for value in space[name]]
+    for name, value in values:
+        with suppress(NotRecordableError):
+            kinds.setdefault(name, set()).add(_kind(encode_value(value)))
+    for name in sorted(set.intersection(*(set(config.kwargs) for config in listed)) - stored.kwargs.keys()):
+        return f"{name}: missing"
+    for name, value in stored.kwargs.items():
+        present, kind = kinds.get(name), _kind(value)
+        if present is None and name not in tuner.arg_names and name not in _backend_options():
+            return f"{name}: expected an argument of the kernel"
+        has_integers = "int" in (present or ()) or bool(tuner.early_config_prune)
+        if present and kind not in present and not ("int" in kind and has_integers):
+            return f"{name}: {value!r}: expected {' or '.join(sorted(present))}"
+    return ""
+
+
+def _kind(encoded: Any) -> str:
+    """Return the name of a value's type from its JSON; powers of two, which `tl.arange` demands, are a type of their own."""
+    if type(encoded) is int and encoded > 0 and encoded & (encoded - 1) == 0:
+        return "int, a power of two"
+    return next(iter(encoded), "") if isinstance(encoded, dict) else type(encoded).__name__
+
+
 @cache
 def _backend_options() -> frozenset[str]:
     """Return the names of the options of the installed Triton's backends."""
@@ -239,11 +270,12 @@ def _around(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
     steps = range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1)
     for doublings in itertools.product(steps, repeat=len(blocks)):
         sizes = {name: int(size * 2.0**step) for (name, size), step in zip(blocks.items(), doublings, strict=True)}
-        if 0 < sum(map(abs, doublings)) <= _MOST_DOUBLINGS and all(map(_is_block, sizes.values())):
+        if 0 < sum(map(abs, doublings)) <= _MOST_DOUBLINGS and all(map(is_block, sizes.values())):
             yield sizes
 
 
-def _is_block(value: Any) -> bool:
+def is_block(value: Any) -> bool:
+    """Return whether a value is a block size that tuning may try."""
     return type(value) is int and _LEAST_BLOCK <= value <= _LARGEST_BLOCK and value & (value - 1) == 0
 
 
@@ -254,7 +286,7 @@ def free_blocks(launch: Launch) -> dict[str, int]:
     argument of the launch.
     """
     annotations = launch.autotuner.base_fn.__annotations__
-    blocks = {name: value for name, value in launch.keyword_arguments.items() if _is_block(value)}
+    blocks = {name: value for name, value in launch.keyword_arguments.items() if is_block(value)}
     constexprs = {name: size for name, size in blocks.items() if "constexpr" in str(annotations.get(name))}
     return {name: size for name, size in constexprs.items() if _is_free(launch, name, size)}
 

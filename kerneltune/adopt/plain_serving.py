@@ -1,7 +1,8 @@
 """Serve kernels without an autotuner: options of a launch, and blocks where the grid is the grid that was tuned with them."""
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from kerneltune.adopt.configs import (
     StoredConfig,
     configs_digest,
     free_blocks,
+    is_block,
     launch_defaults,
     plain_kernel,
     split_options,
@@ -137,11 +139,25 @@ class ServedChoices:
         """Serve the first config, and fall back to the next configs in their order."""
         return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], slot)
 
-    def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> None:
-        """Replace a choice that fails to launch by the next, unless another thread has done so: see `program.drop_failed`."""
-        if program.drop_failed(self.choices, failed, error):
-            reason, to = first_line(error), self.choices[0].label
-            warn_once(f"{kernel_name(kernel).text}: config {failed.label} fails here ({reason}): falling back to {to}")
+    def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> AbstractContextManager[None]:
+        """Replace a choice that fails to launch by the next, unless another thread has done so.
+
+        Within the returned context the launch is tried again. If it fails there, the launch is to blame, and the choice stays.
+        The error is raised if no other choice is left.
+        """
+        if not program.drop_failed(self.choices, failed, error):
+            return nullcontext()
+        return self._falling_back(kernel, failed, first_line(error))
+
+    @contextmanager
+    def _falling_back(self, kernel: Any, failed: LaunchChoice, reason: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.choices.insert(0, failed)
+            raise
+        name, to = kernel_name(kernel).text, self.choices[0].label
+        warn_once(f"{name}: config {failed.label} fails here ({reason}): falling back to {to}")
 
 
 @dataclass(slots=True)
@@ -178,10 +194,12 @@ class ServedPlainKernel:
             self.counters.add(served.slot)
             return result
         except OtherGridError:
-            pass  # the program's own errors are to have no context
-        except Exception as error:  # Triton's launch errors share no type
-            served.fall_back(kernel, choice, error)
-            return self.launch(original, kernel, args, kwargs)
+            falling_back = None
+        except Exception as error:  # of any type: a served config must not end the program
+            falling_back = served.fall_back(kernel, choice, error)
+        if falling_back is not None:  # outside the handlers, so that an error of the program itself has no context
+            with falling_back:
+                return self.launch(original, kernel, args, kwargs)
         result = original(kernel, *args, **kwargs)
         self.counters.add(self.missed_slot)
         return result
@@ -226,6 +244,9 @@ class ServedPlainKernel:
             changed = config.changed(described.named)
             if changed:
                 blocks = {name: size for name, size in free_blocks(described).items() if name in changed}
+                if not all(map(is_block, config.kwargs.values())):
+                    warn_once(f"{launch.name.text}: a config of the table is not served: {config.label}: expected powers of two")
+                    continue
                 if blocks.keys() != changed:
                     continue
                 if callable(described.kwargs.get("grid")):

@@ -124,16 +124,19 @@ def has_compiled() -> bool:
     return bool(counters.get("frames", {}).get("ok"))
 
 
+def is_launch_failure(error: Exception) -> bool:
+    """Return whether an error is one of `LAUNCH_FAILURES`."""
+    return any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__)
+
+
 _DROPPING = Lock()
 
 
 def drop_failed(choices: list[Any], failed: Any, error: Exception) -> bool:
     """Remove the first choice of a launch, which fails to launch; return whether this thread removed the choice.
 
-    Threads may fail with a choice at once. The error is raised if it is none of `LAUNCH_FAILURES`, or if no other choice is left.
+    Threads may fail with a choice at once. The error is raised if no other choice is left.
     """
-    if not any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__):
-        raise error
     with _DROPPING:
         if choices[0] is not failed:
             return False

@@ -327,6 +327,8 @@ class Recorder:
                     recorded.is_warm = True
                 return self._timed(recorded, partial(start, kwargs))
             except Exception as error:  # Triton's launch errors share no type
+                if not program.is_launch_failure(error):
+                    raise
                 program.drop_failed(recorded.configs, config, error)
                 recorded.is_warm = False
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import arguments, kernels, program
 from kerneltune.adopt.bytecode import bytecode_digest, read_globals
-from kerneltune.adopt.configs import StoredConfig, configs_digest, to_triton_configs
+from kerneltune.adopt.configs import StoredConfig, configs_digest, misfit, to_triton_configs
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
 from kerneltune.adopt.plain_serving import ServedChoices, ServedPlainKernel
@@ -82,7 +82,9 @@ class ServedList:
         is_pruned = bool(launch.autotuner.early_config_prune)
         served = self.by_row.get(id(stored))
         if served is None:
-            served = self.by_row[id(stored)] = ServedChoices.of(self.objects_of(stored, is_pruned), self.served_slot)
+            objects = self.objects_of(launch.autotuner, stored, is_pruned)
+            last = self.configs[:1] if objects else ()  # the program's own, if a table of other hands lacks it
+            served = self.by_row[id(stored)] = ServedChoices.of(list(dict.fromkeys([*objects, *last])), self.served_slot)
         if is_pruned:
             served = self._after_pruning(launch, served)
         return served if served.choices else None
@@ -97,8 +99,8 @@ class ServedList:
             remaining = launch.pruned(list(dict.fromkeys([*self.configs, *configs])), by_model=False)
         except Exception:  # triton.autotune too prunes once for a key, and reuses the choice
             if row.last_allowed is None:
-                raise
-            return row.last_allowed
+                launch.pruned(self.configs, by_model=False)  # raises the author's own error, if no served config is to blame
+            return row.last_allowed or ServedChoices([], self.served_slot)
         allowed = []
         for values in (config.all_kwargs() for config in configs):
             allowed += [config for config in remaining if config.all_kwargs() == values][:1]
@@ -107,9 +109,10 @@ class ServedList:
             row.last_allowed = served
         return served
 
-    def objects_of(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
+    def objects_of(self, tuner: Any, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
         """Return stored configs as objects of triton.Config, without the configs that cannot be made here.
 
+        A line names a config that does not fit the tuned list by a name or a type, as in a table that was edited by hand.
         If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
         config of the list has are left out, because the value may be wrong here.
 
@@ -117,9 +120,12 @@ class ServedList:
         """
         without_hooks = [replace(config, pre_hook=False) for config in stored]
         object_of = to_triton_configs(self.configs, without_hooks if is_pruned else stored)
-        objects = [object_of[config] for config in stored if config in object_of]
         if self.is_tuned:
-            return objects
+            problems = {config: misfit(config, tuner, self.configs) for config in stored}
+            for problem in filter(None, problems.values()):
+                warn_once(f"{kernel_name(tuner).text}: a config of the table is not served: {problem}")
+            return [object_of[config] for config in stored if config in object_of and not problems[config]]
+        objects = [object_of[config] for config in stored if config in object_of]
         listed_values = [item for config in self.configs for item in config.kwargs.items()]
         return [config for config in objects if all(item in listed_values for item in config.kwargs.items())]
 
@@ -262,17 +268,18 @@ class Server:
                 return self._by_author(original, launch, served_list)
         config, options, _ = choice = served.choices[0]
         kwargs.update(options)
-        if config.pre_hook is not None:
-            config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
-        tuner.best_config = config
         try:
+            if config.pre_hook is not None:
+                config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
+            tuner.best_config = config
             result = tuner.fn.run(*args, **kwargs)
-        except Exception as error:  # Triton's launch errors share no type
+            self.counters.add(served.slot)
+            return result
+        except Exception as error:  # of any type: a served config must not end the program
+            falling_back = served.fall_back(tuner, choice, error)
+        with falling_back:  # outside the handler, so that an error of the program itself has no context
             rest = {name: value for name, value in kwargs.items() if name not in options}
-            served.fall_back(tuner, choice, error)
             return self._launch(served_list, original, tuner, args, rest)
-        self.counters.add(served.slot)
-        return result
 
     def attach(self, autotuner: Any) -> ServedList:
         """Return the server of an author's list; torch.compile sees one config from here on, so that it times nothing."""
@@ -283,7 +290,7 @@ class Server:
                 author = self._list_of(autotuner)
                 author.shown = author.configs
                 if author.kernel is not None and author.is_tuned:  # the program may yet choose from a list that was not tuned
-                    autotuner.configs = author.shown = author.objects_of(author.kernel.shared[:1]) or author.configs
+                    autotuner.configs = author.shown = author.objects_of(autotuner, author.kernel.shared[:1]) or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, author)
             return author
 

@@ -33,7 +33,7 @@ class ServingRow:
     """
 
     sizes: dict[str, int]
-    configs: tuple[StoredConfig, ...]
+    configs: Annotated[tuple[StoredConfig, ...], msgspec.Meta(min_length=1)]
     evidence: dict[str, Any]
 
 
@@ -179,4 +179,7 @@ def read_table(root: Path, device: str) -> ServingTable | None:
     digest, tables = hashlib.sha256(data).hexdigest(), read_json(path.parent / MANIFEST, _Manifest).tables
     if tables.get(path.name) != digest:
         raise ValueError(f"{path}: SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(tables.get(path.name))[:12]}…")
-    return replace(read_json(path, ServingTable, data=data, is_versioned=True), digest=digest)
+    table = read_json(path, ServingTable, data=data, is_versioned=True)
+    if table.device != device:
+        raise ValueError(f"{path}: device: {table.device!r}: expected {device!r}, by the file's name")
+    return replace(table, digest=digest)

@@ -3,9 +3,9 @@
 import fnmatch
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,8 +17,12 @@ from kerneltune.cli.console import error_line, note
 from kerneltune.errors import meant
 from kerneltune.wording import counted, first_of
 
+if TYPE_CHECKING:
+    from kerneltune.adopt.folder import ProcessNotes
+
 _BAD_INPUT = 2
 _ALL = "*"
+_ALSO_PLAIN = ", plain @triton.jit under --eager --plain"
 _SHOWN = 5
 """Kernels that are named."""
 
@@ -75,9 +79,9 @@ def command(
     elif not notes.launches:
         more = f"; plain @triton.jit, captured only under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
         if notes.has_compiled and not eager:
-            more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
+            more += f"; kernels inside torch.compile are seen under --eager{'' if plain else _ALSO_PLAIN}"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
-        error_line(f"nothing was captured: {_reason(notes.refused, notes.autotuned, pattern, code)}{more}{kept}")
+        error_line(f"nothing was captured: {_reason(notes, pattern, code, plain)}{more}{kept}")
     # Because a launcher ends the job where a rank ends with an error, one of several ranks may capture nothing.
     is_rank = any(os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1 for name in _NUM_RANKS)
     raise typer.Exit(code or int(not is_captured and not is_rank))
@@ -119,14 +123,10 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
     return True
 
 
-def _reason(refused: Mapping[str, str], autotuned: Mapping[str, str], pattern: str, code: int) -> str:
-    """Return why a program that ended with an exit code left no launch.
-
-    refused: the kernels that were launched but not captured, with the reasons.
-    autotuned: the autotuned kernels of the program: see `ProcessNotes.autotuned`.
-    pattern: of --kernel.
-    """
-    for kernel, reason in refused.items():
+def _reason(notes: "ProcessNotes", pattern: str, code: int, plain: bool) -> str:
+    """Return why a program that ended with an exit code left no launch; pattern, plain: of --kernel and --plain."""
+    autotuned = notes.autotuned
+    for kernel, reason in notes.refused.items():
         return f"{kernel}: {reason}"
     for kernel, subclass in autotuned.items():
         if subclass:
@@ -136,4 +136,4 @@ def _reason(refused: Mapping[str, str], autotuned: Mapping[str, str], pattern: s
         names_or_near = meant(pattern, names) or f": {first_of(sorted(autotuned), _SHOWN)}"
         return f"--kernel {pattern!r} is the name of no kernel of the program{names_or_near}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
-    return f"{ended} kernel of triton.autotune or kerneltune.autotune"
+    return f"{ended} kernel of {'Triton' if plain else 'triton.autotune or kerneltune.autotune'}"

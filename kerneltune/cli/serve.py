@@ -35,7 +35,7 @@ def command(
     from kerneltune.adopt.table import check_manifest
 
     if not configs.is_dir():
-        raise ValueError(f"configs: {configs}: no such folder")
+        raise ValueError(f"configs: {configs}: {'a file' if configs.exists() else 'no such folder'}: expected a folder of `tune`")
     if not (configs / "served").is_dir():
         raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")
     if manifest:

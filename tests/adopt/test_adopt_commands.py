@@ -357,4 +357,8 @@ def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
 
 def test_serve_of_a_missing_folder_fails_with_one_line(tmp_path: Path) -> None:
     result = run("serve", "--configs", tmp_path / "nowhere", "--", "true")
-    assert (result.exit_code, result.stderr) == (2, f"error: configs: {tmp_path / 'nowhere'}: no such folder\n")
+    message = f"error: configs: {tmp_path / 'nowhere'}: no such folder: expected a folder of `tune`\n"
+    assert (result.exit_code, result.stderr) == (2, message)
+    (tmp_path / "nowhere").touch()
+    result = run("serve", "--configs", tmp_path / "nowhere", "--", "true")
+    assert (result.exit_code, result.stderr) == (2, message.replace("no such folder", "a file"))

@@ -247,13 +247,18 @@ def test_serving_a_changed_table_is_refused(tmp_path: Path, caplog: pytest.LogCa
     assert "manifest.json beside it names" in caplog.text
 
 
+NO_CONFIGS: dict[str, Any] = {"sizes": {}, "configs": [], "evidence": {}}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         ({"format": 2}, "format: 2: expected 1"),
         ({"kernels": [{"module": 3}]}, "kernels[0].module: 3: expected str"),
         ({"groups": [{"key": [], "dtypes": [], "split": [], "rows": []}]}, "kernels[0].groups[0].rows: []: expected"),
+        ({"groups": [{"key": [], "dtypes": [], "split": [], "rows": [NO_CONFIGS]}]}, "groups[0].rows[0].configs: []: expected"),
         ({"portfolio": [{"num_warps": 4}]}, "kernels[0].portfolio[0].kwargs: missing"),
+        ({"device": "nvidia_h100"}, "device: 'nvidia_h100': expected 'interpreter', by the file's name"),
     ],
 )
 def test_serving_a_damaged_table_with_its_manifest_warns_in_one_line(

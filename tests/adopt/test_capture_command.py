@@ -82,6 +82,9 @@ def test_capture_of_kernels_in_a_compiled_graph_names_the_option_for_them(tmp_pa
     message = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune"
     hint = "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, message + hint)
+    plain = run("capture", "--plain", "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
+    expected = message[: message.index(" of")] + " of Triton" + hint[: hint.index(",")]
+    assert (plain.exit_code, plain.stderr.splitlines()[-1]) == (1, expected)
     shown = run("capture", "--eager", "--out", tmp_path / "cap", "--", "sh", "-c", "exit 4$TORCHDYNAMO_DISABLE")
     assert (shown.exit_code, hint in shown.stderr) == (41, False)
 
