@@ -49,24 +49,24 @@ class Interval:
         return self.low <= value <= self.high
 
 
-def median_interval(samples: Samples, seed: int = 0) -> Interval:
+def median_interval(samples: Samples) -> Interval:
     """Return the median of `samples` (rounds,) and its percentile bootstrap interval."""
     if samples.size == 0:
         raise ValueError("no samples to take a median of")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     medians = np.median(rng.choice(samples, size=(_RESAMPLES, samples.size)), axis=1)
     low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(float(np.median(samples)), float(low), float(high))
 
 
-def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> Interval:
+def ratio_interval(numerator: Samples, denominator: Samples) -> Interval:
     """Return the median of numerator / denominator, paired by round, with its interval.
 
     Both samples (rounds,) come from the same interleaved rounds, so what slows a whole round cancels.
     """
     if numerator.shape != denominator.shape:
         raise ValueError(f"ratio of unpaired samples: {numerator.shape=} {denominator.shape=}")
-    interval = median_interval(np.log(numerator / denominator), seed)
+    interval = median_interval(np.log(numerator / denominator))
     return Interval(float(np.exp(interval.median)), float(np.exp(interval.low)), float(np.exp(interval.high)))
 
 

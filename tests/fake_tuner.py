@@ -136,7 +136,7 @@ class FakeTuner(Tuner):
         time_us = self.landscape(config)
         return Evaluation("failed", reason="off by one") if time_us is None else Evaluation("passed", time_us)
 
-    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> Final:
+    def run_final(self, configs: Sequence[Config], default: Config) -> Final:
         self.finals.append(list(configs))
         best = self.winner(configs)
         default_us = self.landscape(default) if default in configs else None

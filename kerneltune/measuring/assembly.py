@@ -7,6 +7,7 @@ module knows neither the grid nor the resources that the driver reserves.
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kerneltune.rounding import cdiv
 
@@ -17,7 +18,10 @@ _PTX_TYPE = re.compile(r"(?:\.v(\d))?\.[busf](\d+)$")
 _GCN = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", re.MULTILINE)
 _GCN_BITS = re.compile(r"(?:lds_)?(?:(dword)(?:x(\d))?|b(\d+)|([us]?byte|[ui]8)|(u?short|short|[ui]16))")
 _DEFAULT_BITS = 32
-_REGISTER_UNIT = 8
+_PARTITIONS = 4
+"""Schedulers (SIMDs) of an SM, on every target, over which the warps of a program are distributed."""
+_LANE_REGISTERS, _REGISTER_UNIT = 512, 8
+"""Registers per lane in a partition, on every target; a warp takes them in units."""
 MAX_THREADS = 1024
 """Threads of the largest program, on every target."""
 
@@ -61,25 +65,24 @@ class Kernel:
     stray_stores: int = 0
 
 
-def sass_usage(text: str) -> tuple[int, int, int]:
-    """Return registers and spilled bytes per thread, and no scalar registers, from `cuobjdump -res-usage` of a cubin.
+class Usage(NamedTuple):
+    """Hold the registers and spilled bytes per thread of a kernel, and its scalar registers per warp, on AMD GPUs."""
 
-    The largest function of the cubin counts. Spilled bytes are stack and local memory.
-    """
+    registers: int
+    spill_bytes: int
+    scalar_registers: int = 0
+
+
+def sass_usage(text: str) -> Usage:
+    """Read the usage of a cubin's largest function from `cuobjdump -res-usage`; spilled bytes are stack and local memory."""
     registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))
-    return max(map(int, registers), default=0), max(map(int, stack + local), default=0), 0
+    return Usage(max(map(int, registers), default=0), max(map(int, stack + local), default=0))
 
 
-def gcn_usage(text: str) -> tuple[int, int, int]:
-    """Return registers and spilled bytes per thread, and scalar registers per warp, from a kernel's amdgcn assembly.
-
-    An AGPR counts as a VGPR, because both share a register file.
-    """
-    registers, spill_bytes, scalar_registers = (
-        max(map(int, re.findall(rf"^\s+\.{name}:\s+(\d+)", text, re.MULTILINE)), default=0)
-        for name in ("vgpr_count", "private_segment_fixed_size", "sgpr_count")
-    )
-    return registers, spill_bytes, scalar_registers
+def gcn_usage(text: str) -> Usage:
+    """Read the usage of a kernel from its amdgcn assembly; an AGPR counts as a VGPR, because both share a register file."""
+    fields = ("vgpr_count", "private_segment_fixed_size", "sgpr_count")
+    return Usage(*(max(map(int, re.findall(rf"^\s+\.{name}:\s+(\d+)", text, re.M)), default=0) for name in fields))
 
 
 def ptx_accesses(text: str) -> tuple[Access, ...]:
@@ -118,8 +121,6 @@ class Target:
     """Describe a target: triton's backend, architecture and warp size, and the resources of an SM.
 
     Attributes:
-        partitions: schedulers (SIMDs) of the SM, over which the warps of a program are distributed.
-        registers: registers per lane in a partition; a warp takes them in units of 8.
         warps: most warps in a partition.
         programs: most programs.
         shared_bytes: shared memory (LDS) of the SM.
@@ -131,8 +132,6 @@ class Target:
     backend: str
     arch: int | str
     warp_size: int
-    partitions: int
-    registers: int
     warps: int
     programs: int
     shared_bytes: int
@@ -159,10 +158,10 @@ class Occupancy:
 # CUDA C++ Programming Guide, "Features and Technical Specifications per Compute Capability"; CDNA 3 and 4 ISA guides and
 # LLVM's AMDGPUUsage: 512 VGPRs per lane and 8 waves per SIMD; above 100 SGPRs a SIMD holds 7 waves.
 TARGETS = {
-    "sm_90": Target("cuda", 90, 32, 4, 512, 16, 32, 233472, 128, reserved_bytes=1024),
-    "sm_100": Target("cuda", 100, 32, 4, 512, 16, 32, 233472, 128, reserved_bytes=1024),
-    "gfx942": Target("hip", "gfx942", 64, 4, 512, 8, 16, 65536, 512, scalar_registers=100),
-    "gfx950": Target("hip", "gfx950", 64, 4, 512, 8, 16, 163840, 1280, scalar_registers=100),
+    "sm_90": Target("cuda", 90, 32, warps=16, programs=32, shared_bytes=233472, shared_unit=128, reserved_bytes=1024),
+    "sm_100": Target("cuda", 100, 32, warps=16, programs=32, shared_bytes=233472, shared_unit=128, reserved_bytes=1024),
+    "gfx942": Target("hip", "gfx942", 64, warps=8, programs=16, shared_bytes=65536, shared_unit=512, scalar_registers=100),
+    "gfx950": Target("hip", "gfx950", 64, warps=8, programs=16, shared_bytes=163840, shared_unit=1280, scalar_registers=100),
 }
 
 
@@ -174,10 +173,10 @@ def occupancy_of(kernel: Kernel, target: str) -> Occupancy:
     """
     limits = TARGETS[target]
     units = max(1, cdiv(kernel.registers, _REGISTER_UNIT))
-    slots = {"warps": limits.warps, "registers": limits.registers // (units * _REGISTER_UNIT)}
+    slots = {"warps": limits.warps, "registers": _LANE_REGISTERS // (units * _REGISTER_UNIT)}
     if kernel.scalar_registers > limits.scalar_registers > 0:
         slots["scalar registers"] = limits.warps - 1
-    programs = {name: limits.partitions * held // kernel.warps for name, held in slots.items()}
+    programs = {name: _PARTITIONS * held // kernel.warps for name, held in slots.items()}
     programs["program slots"] = limits.programs
     if kernel.warps * limits.warp_size > MAX_THREADS:
         programs = {"threads of a program": 0}
@@ -185,4 +184,4 @@ def occupancy_of(kernel: Kernel, target: str) -> Occupancy:
         needed = cdiv(kernel.shared_bytes, limits.shared_unit) * limits.shared_unit + limits.reserved_bytes
         programs["shared memory"] = limits.shared_bytes // needed
     limiter = min(programs, key=lambda name: programs[name])  # the first of equals, so warps come first
-    return Occupancy(programs[limiter], programs[limiter] * kernel.warps, limits.partitions * limits.warps, limiter)
+    return Occupancy(programs[limiter], programs[limiter] * kernel.warps, _PARTITIONS * limits.warps, limiter)

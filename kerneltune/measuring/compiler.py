@@ -295,10 +295,9 @@ class _DryDriver:
         else:
             amdgcn, stray_stores = _assembly(metadata, "amdgcn"), 0
             usage, accesses = assembly.gcn_usage(amdgcn), assembly.gcn_accesses(amdgcn)
-        registers, spill_bytes, scalar_registers = usage
         return Kernel(
-            metadata.name, metadata.num_warps, registers, spill_bytes, metadata.shared, scalar_registers, accesses,
-            bool(metadata.launch_cooperative_grid), stray_stores,
+            metadata.name, metadata.num_warps, usage.registers, usage.spill_bytes, metadata.shared, usage.scalar_registers,
+            accesses, bool(metadata.launch_cooperative_grid), stray_stores,
         )  # fmt: skip
 
 

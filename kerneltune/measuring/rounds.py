@@ -28,6 +28,10 @@ _ROUNDS_S = 25.0
 60 rounds of the longest other case, a `moe_step`, take 23 s (H200, 2026-11-26)."""
 _FEWEST_ROUNDS = 7
 """Number of rounds that are timed even if they take longer than `_ROUNDS_S`."""
+_LEAST_ROUNDS = 15
+"""Number of rounds before the intervals of the ratios can end them."""
+_PRECISE = 0.004
+"""Half width of an interval at which a ratio is precise."""
 _WARM_MS = 200.0
 """Milliseconds of samples that warm the GPU up before the first round."""
 _QUEUE_AHEAD_CYCLES = 300_000
@@ -134,15 +138,13 @@ class Contender:
 def interleave(
     contenders: Mapping[str, Contender],
     *,
-    min_rounds: int = 15,
     max_rounds: int = 60,
-    half_width: float = 0.004,
     seed: int = 0,
     throttled: Callable[[], bool] = lambda: False,
 ) -> dict[str, Samples]:
     """Time all contenders in every round, in a new random order, until the ratios to the first contender are precise.
 
-    Rounds stop when the interval of every ratio is narrower than ±`half_width`, at `max_rounds`, or after `_ROUNDS_S`. A round in
+    Rounds stop when the interval of every ratio is narrower than ±`_PRECISE`, at `max_rounds`, or after `_ROUNDS_S`. A round in
     which `throttled()` returns true is repeated, at most `max_rounds` times in all.
 
     Returns:
@@ -166,7 +168,7 @@ def interleave(
         for name, (start, end) in events.items():
             times[name].append(start.elapsed_time(end) * 1e3 / contenders[name].calls)
         rounds = len(times[names[0]])
-        if rounds >= min_rounds and rounds % 5 == 0 and _settled(times, half_width):
+        if rounds >= _LEAST_ROUNDS and rounds % 5 == 0 and _are_precise(times):
             break
         if rounds >= _FEWEST_ROUNDS and time.monotonic() - started > _ROUNDS_S:
             break
@@ -183,6 +185,7 @@ def throttled() -> bool:
         return False
 
 
-def _settled(times: Mapping[str, list[float]], half_width: float) -> bool:
+def _are_precise(times: Mapping[str, list[float]]) -> bool:
+    """Return whether the interval of every ratio to the first contender is narrow."""
     first, *others = (np.asarray(values) for values in times.values())
-    return all(ratio_interval(first, other).relative_half_width <= half_width for other in others)
+    return all(ratio_interval(first, other).relative_half_width <= _PRECISE for other in others)

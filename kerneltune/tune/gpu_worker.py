@@ -129,7 +129,7 @@ class GpuBench:
         for i, config in enumerate(configs[1:], start=1):
             with suppress(SkippedError):
                 contenders[str(i)] = within_memory(partial(self._contender, task, config))
-        samples = interleave(contenders, min_rounds=15, max_rounds=40)
+        samples = interleave(contenders, max_rounds=40)
         return [samples.get(str(i)) for i in range(len(configs))]
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:

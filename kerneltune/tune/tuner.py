@@ -275,7 +275,7 @@ class Tuner:
         """Return whether inputs and the reference are made."""
         return self._preparing is None or self._preparing.done()
 
-    def run_final(self, configs: Sequence[Config], default: Config | None = None) -> Final:
+    def run_final(self, configs: Sequence[Config], default: Config) -> Final:
         """Time correct configs interleaved, and choose the best config.
 
         The first config is the incumbent, which stays unless another config is surely faster. Of challengers with
