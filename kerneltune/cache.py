@@ -119,10 +119,7 @@ def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
 
 def load(op_name: str, device_slug: str, root: Path | None = None) -> list[CacheEntry]:
     """Return the readable entries of an operator, and warn once of entries that cannot be read."""
-    path = path_of(op_name, device_slug, root)
-    if files.is_missing(path):
-        return []
-    entries, errors = _scan(path)
+    entries, errors = _scan(path_of(op_name, device_slug, root))
     _warn_of(errors)
     return entries
 
@@ -135,7 +132,7 @@ def _warn_of(reasons: Sequence[object]) -> None:
 
 
 def load_strict(path: Path) -> list[CacheEntry]:
-    """Return all entries of a file; an entry that cannot be read is an error."""
+    """Return all entries of a file; none of a missing file. An entry that cannot be read is an error."""
     entries, errors = _scan(path)
     if errors:
         raise errors[0]
@@ -168,8 +165,7 @@ def _rewrite(device_slug: str, op_name: str, root: Path | None, changed: Callabl
     """Replace the entries of an operator under a lock; changed: function of the stored entries that returns the new entries."""
     path = (root or default_root()) / device_slug / f"{op_name}.json"
     with files.locked(path):
-        present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
-        stored = load_strict(present) if present.exists() else []
+        stored = load_strict(path_of(op_name, device_slug, root))  # a new file begins as the packaged file
         files.replace_text(path, _render(op_name, device_slug, changed(stored)))
     clear()
     return path
@@ -192,6 +188,8 @@ def _json_text(value: object) -> str:
 
 def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
     """Return the good entries of a file, and an error for each bad entry."""
+    if files.is_missing(path):
+        return [], []
     try:
         data = files.read_bytes(path, _MAX_BYTES)
         if b"NaN" in data or b"Infinity" in data:  # are no JSON: null in their place is at most a mistake of their entry

@@ -112,8 +112,7 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     cached: Counter[str] = Counter()
     stale = []
     for name, op in first.ops.items():
-        path = cache.path_of(name, gpu, first.options.configs)
-        for entry in cache.load_strict(path) if path.exists() else ():
+        for entry in cache.load_strict(cache.path_of(name, gpu, first.options.configs)):
             is_used = (entry.op, entry.case) in ranks or not (first.selection.family or first.selection.cases)
             if is_used and replace(first.selection, cases=()).matches(entry.key):
                 cached[name] += 1

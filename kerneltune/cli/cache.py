@@ -238,7 +238,7 @@ def import_(
     root = loading.configs_root(configs)
     loading.require_writable(root)
     path = cache.path_of(op, gpu, root)
-    stored_keys = {entry.key for entry in cache.load_strict(path)} if path.exists() else set()
+    stored_keys = {entry.key for entry in cache.load_strict(path)}
     accepted = []
     for file in files:
         for entry in exchange.read(file, operator, None if force else gpu):

@@ -126,9 +126,8 @@ def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> 
 
     ops = loading.load_ops()
     for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
-        path = path_of(op, gpu, configs)
-        if op in ops and path.exists():
-            fitting_entries(path)
+        if op in ops:
+            fitting_entries(path_of(op, gpu, configs))
 
 
 def _measured(baseline: str, plan: Plan, processes: int, margin: float | None, save: Path | None) -> "Verdict":

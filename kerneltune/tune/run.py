@@ -60,8 +60,7 @@ def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     if not options.exhaustive:
         gpu = device.current().slug
         for path in sorted({cache.path_of(task.op.name, gpu, options.configs) for task in tasks}):
-            if path.exists():
-                cache.load_strict(path)
+            cache.load_strict(path)
     chosen = tasks
     if options.retune != "all" and not options.exhaustive:
         states = [_state(task, options) for task in tasks]
