@@ -67,10 +67,10 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         if path.exists():
             records.load(path)  # a file that cannot be merged with is an error before the work
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        stages = _SweepStages(plan, progress, worker)
+        stages = _SweepStages(plan, progress, worker, first_table)
         if plan.options.mode == "check" or not device.current().is_gpu:
             return stages.check_alone()
-        return stages.measure_headline(first_table) if plan.options.quick else stages.check_tune_and_measure(first_table)
+        return stages.measure_headline() if plan.options.quick else stages.check_tune_and_measure()
 
 
 def measure_live(
@@ -110,6 +110,7 @@ class _SweepStages:
     """Run the stages of a sweep; checks and comparisons share a GPU worker.
 
     Attributes:
+        first_table: of `run_sweep`.
         until: time of the monotonic clock in s; after it, no further case is measured.
         repeat: how often each variant of a case is measured.
         default_failures: operator and variant -> why the default config failed its check. These variants are not timed.
@@ -118,6 +119,7 @@ class _SweepStages:
     plan: Plan
     progress: Progress
     worker: GpuWorker
+    first_table: FirstTable | None = None
     until: float = math.inf
     repeat: int = 1
     default_failures: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -130,12 +132,11 @@ class _SweepStages:
         plan, is_gpu, with_peers = self.plan, device.current().is_gpu, bool(self.plan.selection.variants)
         sweep_cases = plan.headline("check") if plan.options.quick else plan.cases("check")
         if not any(plan.check_tasks(sweep_case.op, sweep_case.case, with_peers=with_peers) for sweep_case in sweep_cases):
-            check, bench = len(plan.cases("check")), len(plan.cases())
             alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
-            why = f"no check case among the {bench} selected: {alone}"
-            raise ValueError(
-                f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
-            )
+            why = f"no check case among the {len(plan.cases())} selected: {alone}"
+            if num_cases := len(plan.cases("check")):
+                why = f"no installed variant to check in the {num_cases} check cases selected"
+            raise ValueError(f"{plan.sweep.path}: {why}")
         if is_gpu:
             checked, coverage = self.check(sweep_cases, with_peers), list[str]()
         else:
@@ -150,20 +151,20 @@ class _SweepStages:
         plan.scratch_file("check.journal").unlink(missing_ok=True)
         return SweepResult(checked, [path], coverage)
 
-    def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
+    def measure_headline(self) -> SweepResult:
         """Measure ten headline cases with their present configs; check and tune nothing."""
         if not (sweep_cases := self.plan.headline()):
             raise ValueError(f"{self.plan.sweep.path}: no bench case selected")
-        self.show_first_table(sweep_cases, first_table)
+        self.show_first_table(sweep_cases)
         return self.measure_and_write(sweep_cases)
 
-    def check_tune_and_measure(self, first_table: FirstTable | None) -> SweepResult:
+    def check_tune_and_measure(self) -> SweepResult:
         """Check the check cases, tune configs that the cache lacks, and measure the bench cases.
 
         A variant whose default config fails has failed rows in place of times. A peer is checked when it is measured.
         """
         plan, sweep_cases = self.plan, self.plan.cases()
-        self.show_first_table(sweep_cases, first_table)
+        self.show_first_table(sweep_cases)
         checked = self.check(plan.cases("check"))
         self._warn_if_all_variants_fail(checked)
         failed = [record for record in checked if record.status == "failed"]
@@ -214,22 +215,22 @@ class _SweepStages:
             if len(variants) > 1 and all(row.status == "failed" for row in rows) and self.plan.ops[op].origin is None:
                 self.progress.note(f"{op}: all {len(variants)} variants fail in all cases: are inputs and reference right?")
 
-    def show_first_table(self, sweep_cases: Sequence[SweepCase], first_table: FirstTable | None) -> None:
-        """Show a first table: the headline cases without variants that compile for seconds.
+    def show_first_table(self, sweep_cases: Sequence[SweepCase]) -> None:
+        """Measure the headline cases without variants that compile for seconds, and show them as the first table.
 
-        There is none if the run continues another, or if these cases and variants are all.
+        Show none if the run continues an interrupted run, or if these cases and variants are all.
         """
         headlines = self.plan.headline()
         slow = dict.fromkeys(v.name for sweep_case in headlines for v in self.plan.variants(sweep_case.op) if v.compiles)
         resumes = any(self.plan.scratch_file(kind).exists() for kind in ("journal", "check.journal"))
-        if first_table is None or resumes or (not slow and len(sweep_cases) <= len(headlines)):
+        if self.first_table is None or resumes or (not slow and len(sweep_cases) <= len(headlines)):
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
         self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(sweep_cases)}")
         fast = self.plan.without({(sweep_case.op, name) for sweep_case in headlines for name in slow})
         measured = replace(self, plan=fast).measure_cases(headlines, Journal(None), "measure the first table")
         self.write(measured)
-        first_table(measured)
+        self.first_table(measured)
 
     def measure_and_write(self, sweep_cases: Sequence[SweepCase], stage: str = "measure") -> SweepResult:
         """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
