@@ -25,18 +25,19 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
     """Show versions, GPU, clocks, tools and folders, with the consequence of each missing part."""
     ncu = find_ncu()
-    tools = [("ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it")]
-    rows = [*_software(), *_gpu(), *tools, *peer_packages(), *_folders(configs, results), *journey_lines()]
+    tool = Finding("ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it")
+    rows = [*_software(), *_gpu(), tool, *peer_packages(), *_folders(configs, results), *journey_lines()]
     show_table(("what", "found", "means"), rows)
 
 
 def _software() -> Iterator[Finding]:
     from importlib import metadata
 
-    yield "python", platform.python_version(), ""
+    yield Finding("python", platform.python_version())
     for package in ("torch", "triton"):
         is_installed = importlib.util.find_spec(package) is not None
-        yield package, metadata.version(package) if is_installed else "not installed", "" if is_installed else "no kernel can run"
+        version = metadata.version(package) if is_installed else "not installed"
+        yield Finding(package, version, "" if is_installed else "no kernel can run")
 
 
 def _gpu() -> Iterator[Finding]:
@@ -45,25 +46,25 @@ def _gpu() -> Iterator[Finding]:
     import torch
 
     build = torch.version.cuda or torch.version.hip
-    yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
+    yield Finding("torch build", build or "CPU only", "" if build else "no GPU can be used with this torch")
     gpu = device.current()
     if not gpu.is_gpu:
         interpreter_use = "set" if device.wants_interpreter() else "used, as no GPU is seen"
-        yield "GPU", "none", "no times: nothing can be tuned, measured or gated; compare shows recorded results"
+        yield Finding("GPU", "none", "no times: nothing can be tuned, measured or gated; compare shows recorded results")
         if _DRIVER.is_file():
             version = _DRIVER.read_text(encoding="utf-8").partition("\n")[0]
-            yield "NVIDIA driver", version, "TRITON_INTERPRET or this torch keeps it from being used"
+            yield Finding("NVIDIA driver", version, "TRITON_INTERPRET or this torch keeps it from being used")
         else:
-            yield "NVIDIA driver", "not loaded", "a GPU needs one; AMD's is not looked for"
-        yield "interpreter", interpreter_use, "check cases run on the CPU: correctness is checked, no timing"
+            yield Finding("NVIDIA driver", "not loaded", "a GPU needs one; AMD's is not looked for")
+        yield Finding("interpreter", interpreter_use, "check cases run on the CPU: correctness is checked, no timing")
         return
-    yield "GPU", f"{gpu.name}, {gpu.arch}, {gpu.sms} SMs", ""
+    yield Finding("GPU", f"{gpu.name}, {gpu.arch}, {gpu.sms} SMs")
     loss = "" if gpu.unit else "records cannot say on which GPU of this model they were made"
-    yield "GPU serial", gpu.unit or "not known", loss
-    yield "driver", gpu.driver, ""
+    yield Finding("GPU serial", gpu.unit or "not known", loss)
+    yield Finding("driver", gpu.driver)
     free, total = torch.cuda.mem_get_info()
-    yield "free memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB", "larger cases are skipped"
-    yield "L2 cache", f"{gpu.l2_bytes / 1e6:.0f} MB", ""
+    yield Finding("free memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB", "larger cases are skipped")
+    yield Finding("L2 cache", f"{gpu.l2_bytes / 1e6:.0f} MB")
     if torch.version.hip is None:
         yield from nvml_lines()
 
@@ -75,7 +76,7 @@ def nvml_lines() -> Iterator[Finding]:
     try:
         yield from gpu_lines(pynvml, device.nvml_handle(), os.getpid())
     except pynvml.NVMLError as error:
-        yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
+        yield Finding("NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed")
 
 
 def peer_packages() -> Iterator[Finding]:
@@ -83,32 +84,32 @@ def peer_packages() -> Iterator[Finding]:
     try:
         ops = loading.load_summaries()
     except ValueError as error:
-        yield "operators", "not usable", str(error)
+        yield Finding("operators", "not usable", str(error))
         return
     needed = [(package, op.name) for op in ops.values() for variant in op.variants for package in variant.requires]
     for package, needs in grouped((pair for pair in needed if pair[0] != "torch"), lambda pair: pair[0]).items():
         users = dict.fromkeys(op for _, op in needs)
         if importlib.util.find_spec(package) is not None:
-            yield f"peer {package}", "found", ""
+            yield Finding(f"peer {package}", "found")
         else:
-            yield f"peer {package}", "not installed", f"left out of {first_of(users, _NAMED)}"
+            yield Finding(f"peer {package}", "not installed", f"left out of {first_of(users, _NAMED)}")
 
 
 def journey_lines() -> Iterator[Finding]:
     """Yield a finding for each GPU: the number of journeys of `make gpu` that passed, and the names of the rest."""
     files = proof.proof_files()
     if not files:
-        yield "journeys", "no proof", "nothing says that this code has run on a GPU: make gpu, in a checkout"
+        yield Finding("journeys", "no proof", "nothing says that this code has run on a GPU: make gpu, in a checkout")
     for path in files:
         try:
             gpu_proof = proof.load_proof(path)
         except ValueError as error:
-            yield "journeys", "no proof", str(error)
+            yield Finding("journeys", "no proof", str(error))
             continue
         unproven = dict(proof.unproven(gpu_proof))
         count = len(gpu_proof.journeys)
         passed = f"{count - len(unproven)} of {count} passed with this code on {gpu_proof.gpu}"
-        yield "journeys", passed, f"`make proof` says why not {first_of(unproven, _NAMED)}" if unproven else ""
+        yield Finding("journeys", passed, f"`make proof` says why not {first_of(unproven, _NAMED)}" if unproven else "")
 
 
 def _folders(configs: Path | None, results: Path | None) -> Iterator[Finding]:
@@ -118,6 +119,6 @@ def _folders(configs: Path | None, results: Path | None) -> Iterator[Finding]:
     ):
         try:
             loading.require_writable(folder)
-            yield name, str(folder), ""
+            yield Finding(name, str(folder))
         except ValueError as error:
-            yield name, str(error), loss
+            yield Finding(name, str(error), loss)

@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
 from kerneltune.cli.files import bench_case
-from kerneltune.inspection.ncu import METRICS, ConflictLine, Profile, find_ncu, profile
+from kerneltune.inspection.ncu import METRICS, NcuReport, Profile, find_ncu, profile
 from kerneltune.spec import Case
 from kerneltune.task import Task
 
@@ -54,12 +55,12 @@ def command(
     ncu = find_ncu()
     if ncu is None:
         raise ValueError("profile needs Nsight Compute: no ncu on PATH, under /usr/local/cuda*/bin or /opt/nvidia")
-    profiled = []
+    reports = []
     for name, text in ((a, config_a), (b, config_b)):
         note(f"profiling {name}")
-        profiled.append(_profiled(ncu, [o.captured(), op, name, msgspec.json.encode(profiled_case).decode(), text or ""]))
+        reports.append(_profiled(ncu, [o.captured(), op, name, msgspec.json.encode(profiled_case).decode(), text or ""]))
     show(f"{op}: {profiled_case.name} {profiled_case.label}")
-    _show(profiled[0], profiled[1], (a, b))
+    _show(reports, (a, b))
 
 
 def launch_profiled(captured: str, op: str, variant: str, case: str, config: str) -> None:
@@ -82,22 +83,19 @@ def launch_profiled(captured: str, op: str, variant: str, case: str, config: str
     torch.cuda.profiler.stop()
 
 
-def _profiled(ncu: Path, arguments: Sequence[str]) -> tuple[list[Profile], list[ConflictLine]]:
+def _profiled(ncu: Path, arguments: Sequence[str]) -> NcuReport:
     code = "import sys; from kerneltune.cli.profile import launch_profiled; launch_profiled(*sys.argv[1:])"
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         return profile(ncu, [sys.executable, "-c", code, *arguments], Path(folder))
 
 
-def _show(
-    first: tuple[list[Profile], list[ConflictLine]], second: tuple[list[Profile], list[ConflictLine]], names: tuple[str, str]
-) -> None:
-    """Print kernels side by side in the order of their launches, then the lines with bank conflicts."""
-    for index in range(max(len(first[0]), len(second[0]))):
-        pair = [profiles[index] if index < len(profiles) else None for profiles, _ in (first, second)]
+def _show(reports: Sequence[NcuReport], names: tuple[str, str]) -> None:
+    """Print the kernels of two reports side by side, in the order of their launches, then the lines with bank conflicts."""
+    for pair in zip_longest(*(report.launches for report in reports)):
         show(" | ".join(profile.kernel if profile else "-" for profile in pair))
         show_table(("", f"A {names[0]}", f"B {names[1]}"), _rows(pair))
-    for side, name, (_, lines) in zip("AB", names, (first, second), strict=True):
-        worst = sorted(lines, key=lambda line: -line.excess)[:_LINES]
+    for side, name, report in zip("AB", names, reports, strict=True):
+        worst = sorted(report.conflicts, key=lambda line: -line.excess)[:_LINES]
         show(f"{side} {name}: " + ("lines with bank conflicts" if worst else "no line has bank conflicts"))
         if worst:
             show_table(("place", "excess", "source"), [(line.place, f"{line.excess:,.0f}", line.source) for line in worst])

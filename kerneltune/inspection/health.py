@@ -4,13 +4,11 @@ This module changes nothing and prints nothing. NVML is an argument, so that tes
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kerneltune.device import SLOWDOWNS, slowed_down
 from kerneltune.wording import first_of
 
-Finding = tuple[str, str, str]
-"""(subject, state, consequence for measured times); the consequence of a normal state is empty."""
 Query = Callable[[Any, Any], tuple[str, str]]
 """Function of NVML and a handle of a GPU that returns a state and its consequence."""
 
@@ -30,6 +28,14 @@ _NAMED = 3
 """Number of other processes on the GPU that are listed by name."""
 
 
+class Finding(NamedTuple):
+    """Hold the state of a part of the machine, and its consequence for the user; a normal state has none."""
+
+    subject: str
+    state: str
+    consequence: str = ""
+
+
 def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Finding]:
     """Describe the state of a GPU, a line per query; a query that NVML does not answer also has its line."""
     queries: Mapping[str, Query] = {
@@ -46,9 +52,9 @@ def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Finding]:
     }
     for name, query in queries.items():
         try:
-            yield (name, *query(nvml, handle))
+            yield Finding(name, *query(nvml, handle))
         except nvml.NVMLError as error:
-            yield name, f"not known: {error}", ""
+            yield Finding(name, f"not known: {error}")
 
 
 def throttle_names(reasons: int) -> list[str]:

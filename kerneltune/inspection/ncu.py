@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kerneltune.processes.programs import run_to_end
 
@@ -64,6 +65,13 @@ class ConflictLine:
     excess: float
 
 
+class NcuReport(NamedTuple):
+    """Hold the profiled launches in their order, and the places with conflicts in shared memory."""
+
+    launches: list[Profile]
+    conflicts: list[ConflictLine]
+
+
 def find_ncu() -> Path | None:
     """Find ncu on PATH, else the newest ncu in the folders of NVIDIA's installers."""
     on_path = shutil.which("ncu")
@@ -73,7 +81,7 @@ def find_ncu() -> Path | None:
     return max(programs, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], default=None)
 
 
-def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[ConflictLine]]:
+def profile(ncu: Path, command: Sequence[str], folder: Path) -> NcuReport:
     """Run `command` under ncu, at the GPU's present clocks and with cold caches.
 
     ncu profiles the launches between cudaProfilerStart and cudaProfilerStop, and writes its report into `folder`.
@@ -86,10 +94,10 @@ def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profi
     if not report.is_file():
         raise ValueError(why_refused(log) or f"ncu made no report: {_last(log)}")
     page = [str(ncu), "--import", str(report), "--csv", "--page"]
-    profiles = parse_raw(_run([*page, "raw"]))
-    if not profiles:
+    launches = parse_raw(_run([*page, "raw"]))
+    if not launches:
         raise ValueError(f"ncu saw no kernel: {_last(log)}")
-    return profiles, parse_source(_run([*page, "source", "--print-source", "cuda,sass"]))
+    return NcuReport(launches, parse_source(_run([*page, "source", "--print-source", "cuda,sass"])))
 
 
 def why_refused(log: str) -> str:

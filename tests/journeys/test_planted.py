@@ -28,7 +28,11 @@ def test_planted_regression_fails_its_journey_and_leaves_the_sources(tmp_path: P
     before = file.read_bytes()
     os.environ.setdefault("TRITON_INTERPRET", "1")
     broken = Plant(
-        "broken", "kerneltune/cli/doctor.py", 'yield "python"', 'raise ValueError("planted"); yield "python"', "doctor"
+        "broken",
+        "kerneltune/cli/doctor.py",
+        'yield Finding("python"',
+        'raise ValueError("planted"); yield Finding("python"',
+        "doctor",
     )
     result = find(broken, tmp_path, gpu_here())
     assert (result.was_found, result.said.splitlines()[0]) == (True, "no: exit code 2, expected 0")
