@@ -76,7 +76,7 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     from kerneltune.search import insight
 
     cases = [times_of(stored) for _, stored in searches]
-    near = [insight.regret(stored.values())[1] for _, stored in searches]
+    near = [insight.num_to_near(insight.regret(stored.values())) for _, stored in searches]
     status = Counter(evaluation.status for _, stored in searches for evaluation in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
     show_wrapped(f"{title}: {counted(len(cases), 'case')}, {counted(status.total(), 'trial')} ({counts})")
@@ -116,9 +116,9 @@ def _cases_table(searches: Searches) -> Table:
     rows = []
     for case, stored in searches:
         times = times_of(stored)
-        gaps, to_near = insight.regret(stored.values())
+        gaps = insight.regret(stored.values())
         matter = list(insight.importances(times).items())[:2]
         top = " ".join(f"{knob} {100 * share:.0f}%" for knob, share in matter)
-        counts = (min(times.values()), len(stored), to_near, len(insight.ties(times)))
+        counts = (min(times.values()), len(stored), insight.num_to_near(gaps), len(insight.ties(times)))
         rows.append(Row((f"{case.name} {case.dtype}", *counts, insight.sparkline(gaps, 16), top)))
     return Table(columns, tuple(rows))

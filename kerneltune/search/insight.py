@@ -20,12 +20,16 @@ _MOST_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def regret(evaluations: Iterable[Evaluation]) -> tuple[list[float], int]:
-    """Return the gap of the best time so far to the best of all, after each evaluation, and the number of evaluations to 2 %."""
+def regret(evaluations: Iterable[Evaluation]) -> list[float]:
+    """Return the gap of the best time so far to the best of all, after each evaluation."""
     times = [math.inf if evaluation.time_us is None else evaluation.time_us for evaluation in evaluations]
     best_so_far = list(itertools.accumulate(times, min))
-    gaps = [time / best_so_far[-1] - 1.0 for time in best_so_far]
-    return gaps, next(i for i, gap in enumerate(gaps, start=1) if gap <= NEAR)
+    return [time / best_so_far[-1] - 1.0 for time in best_so_far]
+
+
+def num_to_near(gaps: Iterable[float]) -> int:
+    """Return the number of evaluations until the gap is at most 2 %."""
+    return next(number for number, gap in enumerate(gaps, start=1) if gap <= NEAR)
 
 
 def sparkline(gaps: Sequence[float], width: int = 40) -> str:
