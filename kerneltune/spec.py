@@ -217,11 +217,7 @@ class Variant:
                 yield config
 
     def config_from(self, values: Mapping[str, Any]) -> Config:
-        """Make the config with these knob values.
-
-        Raises:
-            ValueError: an unknown, missing or wrongly typed knob.
-        """
+        """Make the config with these knob values."""
         if self.config is None:
             raise ValueError(f"variant {self.name} has no config, got {dict(values)}")
         try:
@@ -255,11 +251,7 @@ def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def config_of_class(config_class: Any, values: Mapping[str, Any]) -> Config:
-    """Make the config of a class with these knob values; a knob that is newer than the stored values takes its default.
-
-    Raises:
-        ValueError: an unknown, missing or wrongly typed knob.
-    """
+    """Make the config of a class with these knob values; a knob that is newer than the stored values takes its default."""
     types, needed = knobs_of_class(config_class)
     if not needed <= set(values) <= set(types):
         raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
@@ -271,11 +263,7 @@ def config_of_class(config_class: Any, values: Mapping[str, Any]) -> Config:
 
 @functools.cache
 def knobs_of_class(config_class: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return the type of every knob of a class, also with postponed annotations, and the knobs without a default.
-
-    Raises:
-        ValueError: an annotation names a type that the module of the class does not have.
-    """
+    """Return the type of every knob of a class, also with postponed annotations, and the knobs without a default."""
     try:
         knobs, types = dataclasses.fields(config_class), typing.get_type_hints(config_class)
     except NameError as error:
@@ -338,11 +326,7 @@ class Op:
     origin: tuple[Any, ...] | None = None
 
     def variant(self, name: str) -> Variant:
-        """Return the variant with a name.
-
-        Raises:
-            ValueError: the operator has no variant with this name.
-        """
+        """Return the variant with a name."""
         for variant in self.variants:
             if variant.name == name:
                 return variant
