@@ -14,11 +14,7 @@ MOST_TRANSPOSED_ROWS = (1 << 21) - 1
 
 
 def check_matrix(name: str, x: torch.Tensor) -> None:
-    """Check that x is a matrix of bf16, fp16 or fp32 with contiguous rows on a device with kernels: GPU, interpreter or `meta`.
-
-    Raises:
-        ValueError: another value, shape, type, stride or device.
-    """
+    """Check that x is a matrix of bf16, fp16 or fp32 with contiguous rows on a GPU, in the interpreter or on `meta`."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {x!r}")
     if x.ndim != 2 or x.dtype not in DTYPE_NAMES:
@@ -30,11 +26,7 @@ def check_matrix(name: str, x: torch.Tensor) -> None:
 
 
 def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
-    """Check that a tensor has exactly this shape, dtype and device, and is contiguous if it has a single axis.
-
-    Raises:
-        ValueError: another value, shape, dtype, device or stride.
-    """
+    """Check that a tensor has exactly this shape, dtype and device, and is contiguous if it has a single axis."""
     if not isinstance(t, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {t!r}")
     if t.shape != shape or t.dtype != dtype or t.device != where:
@@ -44,11 +36,7 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
 
 
 def check_format(fp8_format: str, known: Collection[str], where: torch.device) -> None:
-    """Check that an fp8 format is known and that the device has the format: NVIDIA's GPUs have no fnuz types.
-
-    Raises:
-        ValueError: another format, or a fnuz format on an NVIDIA GPU.
-    """
+    """Check that an fp8 format is known and that the device has the format: NVIDIA's GPUs have no fnuz types."""
     if fp8_format not in known:
         raise ValueError(f"fp8_format must be one of {', '.join(known)}, got {fp8_format=}")
     if where.type == "cuda" and torch.version.hip is None and fp8_format.endswith("fnuz"):
@@ -56,22 +44,14 @@ def check_format(fp8_format: str, known: Collection[str], where: torch.device) -
 
 
 def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None:
-    """Check the row stride of a matrix: kernels load tiles of `rows` and count words of `numbers` elements of a tile in 31 bits.
-
-    Raises:
-        ValueError: the row stride is too large to count in 31 bits.
-    """
+    """Check that kernels can count the words, each of `numbers` elements, of a tile of `rows` rows of a matrix in 31 bits."""
     limit = (1 << 31) // rows * numbers
     if x.shape[0] > 1 and x.stride(0) >= limit:
         raise ValueError(f"rows of {name} must be less than {limit} numbers apart in tiles of {rows}, got strides {x.stride()}")
 
 
 def check_transposable(name: str, rows: int) -> None:
-    """Check the rows of a matrix whose transpose is written: kernels count the bytes of a tile of 1024 columns in 31 bits.
-
-    Raises:
-        ValueError: the matrix has too many rows.
-    """
+    """Check that a matrix can be transposed: kernels count the bytes of a tile of 1024 columns in 31 bits."""
     if rows > MOST_TRANSPOSED_ROWS:
         raise ValueError(f"{name} must have at most {MOST_TRANSPOSED_ROWS} rows to be transposed, got {rows}")
 
