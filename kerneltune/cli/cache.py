@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kerneltune import cache, device, misses, sweep_file
-from kerneltune.cache import CacheEntry, Chooser, load, load_strict
+from kerneltune.cache import CacheEntry, Choice, Chooser, load, load_strict
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, messages, note, show, show_wrapped, width
@@ -98,24 +98,28 @@ def explain(
     if reason is not None:
         raise ValueError(f"case: {called.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(operator, chosen_variant, "cold", configs)
-    choice, own = chooser.find(called, folder), chooser.own(called, folder)
-    stale = ""
-    if own and is_stale(chosen_variant, own[0]):
-        stale = f"; stale: source_hash {own[0].evidence.get('source_hash') or 'unknown'} is now {chosen_variant.source_hash}"
-    sources = {
-        "own": f"the cache's entry for exactly this case{stale}",
-        "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
-        "default": f"the default: {folder} has no entry for this case or near it{_limit(chooser, called, folder)}",
-    }
-    if not cache.path_of(op, folder, configs).exists():
-        cause = "no other GPU's serves this case"
-        if not device.arch_of(folder):
-            known_gpus = ", ".join(device.ARCHITECTURES)
-            cause = f"its architecture is unknown here, so that a call there may take another GPU's config (known: {known_gpus})"
-        sources["default"] = f"the default: {folder} has no config of {op}, and {cause}"
-    lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": sources[choice.source]}
+    choice = chooser.find(called, folder)
+    lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": _source(chooser, choice, called, folder)}
     for word, line in lines.items():
         show_wrapped(f"{word:<10}{line}", " " * 10)
+
+
+def _source(chooser: Chooser, choice: Choice, case: Case, gpu: str) -> str:
+    """Return where the config of a case comes from: an entry of the cache, a near entry, or the default, and why."""
+    if choice.source == "near":
+        return f"the cache's nearest entry, {choice.describe().partition(': ')[0]}"
+    own, now = chooser.own(case, gpu), chooser.variant.source_hash
+    if own is not None:
+        then = own[0].evidence.get("source_hash") or "unknown"
+        stale = f"; stale: source_hash {then} is now {now}" if is_stale(chooser.variant, own[0]) else ""
+        return f"the cache's entry for exactly this case{stale}"
+    if cache.path_of(chooser.op.name, gpu, chooser.root).exists():
+        return f"the default: {gpu} has no entry for this case or near it{_limit(chooser, case, gpu)}"
+    cause = "no other GPU's serves this case"
+    if not device.arch_of(gpu):
+        known_gpus = ", ".join(device.ARCHITECTURES)
+        cause = f"its architecture is unknown here, so that a call there may take another GPU's config (known: {known_gpus})"
+    return f"the default: {gpu} has no config of {chooser.op.name}, and {cause}"
 
 
 def _limit(chooser: Chooser, case: Case, gpu: str) -> str:

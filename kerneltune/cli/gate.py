@@ -65,6 +65,7 @@ def command(
 
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
+    report = partial(_report, junit=junit, markdown=markdown, annotations=annotations)
     if static:
         o.refuse(
             "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
@@ -72,7 +73,7 @@ def command(
         )  # fmt: skip
         if len(selection.ops) > 1:
             raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
-        raise _reported(inspect.judge(baseline, selection, target, workers, configs), junit, markdown, annotations)
+        return report(inspect.judge(baseline, selection, target, workers, configs))
     o.refuse("expected only with --static", target=target, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
@@ -80,15 +81,15 @@ def command(
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
         o.refuse("expected only with --run", policy=policy, processes=processes, update=update, save=save)
-        raise _reported(_judged_file(baseline, new, selection, margin, peers, allow_stale, configs), junit, markdown, annotations)
+        return report(_judged_file(baseline, new, selection, margin, peers, allow_stale, configs))
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
     for path in filter(None, (junit, markdown)):
         loading.require_writable(path.parent)
     plan = loading.make_plan(run or "", selection, results=results, policy=policy, peers=peers, configs=configs)
-    if not update:
-        raise _reported(_measured(baseline, plan, processes, margin, save), junit, markdown, annotations)
-    _update(baseline, plan, processes)
+    if update:
+        return _update(baseline, plan, processes)
+    return report(_measured(baseline, plan, processes, margin, save))
 
 
 def _judged_file(
@@ -174,8 +175,8 @@ def _keep(path: Path, measured: list[Record]) -> None:
     show(f"wrote {path}", messages)
 
 
-def _reported(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> typer.Exit:
-    """Write and print the answer in every requested form; return the exit with its code, with 2 for an unwritten pass."""
+def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
+    """Write and print the answer in every requested form; exit with its code, with 2 for an unwritten pass."""
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = markdown == STDOUT
@@ -197,4 +198,4 @@ def _reported(verdict: "Verdict", junit: Path | None, markdown: Path | None, ann
         show(gate_markdown(verdict) if is_printed else gate_text(verdict, width()))
         if annotations:
             show(gate_annotations(verdict))
-    return typer.Exit(code)
+    raise typer.Exit(code)
