@@ -198,13 +198,13 @@ class ProcessNotes(msgspec.Struct):
     format: int = FORMAT
 
 
-def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any] | None) -> None:
+def write_class(root: Path, launch_class: LaunchClass, values: Mapping[str, Any] | None, is_better: bool = False) -> None:
     """Write a class, whole or not at all; a class that the folder has already stays, unless the new class has more.
 
-    values: tensors by name, for safetensors; None for no values.
+    values: tensors by name, for safetensors; None for no values. is_better: whether they replace the values of the folder.
     """
     folder = root / CLASSES / launch_class.digest
-    if (folder / META).exists() and not _has_more(launch_class, folder):
+    if (folder / META).exists() and not is_better and not _has_more(launch_class, folder):
         return
     with replaced_folder(folder) as part:
         if values:

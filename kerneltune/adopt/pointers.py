@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kerneltune.adopt.arguments import Argument, Values, is_integer
+from kerneltune.adopt.arguments import Argument, is_integer
 from kerneltune.adopt.bytecode import functions_of
+from kerneltune.adopt.values import Values
 
 _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
 """Bounds of addresses: above any index, and the end of the memory that a process can address."""

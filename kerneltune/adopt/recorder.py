@@ -6,13 +6,11 @@ error and never ends the program.
 
 import atexit
 import fnmatch
-import hashlib
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +20,15 @@ from typing import Any
 
 from msgspec import structs
 
-from kerneltune.adopt import arguments, configs, kernels, program
-from kerneltune.adopt.arguments import NotRecordableError, Values
-from kerneltune.adopt.bytecode import bytecode_digest, read_globals
+from kerneltune.adopt import configs, kernels, program
+from kerneltune.adopt.arguments import NotRecordableError
+from kerneltune.adopt.classes import candidate_of_launch, describe_launch, with_candidates
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import Counters
-from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
+from kerneltune.adopt.folder import LAUNCHES, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
 from kerneltune.adopt.pointers import holds_addresses
+from kerneltune.adopt.values import Effect, Values, collect
 from kerneltune.errors import first_line
 
 log = logging.getLogger("kerneltune.adopt")
@@ -38,6 +37,8 @@ MAX_BYTES = 256 << 20
 MOST_CLASSES = 64
 _TIMED_LAUNCHES = 6
 _FLUSH_S = 1.0
+_MOST_WITHOUT_EFFECT = 16
+"""Launches of a class, at most, whose values are kept one after another because the launches change nothing."""
 _MAKERS = ("triton.", "torch.")
 """Beginnings of names in packages that make kernels without an autotuner while the program runs; they are not captured."""
 
@@ -51,16 +52,38 @@ class RecordedClass:
         configs: configs of its launches, the first config that works first; empty if the program's own `run` launches.
         is_warm: whether the next launch neither compiles nor tunes, so that it may be timed.
         num_timed: number of launches that were timed or are being timed.
-        unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
-        without_values: the class while it was launched in graph captures only, in which no value can be read; else None.
+        held: the class with the values of a launch, until the launch has been made.
+        launched: the same from then on, until the launch has shown an effect. If it shows none, as an in-place product with 1.0,
+            or if no value could be read, as in a graph capture, the values of the next launch are held.
+        num_without_effect: number of launches that have shown no effect.
     """
 
     digest: str = ""
     configs: list[Any] = field(default_factory=list)
     is_warm: bool = False
     num_timed: int = 0
-    unwritten: tuple[LaunchClass, Values] | None = None
-    without_values: LaunchClass | None = None
+    held: "_Held | None" = None
+    launched: "_Held | None" = None
+    num_without_effect: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """Hold a class with the values of a launch.
+
+    Attributes:
+        launch_class: the class.
+        values: values from before the launch.
+        effect: the effect of the launch; None if it cannot be seen.
+        is_written: whether the class was written with these values.
+        is_missing: whether the class is to be written in any case once the launch is made.
+    """
+
+    launch_class: LaunchClass
+    values: Values
+    effect: Effect | None
+    is_written: bool = False
+    is_missing: bool = False
 
 
 _launch_map = partial(LaunchMap, has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
@@ -179,8 +202,8 @@ class Recorder:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
                         recorded = by_launch.remember(launch, deciding, self._class_of(launch, by_launch.num_keys))
-            if recorded.without_values is not None and not program.is_capturing():
-                self._add_values(recorded, Launch(autotuner, args, kwargs))
+            if recorded.launched is not None and not program.is_capturing():
+                self._hold_values(recorded, recorded.launched, Launch(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
@@ -221,27 +244,50 @@ class Recorder:
         name, allowed = launch.name, self._pruned(launch)
         if not allowed:
             return self._refuse(name, "not captured: the author's pruning leaves no config")
-        launch_class = _with_candidates(launch_class, launch, allowed)
+        launch_class = with_candidates(launch_class, launch, allowed)
         values = self._values(launch_class, storages)
         if argument := holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
             return self._refuse(name, f"not captured: {argument} holds addresses, which mean nothing in another process")
         if launch_class.problem:
             self._refuse(name, f"cannot be tuned: {launch_class.problem}")
         launch_class = structs.replace(launch_class, storages=values.kinds)
-        if not self.autotune or launch_class.is_plain:
+        is_tuning = self.autotune and not launch_class.is_plain
+        if not is_tuning:
             write_class(self.root, launch_class, values.tensors)
-            without_values = launch_class if program.is_capturing() else None
-            return RecordedClass(launch_class.digest, [] if launch_class.is_plain else allowed, without_values=without_values)
-        return RecordedClass(launch_class.digest, unwritten=(launch_class, values))
+        recorded = RecordedClass(launch_class.digest, [] if is_tuning or launch_class.is_plain else allowed)
+        effect = None if program.is_capturing() else Effect(launch_class.arguments, storages)
+        recorded.held = _Held(launch_class, values, effect, is_written=not is_tuning, is_missing=is_tuning)
+        return recorded
 
-    def _add_values(self, recorded: RecordedClass, launch: Launch) -> None:
-        """Write the class of a launch again with the launch's values."""
-        launch_class, recorded.without_values = recorded.without_values, None
-        if launch_class is not None:
-            _, storages = describe_launch(launch)
-            values = self._values(launch_class, storages)
-            if not holds_addresses(launch.autotuner.base_fn, launch_class.arguments, values):
-                write_class(self.root, structs.replace(launch_class, storages=values.kinds), values.tensors)
+    def _hold_values(self, recorded: RecordedClass, before: _Held, launch: Launch) -> None:
+        """Hold the values of a launch if the launch before, whose values are kept, has shown no effect."""
+        if not self._is_without_effect(recorded, before):
+            return
+        recorded.launched, recorded.num_without_effect = None, recorded.num_without_effect + 1
+        if recorded.num_without_effect > _MOST_WITHOUT_EFFECT:
+            return
+        described, storages = describe_launch(launch)
+        values = self._values(described, storages)
+        if not before.launch_class.lacks_values:  # the values would replace as many bytes
+            self._bytes_left += values.bytes
+            self._sample_bytes_left += values.sampled
+        if not holds_addresses(launch.autotuner.base_fn, described.arguments, values):
+            launch_class = structs.replace(before.launch_class, arguments=described.arguments, storages=values.kinds)
+            is_missing = before.is_missing or before.launch_class.lacks_values
+            recorded.held = _Held(launch_class, values, Effect(described.arguments, storages), is_missing=is_missing)
+
+    def _is_without_effect(self, recorded: RecordedClass, held: _Held, wait: bool = False) -> bool:
+        """Return whether a launch is known to have shown no effect; write values that have shown an effect."""
+        if held.effect is None:
+            return True
+        if not held.effect.is_known(wait):
+            return False
+        if not held.effect.is_seen:
+            return True
+        recorded.launched = None
+        if not held.is_written:
+            write_class(self.root, held.launch_class, held.values.tensors, is_better=True)
+        return False
 
     def _pruned(self, launch: Launch) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
@@ -260,7 +306,7 @@ class Recorder:
         """Return the values of a class that are kept; none during a graph capture, in which no value can be read."""
         if program.is_capturing():
             return Values(kinds=({"kept": "missing"},) * len(storages))
-        values = arguments.collect(launch_class.arguments, storages, self._bytes_left, self._sample_bytes_left)
+        values = collect(launch_class.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
         self._sample_bytes_left -= values.sampled
         if values.left_out:
@@ -271,6 +317,7 @@ class Recorder:
     def record(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record the class of a launch and count the launch, without launching anything."""
         recorded = self.recorded_class(autotuner, args, kwargs)
+        recorded.held = None
         if recorded.digest:
             self._count(recorded.digest)
 
@@ -288,31 +335,42 @@ class Recorder:
 
     def _launch(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
         """Launch with a config of the class, or else by the program's own `run`, and count the launch."""
+        held, recorded.held = recorded.held, None
         try:
             if recorded.configs:
                 result = self._launch_config(autotuner, recorded, args, kwargs)
             else:
                 result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
         except Exception as error:
+            if held is not None:
+                held.effect, recorded.launched = None, held
             if recorded.digest:
                 self._notes.refused.setdefault(kernel_name(autotuner).text, f"a launch failed: {first_line(error)}")
             raise
-        if recorded.unwritten is not None:
-            (launch_class, values), recorded.unwritten = recorded.unwritten, None
-            self._write_choice(Launch(autotuner, args, kwargs), launch_class, values)
+        if held is not None:
+            self._note_launched(recorded, held, Launch(autotuner, args, kwargs))
         if recorded.digest:
             self._count(recorded.digest)
         return result
 
-    def _write_choice(self, launch: Launch, launch_class: LaunchClass, values: Values) -> None:
-        """Write a class with the choice that the author's autotuner has made in its first launch."""
+    def _note_launched(self, recorded: RecordedClass, held: _Held, launch: Launch) -> None:
+        """Write a class that is missing, with the choice of the author's autotuner, and compare the launch's memory."""
+        launch_class = held.launch_class
         try:
-            choice = StoredConfig.of(launch.autotuner.best_config)
-            launch_class = structs.replace(launch_class, choice=choice)
-            if launch_class.candidate(choice) is None:  # chosen for other arguments, pruned for these
-                added = _candidate(launch, launch.autotuner.best_config)
-                launch_class = structs.replace(launch_class, candidates=(*launch_class.candidates, added))
-            write_class(self.root, launch_class, values.tensors)
+            if self.autotune and not launch_class.is_plain and launch_class.choice is None:
+                choice = StoredConfig.of(launch.autotuner.best_config)
+                launch_class = structs.replace(launch_class, choice=choice)
+                if launch_class.candidate(choice) is None:  # chosen for other arguments, pruned for these
+                    added = candidate_of_launch(launch, launch.autotuner.best_config)
+                    launch_class = structs.replace(launch_class, candidates=(*launch_class.candidates, added))
+            if held.is_missing:
+                write_class(self.root, launch_class, held.values.tensors)
+                held.is_written, held.is_missing = True, False
+            if held.is_written:
+                held.values = Values()
+            if held.effect is not None:
+                held.effect.end()
+            held.launch_class, recorded.launched = launch_class, held
         except Exception as error:  # a full disk, for example: the program must not notice
             self._refuse(launch_class.kernel, first_line(error))
 
@@ -365,6 +423,9 @@ class Recorder:
         with self._lock:
             try:
                 self._harvest(wait)
+                for recorded in [each for classes in self._classes.values() for each in classes.values()]:
+                    if recorded.launched is not None and not program.is_capturing():
+                        self._is_without_effect(recorded, recorded.launched, wait)
                 for digest, launches in self._counters.by_name().items():
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
@@ -388,105 +449,3 @@ class Recorder:
             count = self._notes.launches.setdefault(digest, Count())
             count.time_us = min(start.elapsed_time(end) * 1e3, count.time_us or float("inf"))
         self._unread_times = unfinished
-
-
-def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
-    """Return the class of a launch, yet without candidates, and for each storage of its tensors a live tensor.
-
-    ignored: names of arguments whose values make no classes of their own.
-    """
-    tuner, name, function = launch.autotuner, launch.name, launch.autotuner.base_fn
-    described, storages = arguments.describe(tuner.arg_names, launch.args, launch.keyword_arguments)
-    source_digest, configs_digest = arguments.source_digest(function), configs.configs_digest(tuner.configs)
-    global_values = read_globals(function)
-    signature = arguments.signature(described, ignored, has_signs=launch.is_plain)
-    parts = [name.module, name.name, source_digest, configs_digest, signature]
-    if global_values:
-        parts.append(json.dumps(global_values))
-    launch_class = LaunchClass(
-        digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
-        kernel=name,
-        file=function.__code__.co_filename,
-        source_digest=source_digest,
-        bytecode_digest=bytecode_digest(function),
-        configs_digest=configs_digest,
-        list_size=len(tuner.configs),
-        device=program.device_slug(),
-        versions=program.package_versions(name.module),
-        key_names=tuple(tuner.keys),
-        key_values=launch.author_key(),
-        arguments=tuple(described),
-        candidates=(),
-        globals=global_values,
-        is_plain=launch.is_plain,
-    )
-    return launch_class, storages
-
-
-def _with_candidates(launch_class: LaunchClass, launch: Launch, allowed: Sequence[Any]) -> LaunchClass:
-    """Return the class of a launch with its candidates, and with the folders and names by which a replay finds the kernel.
-
-    allowed: the configs that the author's pruning leaves.
-    """
-    function, home = launch.autotuner.base_fn, kernels.home_of(launch.autotuner)
-    home_file = ""
-    if home is not None:
-        is_own_module = home.module == launch.name.module
-        file = (function.__globals__ if is_own_module else vars(sys.modules[home.module])).get("__file__")
-        home_file = os.path.abspath(file) if file else ""
-    candidates = _candidates(launch, allowed)
-    with suppress(Exception):  # last, because a grid may write its block into an argument (vLLM's causal_conv1d_fn)
-        launch.grid(allowed[0])
-    return structs.replace(
-        launch_class,
-        candidates=tuple(candidates),
-        home=home,
-        home_file=home_file,
-        argv=_command(),
-        path=program.import_folders(),
-        problem=_why_not_replayable(function, launch_class.is_plain, home, home_file, candidates),
-    )
-
-
-def _command() -> tuple[str, ...]:
-    """Return the arguments of the program, with the whole path of its file."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return (os.path.abspath(file), *sys.argv[1:]) if file else tuple(sys.argv)
-
-
-def _candidates(launch: Launch, allowed: Sequence[Any]) -> list[Candidate]:
-    """Return the candidates of a class: the author's configs and the configs of `space=`, or the configs of a plain kernel."""
-    if launch.is_plain:
-        return [_candidate(launch, config) for config in configs.plain_configs(launch)]
-    space = getattr(launch.autotuner, "kerneltune_space", None)
-    added = configs.of_space(launch.autotuner.configs, space) if space else ()
-    return [_candidate(launch, config) for config in (*allowed, *added)]
-
-
-def _candidate(launch: Launch, config: Any) -> Candidate:
-    stored = StoredConfig.of(config)
-    try:
-        return Candidate(stored, True, launch.grid(config))
-    except NotRecordableError:
-        raise
-    except Exception as error:  # the author's own code: this candidate is out
-        return Candidate(stored, True, None, problem=first_line(error))
-
-
-def _why_not_replayable(
-    function: Any, is_plain: bool, home: KernelName | None, home_file: str, candidates: Sequence[Candidate]
-) -> str:
-    """Return why a replay could not find a kernel, or could launch none of the author's configs; empty if it can."""
-    if kernels.FACTORY in function.__qualname__:
-        return "a function made the kernel, so that it cannot be imported by name"
-    source = function.__code__.co_filename  # no file in an archive, or if relative and the program has changed the folder
-    own_file = function.__globals__.get("__file__") or ""
-    if not os.path.isfile(source) and os.path.basename(source) != os.path.basename(own_file):
-        return "exec or a notebook cell defined the kernel, so that it cannot be launched again: move it to a module"
-    if home is None:
-        return f"no module holds {'the kernel' if is_plain else 'its autotuner'} by a name, so that it cannot be imported"
-    if home.module == "__main__" and not os.path.isfile(home_file):
-        return "the program is no file, so that the kernel cannot be loaded again"
-    if any(candidate.grid is not None for candidate in candidates):
-        return ""
-    return f"no config can be launched: {candidates[0].problem or 'the launch has no grid'}"

@@ -10,10 +10,11 @@ from asserting import every
 from safetensors.torch import load_file
 
 from kerneltune.adopt import startup
-from kerneltune.adopt.arguments import collect, describe
+from kerneltune.adopt.arguments import describe
 from kerneltune.adopt.folder import CLASSES, META, VALUES
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
+from kerneltune.adopt.values import collect
 
 
 def test_capture_keeps_index_values_and_a_sample_of_floats(tmp_path: Path) -> None:

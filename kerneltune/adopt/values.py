@@ -1,0 +1,146 @@
+"""Keep bytes of the memory of a launch: all bytes of indices, samples and statistics of other data."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kerneltune.adopt.arguments import Argument, TensorLayout, span, views
+
+SAMPLE_BYTES = 1 << 20
+"""Most bytes that are kept of a storage of data: of floats, of bytes, of integers that are no indices."""
+_STATISTICS_BYTES = 1 << 16
+_LARGEST_INDEX, _LEAST_INDEX = 1 << 30, -(1 << 16)
+"""Integers beyond these bounds are packed data, such as 4-bit weights in 32 bits."""
+
+
+@dataclass(slots=True)
+class Values:
+    """Hold the memory of a launch that a capture keeps.
+
+    Attributes:
+        tensors: bytes of each storage by name `storage.N`, on the CPU.
+        kinds: for every storage its bytes, the kind of values that are kept, and statistics.
+        left_out: bytes of integers that the budget did not allow.
+        sampled: bytes of samples of data.
+    """
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[dict[str, Any], ...] = ()
+    left_out: int = 0
+    sampled: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Return bytes that are kept."""
+        return sum(int(tensor.numel()) for tensor in self.tensors.values())
+
+
+def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: int, sample_bytes_left: int) -> Values:
+    """Copy values of a launch's memory, before the launch changes them. Waits for the GPU.
+
+    Indices are kept before samples of data: without its indices a launch cannot be made again.
+
+    Args:
+        arguments: arguments of the launch.
+        storages: a live tensor of each storage.
+        bytes_left, sample_bytes_left: bytes that may still be kept, and bytes of them that may be samples of data.
+    """
+    values = Values()
+    kinds: dict[int, dict[str, Any]] = {}
+    tensors_of = [views(arguments, number) for number in range(len(storages))]
+    has_indices = list(map(_are_indices, storages, tensors_of))
+    for number in sorted(range(len(storages)), key=lambda number: not has_indices[number]):
+        live, (begin, end) = storages[number], span(tensors_of[number])
+        if has_indices[number]:
+            is_affordable = end - begin <= bytes_left - values.bytes
+            kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
+            if is_affordable and end > begin:
+                values.tensors[f"storage.{number}"] = _elements(live, "uint8", begin, end - begin).cpu().clone()
+            elif not is_affordable:
+                values.left_out += end - begin
+            continue
+        wanted = min(end - begin, SAMPLE_BYTES)
+        is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - values.sampled)
+        kept = wanted if is_affordable else min(wanted, _STATISTICS_BYTES)
+        raw = _elements(live, "uint8", begin, kept).cpu().clone()
+        kinds[number] = {"kept": "sample" if is_affordable else "statistics", "bytes": end - begin}
+        kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensors_of[number][0].dtype)
+        if is_affordable and wanted:
+            values.tensors[f"storage.{number}"] = raw
+            values.sampled += wanted
+    values.kinds = tuple(kinds[number] for number in range(len(kinds)))
+    return values
+
+
+class Effect:
+    """Learn whether a launch changes the first bytes of its storages, without waiting for the GPU."""
+
+    def __init__(self, arguments: Sequence[Argument], storages: Sequence[Any]) -> None:
+        """Copy the bytes before a launch."""
+        spans = [span(views(arguments, number)) for number in range(len(storages))]
+        lengths = [min(end - begin, SAMPLE_BYTES) for begin, end in spans]
+        parts = zip(storages, spans, lengths, strict=True)
+        self._bytes = [_elements(live, "uint8", begin, length) for live, (begin, _), length in parts]
+        self._before = [part.clone() for part in self._bytes]
+        self._changed: list[Any] = []
+        self._event: Any = None
+
+    def end(self) -> None:
+        """Compare the bytes behind the launch."""
+        self._changed = [(now != before).any() for now, before in zip(self._bytes, self._before, strict=True)]
+        self._bytes = self._before = []
+        if any(flag.is_cuda for flag in self._changed):
+            self._event = sys.modules["torch"].cuda.Event(enable_timing=False)
+            self._event.record()
+
+    def is_known(self, wait: bool = False) -> bool:
+        """Return whether the bytes have been compared; `wait` waits for the GPU."""
+        if wait and self._event is not None:
+            self._event.synchronize()
+        return self._event is None or bool(self._event.query())
+
+    @property
+    def is_seen(self) -> bool:
+        """Return whether a byte has changed."""
+        return any(map(bool, self._changed))
+
+
+def _are_indices(live: Any, tensors: Sequence[TensorLayout]) -> bool:
+    """Return whether a storage holds integers that a kernel may read as indices, so that all of them must be kept.
+
+    Few bytes are kept in any case. Many bytes of 8-bit integers are weights.
+    """
+    integers, (begin, end) = [tensor for tensor in tensors if tensor.holds_integers], span(tensors)
+    if not integers or end - begin <= SAMPLE_BYTES:
+        return bool(integers)
+    if all(tensor.element_bytes == 1 for tensor in integers):
+        return False
+    kind, size = integers[0].dtype, integers[0].element_bytes
+    try:
+        least, largest = (int(value) for value in _elements(live, kind, begin // size, (end - begin) // size).aminmax())
+    except RuntimeError:  # an element type without an order here
+        return True
+    return least >= _LEAST_INDEX and largest < _LARGEST_INDEX
+
+
+def _elements(tensor: Any, dtype: str, begin: int, count: int) -> Any:
+    """Return elements of a tensor's storage, (count,) dtype."""
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        elements = torch.empty(0, dtype=getattr(torch, dtype), device=tensor.device)
+        return elements.set_(tensor.untyped_storage(), begin, (count,), (1,))
+
+
+def statistics(raw: Any, dtype: str) -> dict[str, float]:
+    """Return mean, standard deviation, least and largest of the finite values that bytes hold."""
+    torch: Any = sys.modules["torch"]
+    kind = getattr(torch, dtype)
+    floats = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(kind).to(torch.float64)
+    floats = floats[torch.isfinite(floats)]
+    if floats.numel() == 0:
+        return {"mean": 0.0, "std": 1.0, "least": -1.0, "largest": 1.0}
+    std = float(floats.std()) if floats.numel() > 1 else 0.0
+    measured = {"mean": float(floats.mean()), "std": std, "least": float(floats.min()), "largest": float(floats.max())}
+    return {name: value if math.isfinite(value) else 0.0 for name, value in measured.items()}
