@@ -13,7 +13,7 @@ from kerneltune import device
 from kerneltune.errors import first_line
 
 if TYPE_CHECKING:
-    from kerneltune.spec import Case, Inputs, Outputs
+    from kerneltune.spec import Case, Inputs, Op, Outputs
     from kerneltune.stats import Interval, Samples
 
 _FLOOR_US = 0.5
@@ -156,50 +156,70 @@ def _check(
     A second run has half of each value, so that a result or a buffer kept from the first run is found. Tensors in lists, tuples
     and dicts are arguments as well.
     """
+    require_call("kernel_check", run, args)
+    require_call("kernel_check", reference, args)
+    name = str(getattr(run, "__name__", "kernel"))
+    reason = _why_not_checked(args, rtol, atol) or _mistake(_operator(name, run, reference, args, rtol, atol))
+    if reason:
+        pytest.fail(f"kernel_check: {name}: {reason}", pytrace=False)
+
+
+def _why_not_checked(args: Sequence[Any], rtol: float, atol: float) -> str:
+    """Return why arguments or a tolerance cannot be used; empty if they can."""
     import torch
 
-    from kerneltune.checking.check import Checker
-    from kerneltune.kernel_lib.agreement import check_tolerance, close
+    from kerneltune.kernel_lib.agreement import check_tolerance
+
+    try:
+        check_tolerance(rtol, atol)
+    except ValueError as error:
+        return str(error)
+    for name, value in named_values(args).items():
+        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+            return f"{name}: {value.layout} on {value.device}: expected a dense tensor with values"
+    return ""
+
+
+def _operator(
+    name: str, run: Callable[..., Any], reference: Callable[..., Any], args: Sequence[Any], rtol: float, atol: float
+) -> "Op":
+    """Make the operator whose only variant calls a function on these arguments; its second inputs have half of each value."""
+    from kerneltune.kernel_lib.agreement import close
     from kerneltune.source_modules import unwrapped
-    from kerneltune.spec import Case, Op, Traffic, Variant
-    from kerneltune.task import CaseError
+    from kerneltune.spec import Op, Traffic, Variant
+
+    named = named_values(args)
 
     def compare(_case: "Case", _inputs: "Inputs", got: "Outputs", want: "Outputs") -> list[str]:
         if not want or got.keys() != want.keys():
             return [f"outputs: {', '.join(got) or 'none'}: expected {', '.join(want) or 'one, the reference gives none'}"]
-        return [line for name in want for line in close(name, got[name], want[name], rtol, atol)]
-
-    name, case = str(getattr(run, "__name__", "kernel")), Case("kernel_check", (), "any")
-    require_call("kernel_check", run, args)
-    require_call("kernel_check", reference, args)
-    try:
-        check_tolerance(rtol, atol)
-    except ValueError as error:
-        pytest.fail(f"kernel_check: {name}: {error}", pytrace=False)
-    named = named_values(args)
-    for argument, value in named.items():
-        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
-            text = f"{argument}: {value.layout} on {value.device}: expected a dense tensor with values"
-            pytest.fail(f"kernel_check: {name}: {text}", pytrace=False)
+        return [line for output in want for line in close(output, got[output], want[output], rtol, atol)]
 
     def call(function: Callable[..., Any], inputs: "Inputs") -> "Outputs":
         return _named(function(*rebuilt(args, lambda argument, _value: inputs[argument])))
 
-    variant = Variant("kernel", lambda inputs, _config: call(run, inputs))
-    op = Op(
-        name=name, axes=(), dtypes=("any",), variants=(variant,), compare=compare,
+    return Op(
+        name=name, axes=(), dtypes=("any",), compare=compare,
+        variants=(Variant("kernel", lambda inputs, _config: call(run, inputs)),),
         module=str(getattr(unwrapped(run), "__module__", "")),
         inputs=lambda _case, seed=0, **_: {name: copied(value, 0.5) if seed else value for name, value in named.items()},
         reference=update_wrapper(lambda inputs: call(reference, inputs), reference),
         traffic=lambda _case: Traffic(0, 0),
     )  # fmt: skip
+
+
+def _mistake(op: "Op") -> str:
+    """Return the mistake that two runs of an operator's only variant show; empty if there is none."""
+    from kerneltune.checking.check import Checker
+    from kerneltune.spec import Case
+    from kerneltune.task import CaseError
+
+    case = Case("kernel_check", (), "any")
     try:
-        outcome = Checker.make(op, case, keeps_all=True).check(variant, None, runs=2)
+        outcome = Checker.make(op, case, keeps_all=True).check(op.variants[0], None, runs=2)
     except CaseError as error:
         outcome = error.outcome
-    if outcome.status != "checked":
-        reason = outcome.reason.removesuffix(f", for {name} {case.label}")
-        pytest.fail(f"kernel_check: {name}: {reason}", pytrace=False)
+    return "" if outcome.status == "checked" else outcome.reason.removesuffix(f", for {op.name} {case.label}")
 
 
 def rebuilt(args: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]:
