@@ -87,8 +87,8 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune.adopt.getter import GetterSpec, call_case, given_knobs, probe, write_spec
-    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
+    from kerneltune.adopt.getter import GetterSpec, call_case, probe, write_spec
+    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, engine_tables, tune_getter
     from kerneltune.processes.start import in_fresh_processes
 
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
@@ -108,17 +108,7 @@ def getter_command(
         engine_tables(export, device.current().name, [TunedCall(case, case.own) for case in spec.cases], named)  # raises early
     names = [call_case(spec, case).name for case in spec.cases]
     if not device.current().is_gpu:
-        own = [pairs(case.own) if not case.problem else f"skipped: {case.problem}" for case in spec.cases]
-        show_table(("call", "own config"), list(zip(names, own, strict=True)))
-        outcomes = check_getter(out)
-        for outcome in outcomes:
-            if outcome.status == "failed" and outcome.case is not None:
-                error_line(f"{outcome.case.name}: {pairs(given_knobs(outcome.config))}: {outcome.reason}")
-            else:
-                show_wrapped(outcome.reason)
-        show("no GPU: nothing was timed")
-        raise typer.Exit(int(any(outcome.status == "failed" for outcome in outcomes)))
-
+        return _check_calls(out, names, spec.cases)
     share = budget / sum(case.is_searched for case in spec.cases)
     options = loading.make_options(
         policy=policy, budget_s=share, trials=trials, retune="all" if force else None, until_gain=0.01, workers=workers
@@ -174,6 +164,24 @@ def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCas
         count = f"{len(called)} of {len(tuned)} calls"
         note(f"no GPU: {count} in the interpreter, where thousands of tokens take minutes: --tokens chooses others")
     return called
+
+
+def _check_calls(folder: Path, names: "Sequence[str]", cases: "Sequence[CallCase]") -> None:
+    """Show the own configs of calls, and check some overrides in the interpreter; exit with 1 if a check fails."""
+    from kerneltune.adopt.getter import given_knobs
+    from kerneltune.adopt.getter_tuning import check_getter
+
+    own = [pairs(case.own) if not case.problem else f"skipped: {case.problem}" for case in cases]
+    show_table(("call", "own config"), list(zip(names, own, strict=True)))
+    outcomes = check_getter(folder)
+    for outcome in outcomes:
+        if outcome.status == "failed" and outcome.case is not None:
+            error_line(f"{outcome.case.name}: {pairs(given_knobs(outcome.config))}: {outcome.reason}")
+        else:
+            show_wrapped(outcome.reason)
+    show("no GPU: nothing was timed")
+    if any(outcome.status == "failed" for outcome in outcomes):
+        raise typer.Exit(1)
 
 
 def _show_calls(names: "Sequence[str]", calls: "Sequence[TunedCall]", seconds: float) -> None:
