@@ -6,10 +6,13 @@ removes this folder.
 The server of `start_server` imports this module first, which binds the server to its parent.
 """
 
+import ast
 import atexit
 import functools
+import inspect
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -65,6 +68,8 @@ def start(
     """
     if method == "forkserver":
         start_server()
+    elif method == "spawn":
+        _require_guard()
     context: Any = multiprocessing.get_context(method)
     pipe, theirs = context.Pipe()
     call: tuple[Any, ...] = (work, theirs, *arguments)
@@ -74,6 +79,33 @@ def start(
     process.start()
     theirs.close()
     return process, pipe
+
+
+def _require_guard() -> None:
+    """Raise ValueError where a new process, which executes the program's file, would come here as well.
+
+    multiprocessing executes neither a program without a file nor the `__main__` of a package.
+    """
+    main, frame = sys.modules["__main__"], inspect.currentframe()
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if file is None or (spec is not None and spec.name.endswith("__main__")):
+        return
+    while frame is not None and not (frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
+    if frame is not None and not _is_guarded(file, frame.f_lineno):
+        guard = 'expected below `if __name__ == "__main__":`'
+        raise ValueError(f"{file}:{frame.f_lineno}: starts processes, each of which executes this file: {guard}")
+
+
+@functools.cache
+def _is_guarded(file: str, line: int) -> bool:
+    """Return whether a condition about the module's name or the process stands above a line; true if the file is no Python."""
+    try:
+        nodes = [*ast.walk(ast.parse(Path(file).read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return True
+    conditions = [node for node in nodes if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line)]
+    return any(re.search("__name__|[Pp]rocess", ast.unparse(node.test)) for node in conditions)
 
 
 def tell(note: object) -> None:
@@ -147,6 +179,7 @@ def start_server() -> None:
     SIGINT is blocked while the server starts, so that the server inherits the block; this process gets the signal after the
     start. The server ends with this process, however this process ends, and leaves no socket.
     """
+    _require_guard()
     triton = ["triton"] if "TRITON_INTERPRET" not in os.environ else []
     forkserver.set_forkserver_preload([__name__, "torch", *triton])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again

@@ -163,3 +163,35 @@ def test_folder_for_sockets_is_below_tmp_where_the_path_of_tmpdir_is_too_long(
     finally:
         ends.pop()()
     assert not folder.exists()
+
+
+STARTS = """
+import os
+from kerneltune.processes.start import in_fresh_processes
+def work():
+    for pid in in_fresh_processes(1, os.getpid):
+        print("ended")
+{guard}
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "code"),
+    [
+        ("work()", 1),
+        ("if os.environ:\n    work()", 1),
+        ("if __name__ == '__main__':\n    work()", 0),
+        ("from multiprocessing import current_process\nif current_process().name == 'MainProcess':\n    work()", 0),
+    ],
+    ids=["none", "other condition", "name", "process"],
+)
+def test_program_without_a_guard_that_starts_processes_ends_with_the_line_that_lacks_it(
+    tmp_path: Path, guard: str, code: int
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STARTS.format(guard=guard))
+    ended = subprocess.run([sys.executable, program], env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (code, "" if code else "ended\n"), ended.stderr
+    line = 7 + guard.count("\n")
+    message = f"\nValueError: {program}:{line}: starts processes, each of which executes this file: expected below `if __name__"
+    assert (ended.stderr.count(message), ended.stderr.count("\nValueError: ")) == (code, code)
