@@ -192,7 +192,7 @@ def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
         return [], []
     try:
         data = files.read_bytes(path, _MAX_BYTES)
-        if b"NaN" in data or b"Infinity" in data:  # are no JSON: null in their place is at most a mistake of their entry
+        if b"NaN" in data or b"Infinity" in data:  # no JSON; with null in their place they damage at most their own entry
             with suppress(ValueError, RecursionError):
                 data = json.dumps(json.loads(data, parse_constant=lambda _: None)).encode()
     except ValueError as error:

@@ -40,7 +40,7 @@ _said: set[tuple[object, ...]] = set()
 
 
 def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Sequence[str]) -> None:
-    """Warn of a task without an entry in the cache and name the config used; append it to the log of KERNELTUNE_LOG_MISSES.
+    """Warn of a task without an entry in the cache, name the config used, and append the task to the log of misses.
 
     Free axes may change with every call: a single warning covers all their sizes. Misses of the interpreter, for which nothing is
     tuned, are not reported.

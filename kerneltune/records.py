@@ -236,8 +236,8 @@ def _present(path: Path) -> list[Record]:
 def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], key_of: RecordKey = row_key) -> None:
     """Replace the rows of a file of checks that `new` checked again, and keep the other rows that `is_kept` accepts.
 
-    A file of checks has a row for each config, the failed row of several. A failed import replaces only a failed import. The
-    file changes as `merge` changes a file.
+    A file of checks has one row for each config: the failed row if there is any. A failed import replaces only a failed import.
+    The file changes as `merge` changes a file.
 
     key_of: `row_key` if a record replaces the rows of all configs; `check_key` if only the row of its own config.
     """

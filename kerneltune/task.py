@@ -119,7 +119,7 @@ class Outcome:
 
 
 class CaseError(ValueError):
-    """Report that a variant of a case cannot be run, such as for want of inputs or of a reference.
+    """Report that a variant of a case cannot be run, because inputs or the reference are missing, for example.
 
     Attributes:
         status: status of the outcome.

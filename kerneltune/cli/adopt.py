@@ -292,7 +292,8 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
         if hint:
             note(f"{classes[0].kernel.text}: {hint}")
     for subclass, kernels in capture.own_runs().items():
-        note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {first_of(kernels, _SHOWN)}")
+        why = f"{counted(len(kernels), 'kernel')} of {subclass}, whose run does not call Triton's"
+        note(f"not captured: {why}: {first_of(kernels, _SHOWN)}")
 
 
 def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

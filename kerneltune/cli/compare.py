@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Show how fast B is against A, case by case: µs, speed-up, `+` above 1.05x and `-` below 0.95x.
 
-    Without names: the fastest peer of every case against `optimized`; a workload that declares a table of its own shows that.
+    Without names A is the fastest peer of every case and B is `optimized`; a workload that declares a table shows its table.
     Reads the newest records of this GPU; on a machine without a GPU, the recorded results of any GPU. `compare X X --run`
     measures X twice: the difference is noise.
     """

@@ -143,5 +143,5 @@ def _show_outcome(tuned: "Sequence[TuningResult]", configs: Path | None) -> None
         kept = f"{status['kept']} cases have configs (--force searches again)"
         show(f"nothing to tune: {kept if status['kept'] else 'no selected variant has knobs'}")
     if num_failed:
-        error_line(f"{num_failed} of {num_searched} cases not tuned")
+        error_line(f"{num_failed} of {counted(num_searched, 'case')} not tuned")
         raise typer.Exit(1)

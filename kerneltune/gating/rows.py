@@ -146,7 +146,8 @@ def _groups(changes: Sequence[Change]) -> dict[tuple[str, str, str], list[Change
 def _group_shift(rows: Sequence[Change]) -> Shift:
     """Return the geometric mean of the rows' slowdowns.
 
-    Its error adds the larger of two spreads over rows (of the slowdowns, of their intervals) and the spread of process means.
+    Its error has two parts: the spread of the process means, and the larger of two spreads over rows, of the slowdowns and of
+    their intervals.
     """
     logs = np.array([change.log for change in rows])
     bounds = np.array([(change.low, change.high) for change in rows])  # (rows, 2)

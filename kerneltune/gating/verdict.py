@@ -31,8 +31,10 @@ ALPHA = 0.05
 _WIDEST = 0.03
 """If the interval of a slowdown is wider than ± this fraction (or the margin), the row is ambiguous."""
 _SIGMAS_PER_MAD = 1.4826
-_SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 12, 0.03, 3.0
-"""Fewest rows of one process a side whose spread widens intervals; largest spread that counts; spreads that an interval gains."""
+_SPREAD_ROWS = 12
+"""Fewest rows of one process a side whose spread widens their intervals."""
+_MOST_SPREAD, _SPREADS = 0.03, 3.0
+"""Largest spread that counts, and the number of spreads on either side of a widened interval."""
 _BETWEEN_PROCESSES = 0.0566
 """Fraction by which two processes with the same code may differ: two standard deviations of a ratio of two times, each with 2 %
 noise. Fewer than _SPREAD_ROWS rows of one process a side do not show this difference. Each of them is a regression only above

@@ -37,9 +37,9 @@ _WARM_MS = 200.0
 _QUEUE_AHEAD_CYCLES = 300_000
 """GPU cycles of the kernel that keeps the GPU busy while the host queues a sample."""
 _L2_MULTIPLE = 4
-"""Input sets of a cold policy hold so many times the bytes of the L2."""
+"""The input sets of a cold policy hold at least so many times the bytes of the L2."""
 _MOST_SETS = 8192
-"""A sample walks over all sets: with more, capturing it takes many seconds."""
+"""Largest number of input sets. A sample walks over all sets, and the capture of a longer walk takes many seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
 MOST_IN_FLIGHT = 8
-"""Configs in flight while a compiled config waits for its measurement.
+"""Configs in flight from which on no further config begins, unless a compiler is idle and at most `_READY` configs wait.
 
-The sampler decides without the times of these configs. While at most `_READY` configs wait, every compiler has a config.
+The sampler decides without the times of the configs in flight.
 """
 _AHEAD_BLIND = 48
 """Configs in flight of a search that tries its configs in a fixed order."""
@@ -37,7 +37,7 @@ Defaults and near cases guess well. On the shipped spaces, configs within two kn
 of the 63 configs within 3 % of the best.
 """
 _GAIN_AFTER = 16
-"""Known times from which the expected gain is computed."""
+"""Fewest known times of which the expected gain is computed."""
 _GAIN_EVERY = 4
 """Told configs between two computations of the expected gain."""
 _READY = 2
