@@ -16,6 +16,7 @@ from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_cost, check_pairs
+from kerneltune.checking.shifts import wrong_far_from_zero
 from kerneltune.errors import place_of
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
 from kerneltune.processes.forked import Fork, ForkCrashedError
@@ -140,7 +141,7 @@ def compare_job(task: Task, cases: Sequence[Case]) -> Job:
         ignored, wrong = accepted_mutations(task.op, task.variant, cases)
         reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
         lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
-        lines += blind_spots(task.op, task.variant, cases)
+        lines += [*blind_spots(task.op, task.variant, cases), *wrong_far_from_zero(task.op, cases)]
         lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
         named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
         return [Outcome("failed", reason, task.default), *named] if ignored else named

@@ -1,0 +1,117 @@
+"""Find kernels that are wrong where an input is far from 0, which their reference does not see. The module knows no operator."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kerneltune.checking.check import Checker
+from kerneltune.spec import Case, Inputs, Op
+
+_FAR = 28672
+"""Distance from 0: beyond usual stand-ins for infinity, 1000 and 10000."""
+_STEP, _STEPS, _TOP = 128, 62, 95
+"""The step of bf16 between 16384 and 32768, the number of steps between most values of a row, and the steps to the outermost."""
+_EQUAL = 0.125
+"""Products with it stay far below 1e6, which is enough for infinity."""
+_NEAR, _STABLE, _GROSS = 1e-3, 0.05, 0.2
+"""Errors relative to the largest result: of equal results, of results that do not hang on a step of bf16, of wrong results."""
+_MOST_CASES, _MOST_S = 3, 5.0
+"""The smallest cases, and the processor seconds after which no further input is moved."""
+
+
+def wrong_far_from_zero(op: Op, cases: Sequence[Case]) -> list[str]:
+    """Return a line for each own variant that is wrong with an input around _FAR or -_FAR, and right around 0.
+
+    The reference's results stay as they are, or move with the input, as in a softmax, a choice of the largest or a maximum. So a
+    constant is found that a kernel takes for infinity. Others are cut to 1, or _EQUAL throughout, where products of two inputs
+    are large and equal. Where a step of bf16 changes the reference, only NaN, infinity and integers count as wrong.
+    """
+    begun_s, lines = time.thread_time(), dict[str, str]()
+    thick = [case for case in cases if min((size for _axis, size in case.axes), default=0) > 1]
+    for case in sorted(thick or cases, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
+        with suppress(Exception):  # the check of the case says why
+            wide = {name: value for name, value in op.inputs(case, device="cpu").items() if _is_wide(value)}
+            for name, far in itertools.product(wide, (-_FAR, _FAR)):
+                others = [other for other in wide if other != name]
+                if others and wide[name].dtype == torch.float16:  # products exceed its range
+                    continue
+                for equal in [others, *([other] for other in others if len(others) > 1)]:
+                    if time.thread_time() - begun_s > _MOST_S:
+                        return list(lines.values())
+                    with suppress(Exception):  # values that the operator refuses
+                        for variant, line in _wrong(op, case, partial(_moved, op.inputs, name, equal, far), far):
+                            where = f"where {name} is around {far}, in case {case.name}"
+                            lines.setdefault(variant, f"{variant} is wrong {where}: {line}")
+    return list(lines.values())
+
+
+def _wrong(op: Op, case: Case, inputs: Callable[..., Inputs], far: int) -> Iterator[tuple[str, str]]:
+    """Yield the name and a line of each variant that is wrong with an input around `far`, and right around 0."""
+    near, moved, blurred = (
+        Checker(replace(op, inputs=partial(inputs, *which)), case, "cpu") for which in ((0, 0), (1, 0), (1, 1))
+    )
+    judged = {name: want for name, want in moved.expected.items() if _is_blind(want, near.expected[name], far)}
+    for variant in op.variants if judged else ():
+        if not variant.is_peer and not variant.unsupported(case):
+            config = variant.default_config(case)
+            outputs, lines = moved.run(variant, config)
+            wrong = [name for name, want in judged.items() if lines and _is_far(outputs.get(name), want, blurred.expected[name])]
+            if wrong and not near.run(variant, config)[1]:
+                yield variant.name, next((line for line in lines if line.startswith(wrong[0])), lines[0])
+
+
+def _moved(
+    inputs: Callable[..., Inputs], name: str, equal: Sequence[str], far: int, moves: int, blurs: int, *args: Any, **named: Any
+) -> Inputs:
+    """Return inputs of which one has values between 0 and `far` that every type holds exactly.
+
+    In each row one value is _TOP steps away from the row's constants, and the next differ, up to _STEPS.
+
+    Args:
+        equal: other inputs that are _EQUAL throughout.
+        moves: whether the constants are `far`, not 0.
+        blurs: whether values are changed by a step at most.
+    """
+    given = inputs(*args, **named)
+    random = torch.Generator().manual_seed(0)
+    ranks = torch.rand(given[name].shape, generator=random).argsort(-1)
+    steps = torch.where(ranks == 0, _TOP, (_STEPS + 1 - ranks).clamp(min=0))
+    steps += blurs * torch.randint(-1, 2, steps.shape, generator=random)
+    values = far * moves + steps * (_STEP if far < 0 else -_STEP)
+    others = {other: value.clamp(-1, 1) for other, value in given.items() if _is_wide(value)}
+    equals = {other: torch.full_like(given[other], _EQUAL) for other in equal}
+    return {**given, **others, **equals, name: given[name].clone().copy_(values)}
+
+
+def _is_wide(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1 and value.ndim > 0
+
+
+def _is_blind(want: torch.Tensor, near: torch.Tensor, far: int) -> bool:
+    """Return whether each of the reference's values is as around 0, or as far from it as the input."""
+    atol = _NEAR * _largest(want)
+    return bool((_close(want, near, atol) | _close(want.double() - far, near, atol)).all())
+
+
+def _is_far(got: torch.Tensor | None, want: torch.Tensor, blurred: torch.Tensor) -> bool:
+    """Return whether an output has NaN, infinity, integers or stable values that are far from the expected values."""
+    if got is None:
+        return False
+    is_judged = _close(want, blurred, _STABLE * _largest(want)) | ~got.double().isfinite() | (not want.is_floating_point())
+    return bool((is_judged & ~_close(got, want, _GROSS * _largest(want))).any())
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, atol: float) -> torch.Tensor:
+    return torch.isclose(a.double(), b.double(), rtol=0, atol=atol)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Return the largest finite magnitude; 1 if there is none but 0."""
+    finite = values.double()[values.double().isfinite()]
+    return float(finite.abs().max()) if finite.any() else 1.0
