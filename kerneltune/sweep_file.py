@@ -18,6 +18,7 @@ import yaml
 
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, data_root, written_root
+from kerneltune.records import grouped
 from kerneltune.spec import Case, Op, Option
 from kerneltune.yaml_fields import LONGEST_NAME, NAME, Field, read_yaml
 
@@ -44,10 +45,8 @@ class SweepCase:
 
 def cases_by_op(sweep_cases: Iterable[SweepCase]) -> dict[str, list[Case]]:
     """Return the cases of each operator."""
-    cases: dict[str, list[Case]] = {}
-    for sweep_case in sweep_cases:
-        cases.setdefault(sweep_case.op, []).append(sweep_case.case)
-    return cases
+    by_op = grouped(sweep_cases, lambda sweep_case: sweep_case.op)
+    return {op: [sweep_case.case for sweep_case in members] for op, members in by_op.items()}
 
 
 @dataclass(frozen=True, slots=True)
