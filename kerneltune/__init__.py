@@ -7,11 +7,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import `autotune`, the drop-in for triton.autotune, at its first use.
-
-    Raises:
-        AttributeError: the package has no such name.
-    """
+    """Import `autotune`, the drop-in for triton.autotune, at its first use."""
     if name == "autotune":
         from kerneltune.adopt.decorator import autotune
 

@@ -97,8 +97,7 @@ def default_root() -> Path:
 def read_roots(root: Path | None = None) -> list[Path]:
     """Return the folders that configs are read from; a file is read from the first folder that holds it.
 
-    Args:
-        root: the folder of the cache; None for `default_root()`, then the packaged configs unless KERNELTUNE_CONFIGS is set.
+    root: the folder of the cache; None for `default_root()`, then the packaged configs unless KERNELTUNE_CONFIGS is set.
     """
     if root is not None:
         return [root]
@@ -140,12 +139,7 @@ def load_strict(path: Path) -> list[CacheEntry]:
 
 
 def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Path | None = None) -> Path:
-    """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file.
-
-    Raises:
-        ValueError: the entries are of several operators, `load` would refuse a value, the folder cannot be written, or the
-            existing file is broken; nothing is changed then.
-    """
+    """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file."""
     new = {entry.key: entry for entry in ([entries] if isinstance(entries, CacheEntry) else entries)}
     ops = sorted({key.op for key in new})
     if len(ops) != 1:
@@ -282,8 +276,7 @@ class Chooser:
 
         Any source but `own` is a miss, which is warned of once for all sizes of the free axes.
 
-        Args:
-            gpu: the folder of a device; None for the device at hand.
+        gpu: the folder of a device; None for the device at hand.
 
         Raises:
             LookupError: a miss, and KERNELTUNE_STRICT is on.

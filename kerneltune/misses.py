@@ -47,7 +47,6 @@ def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Se
 
     Raises:
         LookupError: KERNELTUNE_STRICT is on.
-        ValueError: KERNELTUNE_STRICT is neither on nor off.
     """
     if device == INTERPRETER:
         return

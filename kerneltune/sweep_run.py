@@ -59,9 +59,8 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
     The records are written under results/, measured records also as tables in Markdown and CSV, also if the run is interrupted.
     The next run does not repeat the cases that were checked or measured before the interruption.
 
-    Args:
-        first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
-            variants that compile for seconds; not called when an interrupted run continues.
+    first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
+    variants that compile for seconds; not called when an interrupted run continues.
     """
     for path in (plan.scratch_file("check"), plan.options.records_folder / f"{plan.family}.jsonl"):
         if path.exists():

@@ -19,8 +19,7 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
     A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared. Rows whose two
     sides have other knobs are compared, counted and named: a new config may be the reason of a spill.
 
-    Args:
-        unchanged: number of rows in neither set, because code and config are unchanged.
+    unchanged: number of rows in neither set, because code and config are unchanged.
     """
     if baseline.triton != new.triton:
         return Verdict((), UNUSABLE, f"not comparable: baseline made with triton {baseline.triton}, here {new.triton}")

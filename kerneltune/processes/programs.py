@@ -61,8 +61,7 @@ def commit(root: Path = Path(__file__).parents[2]) -> str:
     Outside a checkout of this package, return the commit that `git archive` wrote into `.git_archival.txt`, or `unknown`. An
     installation below the checkout of another project counts as outside.
 
-    Args:
-        root: the folder that holds the package.
+    root: the folder that holds the package.
     """
     with suppress(ValueError):  # no git, or no checkout
         top, head = git(root, "rev-parse", "--show-toplevel", "--short", "HEAD").decode().splitlines()

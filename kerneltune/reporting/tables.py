@@ -263,8 +263,7 @@ def _aa_lines(rows: Iterable[Comparison]) -> list[str]:
 def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     """Return a row per case and variant, the fastest variant marked `*`; a part of the work has only a time.
 
-    Args:
-        brief: leave out each variant that was skipped in every case, of two cases or more; a line below the table names it.
+    brief: leave out each variant that was skipped in every case, of two cases or more; a line below the table names it.
     """
     skipped = _always_skipped(records) if brief else {}
     kept = [r for r in records if (r.op, r.variant) not in skipped]
