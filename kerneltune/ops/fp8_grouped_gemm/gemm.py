@@ -216,7 +216,8 @@ def fp8_grouped_gemm(
             raise ValueError(f"{c.backend} takes no groups of any size, which a weight gradient may have")
         if out_dtype != torch.bfloat16:
             raise ValueError(f"{c.backend} gives torch.bfloat16, got {out_dtype=}")
-        result = peers.scaled_mm(a, b, scale_a, scale_b, offs)
+        ends = offs.clamp(0, p.tokens).cummax(0).values  # other ends would cost the CUDA context
+        result = peers.scaled_mm(a, b, scale_a, scale_b, ends)
         clear_behind_groups(p, result, offs)
         return result if out is None else out.copy_(result)
     if out is None:

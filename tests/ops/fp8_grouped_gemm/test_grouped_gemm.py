@@ -128,6 +128,16 @@ def test_grouped_gemm_of_offs_in_disorder_accesses_nothing_outside(ends: tuple[i
     assert product.isfinite().all()
 
 
+@pytest.mark.parametrize("ends", [(90, 40, 80), (-5, 500, 20), (2**31 - 1, -(2**31), 100), (50, 100, 129)], ids=str)
+def test_grouped_gemm_of_torch_survives_offs_in_disorder(ends: tuple[int, ...]) -> None:
+    one = torch.ones(1, device=WHERE)
+    a, b = integers(128, 32), integers(len(ends), 48, 32).transpose(1, 2)
+    gemm.fp8_grouped_gemm(a, b, one, one, ends_of(*ends), config=gemm.CUTLASS)
+    product = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(10, 40, 128), config=gemm.CUTLASS)
+    want = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(10, 40, 128), config=config())
+    assert torch.equal(product, want)
+
+
 def _check_weight_gradients(M: int, ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
     N, K, E = 80, 272, len(ends)
     a, b = integers(N, M), integers(K, M).t()
