@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
 from kerneltune.processes.start import WorkerStoppedError, end, start, telling
@@ -26,6 +26,14 @@ _PR_SET_PDEATHSIG = 1
 
 class ForkCrashedError(RuntimeError):
     """Report that a fork ended before its function returned."""
+
+
+class _Answer(NamedTuple):
+    """Hold the last message of a fork: the result of its function, or the function's exception with the cause."""
+
+    value: Any = None
+    error: BaseException | None = None
+    cause: BaseException | None = None
 
 
 def shared_bytes(count: int) -> Any:
@@ -48,7 +56,7 @@ class Fork(Generic[T]):
             with suppress(ImportError):
                 importlib.import_module("triton.experimental.gluon")
         self.last_note: Any = None
-        self._answer: tuple[Any, BaseException | None, BaseException | None] | None = None
+        self._answer: _Answer | None = None
         with warnings.catch_warnings():  # Python warns of this process's threads, which the fork neither has nor needs
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process, self.pipe = start(_work_and_exit, work, method="fork")
@@ -56,11 +64,14 @@ class Fork(Generic[T]):
     def receive(self) -> bool:
         """Wait for a message of the fork and keep it; return whether the message was the last."""
         try:
-            note, self._answer = self.pipe.recv()
+            message = self.pipe.recv()
         except EOFError:
             return True
-        self.last_note = note if self._answer is None else self.last_note
-        return self._answer is not None
+        if not isinstance(message, _Answer):
+            self.last_note = message
+            return False
+        self._answer = message
+        return True
 
     def result(self) -> T:
         """Return the function's result, or raise its exception with the cause.
@@ -79,10 +90,9 @@ class Fork(Generic[T]):
             raise WorkerStoppedError("a process of the command was ended from outside: SIGTERM")
         if self._answer is None:
             raise ForkCrashedError(f"crashed: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
-        value, error, cause = self._answer
-        if error is not None:
-            raise error from cause
-        return value  # type: ignore[no-any-return]
+        if self._answer.error is not None:
+            raise self._answer.error from self._answer.cause
+        return self._answer.value  # type: ignore[no-any-return]
 
     def end(self) -> int | None:
         """Kill the fork if it runs; return its exit code."""
@@ -111,16 +121,16 @@ def _work_and_exit(pipe: Connection, work: Callable[[], Any]) -> None:
         torch.set_num_threads(1)  # the other threads are not in the fork
         faulthandler.disable()  # the parent reports the crash
         try:
-            with telling(lambda note: pipe.send((note, None))):
+            with telling(pipe.send):
                 value = work()
-            pipe.send((None, (value, None, None)))
+            pipe.send(_Answer(value))
         except BaseException as error:  # whatever it is, this process ends
             if type(error) is SystemExit:
                 error = ForkCrashedError(f"{place_in_kernel([error])}ended the process: SystemExit: {error.code}")
             chain = wrapped_by_interpreter(error)
             setattr(chain[-1], PLACE, place_in_kernel(chain))
             cause = chain[-1] if len(chain) > 1 else error.__cause__
-            pipe.send((None, (None, _sendable(error), _sendable(cause))))
+            pipe.send(_Answer(error=_sendable(error), cause=_sendable(cause)))
         sys.stdout.flush()
     finally:
         os._exit(0)
