@@ -201,9 +201,9 @@ class Compiler:
 
     def compile(self, job: CompileJob) -> CompileResult:
         """Return the kernels that a job launches."""
-        launched, failed = self._driver.launched, None
+        launched, line_of, is_of_machine = self._driver.launched, line_of_inputs, False
         launched.clear()
-        started, line_of = time.perf_counter(), line_of_inputs
+        started = time.perf_counter()
         try:
             inputs = job.make_inputs(device="meta")
             line_of = first_line
@@ -211,11 +211,10 @@ class Compiler:
         except Exception as exception:  # any other error of a compiler is a property of the config, and is recorded
             is_of_triton = type(exception).__module__.startswith("triton.")
             place = failing_line(exception) or ("" if is_of_triton else statement_in("", exception))
-            failed, error = exception, f"{place}{line_of(exception)}"
+            error, is_of_machine = f"{place}{line_of(exception)}", isinstance(exception, OSError | MemoryError)
         else:
             wrong = "wrong code: ptxas stores the stack pointer in {} places where numbers belong"
             error = next((f"{one.name}: {wrong.format(one.stray_stores)}" for one in launched if one.stray_stores), "")
-        is_of_machine = isinstance(failed, OSError | MemoryError)
         return CompileResult(tuple(launched), time.perf_counter() - started, error, is_of_machine)
 
 
