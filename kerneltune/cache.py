@@ -1,7 +1,4 @@
-"""Keep the fastest known config of each case in a JSON file per GPU and operator, and look up the config of a call.
-
-Measures nothing, and compares no configs.
-"""
+"""Keep the fastest known config of each case in a JSON file per GPU and operator, and look up the config of a call."""
 
 import json
 import math

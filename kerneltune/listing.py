@@ -3,8 +3,6 @@
 The package ships an index of its operators, so that a command that only lists operators does not import torch and triton. The
 command `kerneltune ops --index` writes the index. A module that the index lacks is imported, so that a new operator needs no
 registration. A mistake in a contract is an error when the operator loads, not a failure after a sweep.
-
-This module runs no kernel.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""Warn once of each look-up without an entry in the config cache, raise in strict mode, and read the log of misses.
-
-The module looks nothing up.
-"""
+"""Warn once of each look-up without an entry in the config cache, raise in strict mode, and read the log of misses."""
 
 import os
 import warnings

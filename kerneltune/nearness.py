@@ -1,6 +1,6 @@
 """Rank stored configs by their distance to a case.
 
-The module reads no file. `cache export --format python` copies its source into the exported module.
+`cache export --format python` copies the source of this module into the exported module.
 """
 
 import math

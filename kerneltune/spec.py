@@ -1,6 +1,6 @@
 """Define operators, variants, cases, and the configs of a variant.
 
-All classes are frozen values. This module does not measure, tune or print.
+All classes are frozen values.
 """
 
 import dataclasses

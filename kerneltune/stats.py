@@ -15,7 +15,7 @@ noise of their rounds, the second term counts this noise twice. So intervals are
 medians that agree by chance do not give a narrow interval.
 Assumptions: processes are exchangeable, and their medians are about normal on the log scale; an outlier widens the interval.
 
-The functions are pure. scipy.special is imported inside functions, because a search does not need it.
+scipy.special is imported inside functions, because a search does not need it.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Read sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
 
-This module knows no operator. Every error names file, line, field and value. Time is linear in the size and in the cases.
+Every error names file, line, field and value. Time is linear in the size and in the cases.
 """
 
 import fnmatch

@@ -1,7 +1,4 @@
-"""Format the gate's answer as text, Markdown, JUnit XML and GitHub annotations.
-
-The functions take a Verdict and are pure: the module judges nothing and writes no file.
-"""
+"""Format the gate's answer as text, Markdown, JUnit XML and GitHub annotations."""
 
 import re
 from collections import Counter

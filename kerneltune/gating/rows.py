@@ -1,7 +1,4 @@
-"""Pool the records of several processes, compare the two records of a row, and the rows of a variant as a whole.
-
-This module does not measure or read files.
-"""
+"""Pool the records of several processes, compare the two records of a row, and the rows of a variant as a whole."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

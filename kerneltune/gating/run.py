@@ -1,7 +1,4 @@
-"""Run the gate on this GPU: measure the selected rows in fresh processes, judge them, and measure suspects again.
-
-This module prints nothing and knows no operator.
-"""
+"""Run the gate on this GPU: measure the selected rows in fresh processes, judge them, and measure suspects again."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

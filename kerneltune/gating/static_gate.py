@@ -1,7 +1,4 @@
-"""Judge configs by the facts that compiling alone gives, against the configs of a file or a revision.
-
-This module compiles nothing and needs no GPU.
-"""
+"""Judge configs by the facts that compiling alone gives, against the configs of a file or a revision."""
 
 from collections import Counter
 from collections.abc import Sequence

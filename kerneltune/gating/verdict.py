@@ -6,8 +6,6 @@ changes of our own code can fail the gate. A measurement that is the same on bot
 Records with samples are compared by process (see stats). If both sides have one process each, or a side has no samples, the
 opposite ends of the two intervals are compared. These intervals do not contain the variation between processes: the spread of
 all rows' slowdowns about their median replaces it.
-
-This module does not measure or read files.
 """
 
 import math

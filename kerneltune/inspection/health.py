@@ -1,6 +1,6 @@
 """Report how an NVIDIA GPU's state affects times measured on it: clocks, power, memory, sharing.
 
-This module changes nothing and prints nothing. NVML is an argument, so that tests can replace it.
+NVML is an argument, so that tests can replace it.
 """
 
 from collections.abc import Callable, Iterator, Mapping

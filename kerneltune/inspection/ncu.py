@@ -1,7 +1,4 @@
-"""Find Nsight Compute, run it, and parse the CSV pages of its report.
-
-This module launches no kernel itself and knows no operator.
-"""
+"""Find Nsight Compute, run it, and parse the CSV pages of its report."""
 
 import csv
 import io

@@ -1,7 +1,4 @@
-"""Save and load the facts about configs that compiling alone gives, without a launch.
-
-This module compiles nothing and needs no GPU.
-"""
+"""Save and load the facts about configs that compiling alone gives, without a launch."""
 
 import json
 from collections import Counter

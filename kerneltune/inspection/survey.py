@@ -1,7 +1,4 @@
-"""Compile configs for several targets on the CPU alone: `inspect` shows the rows, the static gate judges them.
-
-This module knows no operator by name and judges nothing.
-"""
+"""Compile configs for several targets on the CPU alone: `inspect` shows the rows, the static gate judges them."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,4 @@
-"""Compare two tensors, and report the places of disagreement in a line, for the `compare` functions of operators.
-
-The module knows no operator.
-"""
+"""Compare two tensors, and report the places of disagreement in a line, for the `compare` functions of operators."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Draw inputs of checks, and give them rows that show mistakes which normal values hide. The module knows no operator."""
+"""Draw inputs of checks, and give them rows that show mistakes which normal values hide."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Run functions of torch operators as variants, operator by operator or by torch.compile. The module knows no operator."""
+"""Run functions of torch operators as variants, operator by operator or by torch.compile."""
 
 import types
 from collections.abc import Callable, Hashable

@@ -1,7 +1,4 @@
-"""Group compile-time constants, so that a kernel takes a group as a parameter.
-
-Knows no operator. May import triton and tl_lib.
-"""
+"""Group compile-time constants, so that a kernel takes a group as a parameter."""
 
 from dataclasses import fields
 from functools import lru_cache

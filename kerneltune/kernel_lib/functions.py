@@ -1,7 +1,4 @@
-"""Derive the functions of a variant and a torch operator from an operator's public function and constants.
-
-The module knows no operator.
-"""
+"""Derive the functions of a variant and a torch operator from an operator's public function and constants."""
 
 import inspect
 import typing

@@ -1,4 +1,4 @@
-"""Make groups of rows for the cases of grouped operators. The module knows no operator."""
+"""Make groups of rows for the cases of grouped operators."""
 
 import torch
 

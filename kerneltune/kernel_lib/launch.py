@@ -1,7 +1,4 @@
-"""Choose the device and the number of programs of a launch, and the options of launches whose programs wait for each other.
-
-The module knows no operator and launches nothing itself.
-"""
+"""Choose the device and the number of programs of a launch, and the options of launches whose programs wait for each other."""
 
 from collections.abc import Callable
 from functools import cache, wraps

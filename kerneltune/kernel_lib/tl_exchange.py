@@ -1,7 +1,4 @@
-"""Exchange values between the programs of a launch: tagged words in a workspace (workspace.py).
-
-Device code; knows no operator. May import triton and tl_lib.
-"""
+"""Exchange values between the programs of a launch: tagged words in a workspace (workspace.py)."""
 
 import triton
 import triton.language as tl

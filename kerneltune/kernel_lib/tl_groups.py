@@ -1,7 +1,4 @@
-"""Locate aligned token groups, defined in groups.py: every program computes their columns from the group ends.
-
-The module holds device code and knows no operator.
-"""
+"""Locate aligned token groups, defined in groups.py: every program computes their columns from the group ends."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,4 @@
-"""Transpose bytes: a matrix, or tiles while they are stored, by words where addresses allow, byte by byte at the ends.
-
-Device code; knows no operator. May import triton and tl_lib.
-"""
+"""Transpose bytes: a matrix, or tiles while they are stored, by words where addresses allow, byte by byte at the ends."""
 
 import triton
 import triton.language as tl

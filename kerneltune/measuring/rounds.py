@@ -1,7 +1,4 @@
-"""Sample callables in interleaved rounds, with a cold or hot L2, as CUDA graphs or launch by launch.
-
-The module knows no operator and does not interpret the times.
-"""
+"""Sample callables in interleaved rounds, with a cold or hot L2, as CUDA graphs or launch by launch."""
 
 import math
 import random

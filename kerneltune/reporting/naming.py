@@ -1,7 +1,4 @@
-"""Give cases the same names in tables, charts and pages, and state the origin of their records.
-
-The functions are pure.
-"""
+"""Give cases the same names in tables, charts and pages, and state the origin of their records."""
 
 import hashlib
 import re

@@ -1,7 +1,4 @@
-"""Write the report page: HTML with the data of families, of cases with their records, and of configs.
-
-Reads no file but its own assets, and lays nothing out.
-"""
+"""Write the report page: HTML with the data of families, of cases with their records, and of configs."""
 
 import importlib.resources
 import json

@@ -1,7 +1,4 @@
-"""Compute the share that a record reaches of its case's bound: the streaming ceiling, or the peak of the arithmetic.
-
-Pure functions; does not measure, read files or print.
-"""
+"""Compute the share that a record reaches of its case's bound: the streaming ceiling, or the peak of the arithmetic."""
 
 from typing import Literal
 

@@ -1,7 +1,4 @@
-"""Make tables of records: A against B, and the variants of a sweep. `table.Table` writes them in every form.
-
-Pure functions; does not measure, read files or print.
-"""
+"""Make tables of records: A against B, and the variants of a sweep. `table.Table` writes them in every form."""
 
 import statistics
 from collections import Counter

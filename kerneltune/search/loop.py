@@ -1,7 +1,7 @@
 """Search a finite space: ask a sampler for configs and tell it their times until a limit is reached.
 
-The search knows no operator, GPU or file. An `Evaluator` evaluates the configs, so a replay of measured spaces runs the same
-code. `samplers.py` extends the samplers of Optuna; a search imports it when it begins.
+An `Evaluator` evaluates the configs, so a replay of measured spaces runs the same code. `samplers.py` extends the samplers of
+Optuna; a search imports it when it begins.
 """
 
 import math

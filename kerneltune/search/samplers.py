@@ -1,4 +1,4 @@
-"""Samplers of Optuna studies over a finite list of configs. Knows no operator and measures nothing."""
+"""Samplers of Optuna studies over a finite list of configs."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
