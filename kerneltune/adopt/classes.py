@@ -32,6 +32,8 @@ def describe_launch(launch: Launch, ignored: Collection[str] = ()) -> tuple[Laun
     parts = [name.module, name.name, source_digest, configs_digest, signature]
     if global_values:
         parts.append(json.dumps(global_values))
+    if program.has_several_models():
+        parts.append(program.device_slug())
     launch_class = LaunchClass(
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
         kernel=name,

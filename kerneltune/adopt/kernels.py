@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from kerneltune.adopt import arguments
 from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_function, is_integer, is_tensor, parts
-from kerneltune.adopt.program import attribute, main_name, values_of_module
+from kerneltune.adopt.program import attribute, has_several_models, main_name, values_of_module
 
 NO_ARGUMENT = ("grid", "warmup")
 """Arguments of a launch that are no arguments of its kernel."""
@@ -368,6 +368,35 @@ class LaunchMap(Generic[V]):
                 del values[forgotten]
         values[key_of(launch.args, launch.kwargs)] = value
         return value
+
+
+class MapOfDevices(LaunchMap[V]):
+    """Hold a map for each GPU, of which the launch's GPU chooses: for a process that sees GPUs of several models."""
+
+    __slots__ = ("_maps", "_options")
+
+    def __init__(self, **options: Any) -> None:
+        """Make an empty map; `options`: see `LaunchMap`."""
+        super().__init__(**options)
+        self._maps: dict[int, LaunchMap[V]] = {}
+        self._options = options
+
+    def _here(self) -> LaunchMap[V]:
+        device = sys.modules["torch"].cuda.current_device()
+        return self._maps.get(device) or self._maps.setdefault(device, LaunchMap(**self._options))
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
+        """Return what the map of the present GPU has."""
+        return self._here().find(args, kwargs)
+
+    def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:
+        """Hold a value in the map of the present GPU."""
+        return self._here().remember(launch, deciding, value)
+
+
+def map_of_launches(**options: Any) -> LaunchMap[Any]:
+    """Return an empty map for the GPUs that this process sees; `options`: see `LaunchMap`."""
+    return MapOfDevices(**options) if has_several_models() else LaunchMap(**options)
 
 
 def get_or_make(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) -> V:

@@ -165,20 +165,23 @@ class ServedPlainKernel:
     """Serve a kernel without an autotuner.
 
     Attributes:
-        kernels: the table's kernels of this code, each with other options of the program.
+        find_kernels: function that returns the present GPU's kernels in the table of this code, each with other options of the
+            program.
         counters: counts of the process.
         served_slot, missed_slot: places of the counts of launches.
         autotuned: the functions that autotuners launch, too.
         by_launch: the served changes by the keys of launches.
-        by_options: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
+        kernels_of: the results of `find_kernels` by the GPU's folder name.
+        by_options: by the GPU and the options of the program, the autotuners that describe the kernel, with the table's kernels.
     """
 
-    kernels: list[TableKernel]
+    find_kernels: Callable[[], list[TableKernel]]
     counters: Counters
     served_slot: int
     missed_slot: int
     autotuned: Collection[Any]
-    by_launch: LaunchMap[ServedChoices] = field(default_factory=lambda: LaunchMap(has_signs=True))
+    by_launch: LaunchMap[ServedChoices] = field(default_factory=lambda: kernels.map_of_launches(has_signs=True))
+    kernels_of: dict[str, list[TableKernel]] = field(default_factory=dict)
     by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 
     def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -212,7 +215,7 @@ class ServedPlainKernel:
             choice = None if is_by_autotuner else self._choice(launch)
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{launch.name.text}: a launch is not served: {first_line(error)}")
-        tuned_keys = {name for kernel in self.kernels for name in kernel.key_names}
+        tuned_keys = {name for tuned in self.kernels_of.values() for kernel in tuned for name in kernel.key_names}
         key_names = {*OPTIONS, "grid", *tuned_keys.intersection(all_but_floats(launch))}
         choices = [LaunchChoice(None, {})]
         if choice is not None and choice.options:
@@ -230,9 +233,12 @@ class ServedPlainKernel:
         Each argument that a launch passes on costs the host 0.1 us.
         """
         options, others = split_options(launch.autotuner, launch.kwargs)
-        values = tuple(options.values())
+        device = program.device_slug()
+        values = (device, *options.values())
+        if device not in self.kernels_of:
+            self.kernels_of[device] = self.find_kernels()
         if values not in self.by_options:
-            tuners = [(plain_kernel(launch.autotuner, options, kernel.key_names), kernel) for kernel in self.kernels]
+            tuners = [(plain_kernel(launch.autotuner, options, kernel.key_names), kernel) for kernel in self.kernels_of[device]]
             self.by_options[values] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs_digest]
         for tuner, kernel in self.by_options[values]:
             described = Launch(tuner, launch.args, others)

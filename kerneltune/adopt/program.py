@@ -53,6 +53,14 @@ def device_slug() -> str:
     return device.slug(torch.cuda.get_device_name() if is_started else device.only_model())
 
 
+def has_several_models() -> bool:
+    """Return whether this process sees GPUs of several models; False until it starts CUDA."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or is_interpreted() or not torch.cuda.is_initialized():
+        return False
+    return len(set(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))) > 1
+
+
 def main_name(module: str) -> str:
     """Return the name of a module; `__main__` for the program's file, also for its other name in multiprocessing's workers."""
     return "__main__" if module == "__mp_main__" else module

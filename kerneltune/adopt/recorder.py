@@ -86,7 +86,7 @@ class _Held:
     is_missing: bool = False
 
 
-_launch_map = partial(LaunchMap, has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
+_launch_map = partial(kernels.map_of_launches, has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
 """Make a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
 
 
@@ -320,6 +320,12 @@ class Recorder:
         recorded.held = None
         if recorded.digest:
             self._count(recorded.digest)
+
+    def require_writable(self) -> None:
+        """Raise OSError if the folder cannot be written."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.root, os.W_OK):
+            raise PermissionError(f"cannot write {self.root}")
 
     def note_misnamed(self, name: KernelName, problem: str) -> None:
         """Note a kernel whose decorator names an argument that the kernel lacks: `kerneltune capture` ends with exit code 2."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class ServedList:
         kernel: the table's kernel; None where the table has none for this autotuner.
         is_tuned: whether the table's kernel was tuned with this list.
         served_slot, missed_slot: places of the counts of launches.
+        device: folder name of the GPU whose table is served.
         key_names: arguments in the keys of launches: the arguments of the author's key, and the sizes that decide between rows.
         by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
         by_author_key: the table's rows by author's key and element types.
@@ -47,6 +49,7 @@ class ServedList:
         author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
         shown: the list that `autotuner.configs` now holds: the author's list, or only the config for torch.compile.
         assigned: beside the author's list, the lists that the program has assigned to the autotuner.
+        on_others: the same list on GPUs of other models, whose tables differ, by the GPU's folder name.
     """
 
     configs: list[Any]
@@ -55,12 +58,14 @@ class ServedList:
     served_slot: int
     missed_slot: int
     key_names: set[str]
-    by_launch: LaunchMap[ServedChoices] = field(default_factory=LaunchMap)
+    device: str = field(default_factory=program.device_slug)
+    by_launch: LaunchMap[ServedChoices] = field(default_factory=kernels.map_of_launches)
     by_author_key: LaunchMap[Group] = field(default_factory=LaunchMap)
     by_row: dict[int, ServedChoices] = field(default_factory=dict)
     author_choices: dict[Any, Any] | None = None
     shown: list[Any] | None = None
     assigned: dict[Any, "ServedList"] = field(default_factory=dict)
+    on_others: dict[str, "ServedList"] = field(default_factory=dict)
 
     def row_choices(self, launch: Launch) -> ServedChoices | None:
         """Return the configs of the table's row of a launch; None where the table has no row, or no config may be launched."""
@@ -160,8 +165,7 @@ class Server:
         self.hits = self.misses = self.tunings = 0
         """Keys with and without a row of the table, and runs of the author's tuning."""
         self._preparing, self._lock = preparing, RLock()
-        self._table: ServingTable | None = None
-        self._read_for = ""
+        self._tables: dict[str, ServingTable | None] = {}
         self._plain: dict[Any, ServedPlainKernel | None] = {}
         self._autotuned: set[Any] = set()
         """The functions of the autotuned kernels that were launched or shown."""
@@ -173,11 +177,11 @@ class Server:
         """
         with self._lock:
             device = program.device_slug()
-            if device and device != self._read_for:
-                self._table, self._read_for = self._read(device), device
-                if self._table is not None and self._preparing is not None:
+            if device and device not in self._tables:
+                self._tables[device] = table = self._read(device)
+                if table is not None and self._preparing is not None:
                     self._preparing.begin()
-            return self._table
+            return self._tables.get(device)
 
     def _read(self, device: str) -> ServingTable | None:
         try:
@@ -245,8 +249,8 @@ class Server:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             if kernel.fn not in served:
-                tuned, new = self._kernels_of(kernel.fn, is_plain=True), None
-                if tuned:
+                tuned, new = partial(self._kernels_of, kernel.fn, is_plain=True), None
+                if tuned() or program.has_several_models():
                     new = ServedPlainKernel(tuned, self.counters, *self._slots_of(kernel), self._autotuned)
                 served.setdefault(kernel.fn, new)
             plain = served[kernel.fn]
@@ -305,6 +309,16 @@ class Server:
         with self._lock:
             return get_or_make(author.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
 
+    def _on_this_gpu(self, launch: Launch, served_list: ServedList) -> ServedList:
+        """Return the server of the same list with the table of the present GPU."""
+        if not isinstance(served_list.by_launch, kernels.MapOfDevices) or (device := program.device_slug()) == served_list.device:
+            return served_list
+        with self._lock:
+            if device not in served_list.on_others:
+                other, choices = self._list_of(launch.private_copy(served_list.configs)), served_list.author_choices
+                served_list.on_others[device] = replace(other, by_launch=served_list.by_launch, author_choices=choices)
+            return served_list.on_others[device]
+
     def _list_of(self, autotuner: Any) -> ServedList:
         """Return the server of an autotuner with its present list of configs.
 
@@ -333,6 +347,7 @@ class Server:
         """Return the config for launches of this key; None where the author's autotuner is to choose it."""
         if self._preparing is not None:
             self._preparing.wait()
+        served_list = self._on_this_gpu(launch, served_list)
         tuned = served_list.row_choices(launch)
         if tuned is not None:
             self.hits += 1
@@ -349,9 +364,11 @@ class Server:
         self.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the shown config
+                self.missing.require_writable()
                 self.missing.record(launch.private_copy(served_list.configs), launch.args, launch.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
-                warn_once(f"misses are not recorded: {error}")
+                warn_once(f"misses are not recorded: {first_line(error)}")
+                self.missing = None
         miss = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if miss == "error":
             raise LookupError(f"{launch.name.text}: no config for {launch.sizes()} {launch.dtypes()} on {program.device_slug()}")

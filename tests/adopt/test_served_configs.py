@@ -138,3 +138,17 @@ def test_plain_kernel_whose_served_block_cannot_be_launched_runs_with_the_progra
     assert blocks == ([64, 32, 32] if block == 64 else [32, 32])
     problem = "config BLOCK=64 fails here (RuntimeError" if block == 64 else f"BLOCK={block}: expected powers of two"
     assert caplog.text.count(problem) == 1
+
+
+def test_serving_from_a_folder_that_cannot_be_written_warns_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_with(tmp_path)
+    monkeypatch.setattr("kerneltune.adopt.recorder.os.access", lambda *_: False)
+    served(tmp_path, miss="nearest")
+    caplog.clear()
+    for columns in (64, 72):
+        example().step(4, columns)
+    assert [line for line in caplog.messages if "misses" in line or "not written" in line] == [
+        f"kerneltune: misses are not recorded: PermissionError: cannot write {tmp_path / 'misses'}"
+    ]
