@@ -13,7 +13,7 @@ from kerneltune import device
 from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note
+from kerneltune.cli.console import error_line, messages, note
 from kerneltune.errors import meant
 from kerneltune.wording import counted, first_of
 
@@ -99,7 +99,7 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
     from kerneltune.adopt.folder import remove_stale
     from kerneltune.adopt.operators import write_capture_sweep
     from kerneltune.adopt.overview import read_capture
-    from kerneltune.cli.adopt import show_capture
+    from kerneltune.cli.captures import show_capture
 
     try:
         stale = remove_stale(out, launched)
@@ -108,7 +108,7 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
         captured = read_capture(out)
         if not any(launch.digest in launched for launch in captured.classes):
             raise ValueError("no tensor of a launch has an element")
-        show_capture(captured, to_messages=True)
+        show_capture(captured, messages)
         file = write_capture_sweep(captured)
         names = {argument.name.partition("[")[0] for launch in captured.classes for argument in launch.arguments}
         for name in (name for name in ignored if name not in names):

@@ -79,7 +79,7 @@ def command(
         o.refuse("expected only with --model", **{name: value for name, (value, usual) in values.items() if value != usual})
     assert family is not None
     if Path(family).is_dir():
-        from kerneltune.cli.adopt import tune_folder
+        from kerneltune.cli.captures import tune_folder
 
         o.refuse(
             "expected without the folder of a capture",
