@@ -229,7 +229,10 @@ def check_case(op: Op, case: Case) -> None:
         if variant.config is None or variant.default is None:
             _is_supported(f"{op.name} {variant.name} {case.label}", variant, case)
         else:
-            for looked_up in dict.fromkeys((case, _ask(subject, "as_called", op.as_called or op.case_of_call, case))):
+            called = _ask(subject, "as_called", op.as_called or op.case_of_call, case)
+            if not isinstance(called, Case):
+                raise _error(subject, "as_called", op.as_called or op.case_of_call, f"{called!r}: expected a Case")
+            for looked_up in dict.fromkeys((case, called)):
                 _check_knobs(f"{op.name} {variant.name} {looked_up.label}", variant, variant.default, variant.config, looked_up)
 
 

@@ -236,6 +236,7 @@ def no_traffic(case: Case) -> Traffic:
     [
         ({"traffic": lambda _: 7}, "traffic: 7: expected a Traffic(read, write)"),
         ({"traffic": no_traffic}, "traffic: KeyError: 'gone'"),
+        ({"as_called": lambda _: None}, "as_called: None: expected a Case"),
         ({"space": seven_only}, "space: 'columns': expected a knob of the config: rows, warps"),
         ({"invalid": lambda case, _: "odd" if case["M"] == 7 else None}, "default: Knobs(rows=1, warps=4): not valid (odd)"),
         ({"invalid": lambda case, _: 1 // (case["M"] - 7)}, "invalid: ZeroDivisionError: integer division or modulo by zero"),
