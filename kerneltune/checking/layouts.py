@@ -14,6 +14,7 @@ from kerneltune.errors import is_own
 from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Config, Inputs, Outputs, Variant
 
+_COMPUTED = " that the kernel computes, such as 0 / 0 or inf - inf"
 EVERY_OUTER_AXIS, ROWS, ELEMENTS = 0, 1, -1
 """Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows.
 
@@ -131,7 +132,8 @@ class LayoutChecker(Checker):
             return _GapRun({}, {}, [])
         outputs, lines_without = self.run(variant, config)
         where = f"with gaps between rows of {', '.join(gaps)}, which host code accepts"
-        return _GapRun(gaps, outputs, lines_without or [f"{where}: {line}" for line in lines])
+        lines = [f"{where}: {line.replace(_COMPUTED, ', as in the gaps')}" for line in lines]
+        return _GapRun(gaps, outputs, lines_without or lines)
 
     def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
         """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.

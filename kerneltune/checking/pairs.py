@@ -12,6 +12,7 @@ from kerneltune.checking.covering import Pair, classes, configs_by_case, coverin
 from kerneltune.checking.declarations import seeds_without_effect, wrong_traffic
 from kerneltune.checking.layouts import LayoutChecker
 from kerneltune.checking.lookups import look_up_failures
+from kerneltune.errors import first_line, statement_in
 from kerneltune.interpreter.facts import Fact, LaunchFacts
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.processes.forked import Fork, ForkCrashedError
@@ -157,15 +158,23 @@ class _PairChecks:
         return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
 
 
-def facts_by_config(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) -> dict[Config, LaunchFacts]:
-    """Return the facts of a variant's launches by config; none if launches of the first config depend on values."""
+def facts_by_config(
+    op: Op, variant: Variant, case: Case, configs: Iterable[Config], why_not: list[str] | None = None
+) -> dict[Config, LaunchFacts]:
+    """Return the facts of a variant's launches by config; none if launches of the first config depend on values.
+
+    why_not: gets the line of the error then.
+    """
     by_config: dict[Config, LaunchFacts] = {}
-    with suppress(Exception):  # code that reads values fails on tensors without memory
+    try:
         inputs = op.inputs(case, device="meta")
         for config in configs:
             with unlaunched(host_folder(op)) as facts:
                 variant.run(inputs, config)
             by_config[config] = facts
+    except Exception as error:  # code that reads values fails on tensors without memory
+        if why_not is not None:
+            why_not.append(f"{statement_in(host_folder(op), error)}{first_line(error)}")
     return by_config
 
 

@@ -82,10 +82,12 @@ class _SizeSearch:
 
         A variant that calls `torch.bincount`, for example, is left out: its launches depend on values.
         """
-        bench, variants, facts = self.bench, _variants_with_facts(self.op, self.check), set[Fact]()
-        for variant in self.op.variants:
-            if variant not in variants and not variant.is_peer and not only_calls_torch(self.op, variant, self.check):
-                facts.add(Fact("not judged", f"sizes of bench cases alone of {variant.name}: host code fails without memory"))
+        bench, facts = self.bench, set[Fact]()
+        variants, without = _variants_with_facts(self.op, self.check)
+        for variant, reason in without:
+            if not only_calls_torch(self.op, variant, self.check):
+                where = f"sizes of bench cases alone of {variant.name}: host code fails without memory"
+                facts.add(Fact("not judged", f"{where}: {reason}"))
         for configs in (_default_alone, around_default) if self.check else (_default_alone,):
             launches = _Launches(self.op, variants, configs)
             by_facts = self._search(launches, bench)
@@ -192,17 +194,22 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
     yield variant.default_config(case)
 
 
-def _variants_with_facts(op: Op, cases: Iterable[Case]) -> list[Variant]:
-    """Return the own variants whose launches are known without values, in all cases that they support until the time is over."""
-    variants = [variant for variant in op.variants if not variant.is_peer]
+def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], list[tuple[Variant, str]]]:
+    """Return the own variants whose launches are known without values, and the others with the line of an error.
+
+    They must be known in all cases that the variants support, until the time is over.
+    """
+    variants, without = [variant for variant in op.variants if not variant.is_peer], list[tuple[Variant, str]]()
     begun_s = time.thread_time()
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             break
-        supporting = [variant for variant in variants if not variant.unsupported(case)]
-        unknown = [its for its in supporting if not facts_by_config(op, its, case, _default_alone(its, case))]
-        variants = [variant for variant in variants if variant not in unknown]
-    return variants
+        for variant in [variant for variant in variants if not variant.unsupported(case)]:
+            reasons = list[str]()
+            if not facts_by_config(op, variant, case, _default_alone(variant, case), reasons):
+                variants.remove(variant)
+                without += [(variant, reason) for reason in reasons]
+    return variants, without
 
 
 class _Launches:

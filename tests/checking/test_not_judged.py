@@ -35,7 +35,10 @@ def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addre
     (line,) = coverage_lines([addresses])
     start = f"summed: not judged: addresses of optimized in {BENCH[0].name}: host code fails without memory: test_not_judged"
     assert line.startswith(start), line
-    assert line.endswith("; sizes of bench cases alone of optimized: host code fails without memory"), line
+    place, error = line.removeprefix(start).split("; sizes of bench cases alone of optimized: ")[0].split(": ", 1)
+    assert line.endswith(
+        f"; sizes of bench cases alone of optimized: host code fails without memory: test_not_judged{place}: {error}"
+    ), line
 
 
 def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:

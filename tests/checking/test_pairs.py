@@ -187,6 +187,8 @@ def _strided(mistake: str, inputs: Inputs, _config: None) -> Outputs:
     if x.stride(1) != 1 and mistake != "apart":
         raise ValueError("elements of a row must be adjacent")
     stride = x.shape[1] if mistake == "refused" else x.stride(0)
+    if mistake == "columns for a stride":
+        stride = x.shape[1]
     if mistake == "in place if contiguous":
         y, stride = x.contiguous(), x.shape[1]
     if x.numel():
@@ -198,12 +200,13 @@ def _strided(mistake: str, inputs: Inputs, _config: None) -> Outputs:
 
 
 @interpreted
-@pytest.mark.parametrize("mistake", ["exchanged", "in place if contiguous", "", "refused"])
+@pytest.mark.parametrize("mistake", ["exchanged", "in place if contiguous", "", "refused", "columns for a stride"])
 def test_check_of_pairs_finds_wrong_strides_of_rows_with_gaps(mistake: str) -> None:
     op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
     reasons = [outcome.reason for outcome in pairs.check_pairs(op, variant, CASES, elements) if outcome.status == "failed"]
     assert all(reason.startswith("run 2: with gaps between rows of x, which host code accepts: ") for reason in reasons)
-    assert bool(reasons) == (mistake in ("exchanged", "in place if contiguous"))
+    assert bool(reasons) == (mistake not in ("", "refused"))
+    assert all("are NaN, as in the gaps" in reason for reason in reasons if mistake == "columns for a stride")
 
 
 @interpreted
