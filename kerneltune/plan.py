@@ -126,7 +126,7 @@ class Plan:
     ops: Mapping[str, Op]
     sweep: Sweep
     selection: Selection
-    options: Options = field(default_factory=Options)
+    options: Options
 
     @property
     def family(self) -> str:
@@ -179,9 +179,8 @@ class Plan:
         return self.options.results / "runs" / device.current().slug / f"{self.family}.{kind}.jsonl"
 
 
-def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | None = None) -> Plan:
+def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options) -> Plan:
     """Load the sweep of a selection's family, and check that the selection has a case."""
-    options = options or Options()
     loaded = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
     sweep_cases = (*loaded.check, *loaded.bench)
     selection.require_names([ops[name] for name in cases_by_op(sweep_cases)], f" in family {loaded.family}")

@@ -16,7 +16,7 @@ from kerneltune import listing, ops, records, workloads
 from kerneltune.files import data_root
 from kerneltune.listing import check_case, check_contract, summary_of
 from kerneltune.measuring.compare import ceiling_task
-from kerneltune.plan import Selection, load_plan
+from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.spec import Case, Op, Traffic, Variant, missing_packages
 from kerneltune.wording import dtype_name, short_dtype
 
@@ -251,7 +251,7 @@ def test_operator_that_contradicts_itself_on_a_case_raises_one_line(
     check_case(op(), Case("a", (("M", 7), ("N", 8)), "bfloat16", options=(("layout", "row"),)))
     (tmp_path / "s.yaml").write_text("family: s\nops: [copy]\ncheck:\n  - {name: a, M: [7], N: 8}\n")
     with pytest.raises(ValueError) as caught:
-        load_plan({"copy": op(**changes)}, Selection(str(tmp_path / "s.yaml")))
+        load_plan({"copy": op(**changes)}, Selection(str(tmp_path / "s.yaml")), Options())
     assert re.fullmatch(
         rf"test_listing\.py:\d+: {re.escape(message)}, for copy (optimized )?M=7 N=8 bfloat16 none layout=row", str(caught.value)
     )

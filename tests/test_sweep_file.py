@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kerneltune import cache, sweep_file
-from kerneltune.plan import Plan, Selection
+from kerneltune.plan import Options, Plan, Selection
 from kerneltune.spec import Case, Op, Option, Traffic, Variant
 
 REPO = Path(__file__).parent.parent
@@ -358,14 +358,14 @@ def test_headline_of_a_sweep_has_10_cases_across_its_sizes(tmp_path: Path) -> No
         f"  - {{name: {name}-{size}, M: {size}, N: {n}}}\n" for name, n in (("a", 64), ("b", 96)) for size in range(1, 13)
     )
     plain = read(tmp_path, HEAD + bench)
-    across = [entry.case.name for entry in Plan(OPS, plain, Selection("f", ops=("rmsnorm_bwd",))).headline()]
+    across = [entry.case.name for entry in Plan(OPS, plain, Selection("f", ops=("rmsnorm_bwd",)), Options()).headline()]
     assert across == [f"{name}-{size}" for name, size in zip("aaaaabbbbb", (1, 3, 5, 8, 10) * 2, strict=True)]
     named = read(tmp_path, f"{HEAD}{bench}headline: {{op: rmsnorm_fwd, case: b-1*, quant: fp8_t}}\n")
-    headline = Plan(OPS, named, Selection("f")).headline()
+    headline = Plan(OPS, named, Selection("f"), Options()).headline()
     assert [(entry.op, entry.case.name, entry.case.quant) for entry in headline] == [
         ("rmsnorm_fwd", f"b-{size}", "fp8_t") for size in (1, 10, 11, 12)
     ]
-    assert len(Plan(OPS, named, Selection("f", ops=("rmsnorm_bwd",))).headline()) == 10
+    assert len(Plan(OPS, named, Selection("f", ops=("rmsnorm_bwd",)), Options()).headline()) == 10
 
 
 def test_shipped_rmsnorm_sweep_has_the_published_cases() -> None:

@@ -14,7 +14,6 @@ from kerneltune.spec import Case, Op
 from kerneltune.task import Run, Task, knobs_of
 from kerneltune.wording import counted
 
-_SILENT = Progress()
 _MANY = 40
 """Number of compilations above which their number and time are said first."""
 _COMPILE_S = 1.0
@@ -47,7 +46,7 @@ def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Ru
     ]
 
 
-def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = None, progress: Progress = _SILENT) -> Survey:
+def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None, progress: Progress) -> Survey:
     """Compile every config for every target; a config that cannot be compiled is a row with its error.
 
     Equal kernels of different configs come from Triton's disk cache.

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ def why_not_timed(task: Task) -> str | None:
     return why_too_large(task.op, task.case)
 
 
-def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome] = MappingProxyType({})) -> Compared:
+def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
     """Check every variant of a case, and time the correct variants in the same interleaved run.
 
     The first correct variant is timed twice, the second time as `SELF`. A variant or ceiling that runs out of memory is skipped.

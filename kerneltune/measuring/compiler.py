@@ -139,7 +139,7 @@ class CompilePool:
             self._idle.put(compiler)
 
 
-def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int, str]:
+def refusals(jobs: Sequence[CompileJob], workers: int | None) -> dict[int, str]:
     """Return by number of a job why Triton's compiler refuses its kernels on every target, as it refuses code that is no Triton.
 
     Jobs that no other process can import are left out.

@@ -32,7 +32,7 @@ def num_to_near(gaps: Iterable[float]) -> int:
     return next(number for number, gap in enumerate(gaps, start=1) if gap <= NEAR)
 
 
-def sparkline(gaps: Sequence[float], width: int = 40) -> str:
+def sparkline(gaps: Sequence[float], width: int) -> str:
     """Draw the curve as bars of at most `width` columns, a full bar at 50 % or more."""
     step = max(1, cdiv(len(gaps), width))
     return "".join(_BARS[min(len(_BARS) - 1, int(min(gap, 0.5) / 0.5 * (len(_BARS) - 1) + 0.999))] for gap in gaps[::step])

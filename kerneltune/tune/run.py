@@ -131,7 +131,7 @@ def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, unti
 
 
 def renew_configs(
-    ops: Mapping[str, Op], options: Options, configs: Sequence[cache.CacheEntry], progress: Progress, until: float = math.inf
+    ops: Mapping[str, Op], options: Options, configs: Sequence[cache.CacheEntry], progress: Progress, until: float
 ) -> list[tuple[cache.CacheEntry, TuningResult]]:
     """Time configs of this GPU against their default in interleaved rounds, store the faster, and return entries with results.
 

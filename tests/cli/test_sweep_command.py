@@ -379,12 +379,11 @@ def test_sweep_mutate_lists_refused_mutations_and_needs_check_only() -> None:
 
 
 def test_tune_dry_run_counts_configs_of_a_family_and_of_a_model(tmp_path: Path) -> None:
-    from kerneltune.plan import Selection, load_plan
+    from kerneltune.plan import Options, Selection, load_plan
 
     wanted = "--results", tmp_path, "--configs", tmp_path, "--op", "rmsnorm_fwd", "--variant", "optimized", "--dry-run"
-    plan = load_plan(
-        load_ops(), Selection("rmsnorm", ("rmsnorm_fwd",), ("te-8192x4096",), ("bfloat16",), ("none",), ("optimized",))
-    )
+    selection = Selection("rmsnorm", ("rmsnorm_fwd",), ("te-8192x4096",), ("bfloat16",), ("none",), ("optimized",))
+    plan = load_plan(load_ops(), selection, Options())
     (entry,) = plan.cases()
     (variant,) = plan.variants("rmsnorm_fwd")
     configs = sum(1 for _ in variant.configs(entry.case))

@@ -395,7 +395,7 @@ def test_inspect_of_cooperative_programs_that_do_not_all_fit_fails(
     op = ops.load()["rmsnorm_bwd"]
     variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
     config = dataclasses.replace(variant.default_config(case), ctas=3)
-    (row,) = survey.survey([Run(Task(op, case, variant), config)], ["sm_90"], 1).rows
+    (row,) = survey.survey([Run(Task(op, case, variant), config)], ["sm_90"], 1, Progress()).rows
     assert row.error == error
 
 
@@ -447,4 +447,4 @@ def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:
         dataclasses.replace(op, variants=(plain,)), Case("small", (("read", 1 << 20), ("write", 1 << 20)), "int32"), plain
     )
     with pytest.raises(ValueError, match=r"^stream baseline: inputs or run: expected functions of a module, not a lambda$"):
-        survey.survey([Run(task, task.default)], ["sm_90"])
+        survey.survey([Run(task, task.default)], ["sm_90"], None, Progress())

@@ -26,7 +26,7 @@ RUNS = [Run(task, task.default) for task in TASKS]
 
 
 def compared(runs: Sequence[Run] = RUNS) -> list[Record]:
-    return compare.compared_records("f", runs, None, compare.time_runs(runs, None))
+    return compare.compared_records("f", runs, None, compare.time_runs(runs, None, {}))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_comparison_ends_at_a_variant_that_breaks_the_gpu_context(gpu: None, mon
     launched: list[str] = []
     monkeypatch.setattr(compare, "tell", launched.append)
     with pytest.raises(RuntimeError, match=r"^y differs$"):
-        compare.time_runs(RUNS, None)
+        compare.time_runs(RUNS, None, {})
     assert launched == ["baseline", "pr593"]
     launched.clear()
     samples, untimed = compare.time_runs(RUNS, None, {"pr593": ("failed", "it faults")})
@@ -104,7 +104,7 @@ def test_comparison_with_a_fault_while_all_are_timed_blames_no_variant(gpu: None
     launched: list[str] = []
     monkeypatch.setattr(compare, "tell", launched.append)
     with pytest.raises(RuntimeError, match="illegal"):
-        compare.time_runs(RUNS, None)
+        compare.time_runs(RUNS, None, {})
     assert launched[-1] == ""
 
 

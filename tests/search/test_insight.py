@@ -29,7 +29,7 @@ def test_regret_is_the_gap_of_the_best_so_far() -> None:
 
 
 def test_sparkline_of_falling_regrets_has_falling_bars() -> None:
-    assert sparkline([float("inf"), 0.5, 0.25, 0.01, 0.0]) == "██▅▂▁"
+    assert sparkline([float("inf"), 0.5, 0.25, 0.01, 0.0], 40) == "██▅▂▁"
     assert len(sparkline([0.1] * 100, 16)) <= 16
 
 

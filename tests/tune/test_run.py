@@ -360,7 +360,7 @@ def test_renewal_with_a_damaged_journal_ends_before_it_measures(
     path.write_text('{"op_code": 0}\nno trial\n')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(ValueError, match=rf"^{path}:2: not a trial: 'no trial'; move the file away to start anew$"):
-        renew_configs(OPS, options, [entry], Progress())
+        renew_configs(OPS, options, [entry], Progress(), math.inf)
 
 
 # spaces that make no sense
