@@ -217,6 +217,12 @@ class Launch:
         """Return the names of `values`."""
         return (*self.autotuner.arg_names[: len(self.args)], *self.kwargs)
 
+    @property
+    def conflict(self) -> str:
+        """Return a line about an argument that the launch and its configs give, which triton.autotune refuses; empty for none."""
+        twice = [name for config in self.autotuner.configs[:1] for name in config.all_kwargs() if name in self.names]
+        return f"the launch gives {twice[0]}, which its configs give, too: triton.autotune refuses that" if twice else ""
+
     def private_copy(self, configs: Sequence[Any] | None = None) -> Any:
         """Return a copy of the autotuner that a thread may use alone; it shares the cache of choices.
 

@@ -293,7 +293,12 @@ class Recorder:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
 
         On a GPU an exception of the pruning is raised.
+
+        Raises:
+            NotRecordableError: the program's own launch will fail.
         """
+        if not launch.is_plain and launch.conflict:
+            raise NotRecordableError(launch.conflict)
         try:
             return launch.pruned()
         except Exception as error:  # the author's own code

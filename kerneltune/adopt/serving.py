@@ -347,6 +347,8 @@ class Server:
         """Return the config for launches of this key; None where the author's autotuner is to choose it."""
         if self._preparing is not None:
             self._preparing.wait()
+        if launch.conflict:  # the launch ends as without kerneltune, by the error of triton.autotune
+            return None
         served_list = self._on_this_gpu(launch, served_list)
         tuned = served_list.row_choices(launch)
         if tuned is not None:

@@ -153,3 +153,21 @@ def test_capture_of_a_kernel_that_only_a_wrapper_holds_says_that_no_module_holds
     monkeypatch.delitem(globals(), "of_number")
     (launch,) = captured(tmp_path, again.kernel, 7, torch.empty(40), 40).classes
     assert launch.problem == "no module holds the kernel by a name, so that it cannot be imported"
+
+
+@pytest.mark.parametrize("is_served", [False, True], ids=["captured", "served"])
+def test_launch_that_gives_what_its_configs_give_fails_as_without_this_package(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_served: bool
+) -> None:
+    x, out = torch.ones(40), torch.empty(40)
+    startup.capture(tmp_path)
+    if is_served:
+        tuned[cdiv_grid(40)](x, out, 40, LIMIT=3)
+        startup.uninstall()
+        (launch,) = read_capture(tmp_path).classes
+        write_table(tmp_path, kernel_of([launch], [one.config for one in launch.candidates]))
+        startup.install(tmp_path, misses=None, miss="default")
+    with pytest.raises(ValueError, match=r"Conflicting meta-parameters: BLOCK"):
+        tuned[cdiv_grid(40)](x, out, 40, LIMIT=3, BLOCK=32)
+    line = "not captured: the launch gives BLOCK, which its configs give, too: triton.autotune refuses that"
+    assert caplog.text.count(line) == (not is_served)
