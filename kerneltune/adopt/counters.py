@@ -42,7 +42,7 @@ class Counters:
                     if slot >= len(self._counts):
                         self._open(self.by_name())
                     else:
-                        self._write_name(name, slot)
+                        self._write_name(self._counts, name, slot)
             return slot
 
     def add(self, slot: int) -> None:
@@ -50,13 +50,15 @@ class Counters:
         try:
             self._counts[slot] += 1
         except TypeError:  # nothing was counted in this process yet
-            self._open({})
+            with self._lock:
+                if self._counts is None:
+                    self._open({})
             self._counts[slot] += 1
 
     def by_name(self) -> dict[str, int]:
         """Return the counts of this process by name."""
         counts = self._counts
-        return {} if counts is None else {name: counts[slot] for name, slot in self._slots.items() if slot < len(counts)}
+        return {} if counts is None else {name: counts[slot] for name, slot in list(self._slots.items()) if slot < len(counts)}
 
     def _open(self, counted: dict[str, int]) -> None:
         """Map a file with room for all names and the counts so far; memory stands for a file that cannot be made."""
@@ -65,10 +67,11 @@ class Counters:
             memory = self._mapped(size)
         except OSError:  # a full disk, a folder that the program deleted: the counts of this process are lost when it ends
             memory = bytearray(size)
-        self._counts = memoryview(memory).cast("q")
+        counts = memoryview(memory).cast("q")
         for name, slot in self._slots.items():
-            self._write_name(name, slot)
-            self._counts[slot] = counted.get(name, 0)
+            self._write_name(counts, name, slot)
+            counts[slot] = counted.get(name, 0)
+        self._counts = counts  # last, because other threads count in it from here on
 
     def _mapped(self, size: int) -> Any:
         """Return a new file's bytes as memory that is written to disk, with its space reserved.
@@ -87,8 +90,9 @@ class Counters:
         finally:
             os.close(file)
 
-    def _write_name(self, name: str, slot: int) -> None:
-        self._counts.cast("B")[8 * slot + 8 : 8 * (slot + _STEP)] = name.encode()[-248:].ljust(248, b"\0")
+    @staticmethod
+    def _write_name(counts: Any, name: str, slot: int) -> None:
+        counts.cast("B")[8 * slot + 8 : 8 * (slot + _STEP)] = name.encode()[-248:].ljust(248, b"\0")
 
 
 def read_counts(files: Iterable[Path]) -> dict[str, int]:

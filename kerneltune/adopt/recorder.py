@@ -202,8 +202,9 @@ class Recorder:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
                         recorded = by_launch.remember(launch, deciding, self._class_of(launch, by_launch.num_keys))
-            if recorded.launched is not None and not program.is_capturing():
-                self._hold_values(recorded, recorded.launched, Launch(autotuner, args, kwargs))
+            launched = recorded.launched
+            if launched is not None and not program.is_capturing():
+                self._hold_values(recorded, launched, Launch(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
@@ -434,9 +435,10 @@ class Recorder:
         with self._lock:
             try:
                 self._harvest(wait)
-                for recorded in [each for classes in self._classes.values() for each in classes.values()]:
-                    if recorded.launched is not None and not program.is_capturing():
-                        self._is_without_effect(recorded, recorded.launched, wait)
+                for recorded in [each for classes in list(self._classes.values()) for each in list(classes.values())]:
+                    launched = recorded.launched
+                    if launched is not None and not program.is_capturing():
+                        self._is_without_effect(recorded, launched, wait)
                 for digest, launches in self._counters.by_name().items():
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
