@@ -102,6 +102,11 @@ def command(
         raise ValueError(f"{plan.sweep.path}: no bench case selected")
     if dry_run:
         return _show_forecast(plan)
+    _search(plan)
+
+
+def _search(plan: Plan) -> None:
+    """Search the cases of a plan, and show a summary of the trials and the outcome."""
     loading.require_folders(plan.options)
     from kerneltune.tune.run import run_tune
 
@@ -110,7 +115,7 @@ def command(
     if any(result.entry for result in tuned):
         for title, searches in searches_of(plan, device.current().slug).items():
             show_searches(title, searches)
-    _show_outcome(tuned, configs)
+    _show_outcome(tuned, plan.options.configs)
 
 
 def _show_forecast(plan: Plan) -> None:
@@ -119,16 +124,16 @@ def _show_forecast(plan: Plan) -> None:
 
     family_ops = {sweep_case.op for sweep_case in plan.cases()}
     tasks, num_kept = tasks_to_search(plan, Progress())
-    works = [(task, *expected_work(task, plan.options)) for task in tasks]
-    for (op, variant), variant_works in grouped(works, lambda work: (work[0].op.name, work[0].variant.name)).items():
-        counts = f"{counted(len(variant_works), 'case')}, {sum(configs for _, configs, _ in variant_works)} configs"
+    works = {task.key: expected_work(task, plan.options) for task in tasks}
+    for (op, variant), keys in grouped(works, lambda key: (key.op, key.variant)).items():
+        counts = f"{counted(len(keys), 'case')}, {sum(works[key].num_configs for key in keys)} configs"
         show_wrapped(f"{op} {variant}: {counts}{'' if op in family_ops else ' (the ceiling of bandwidth in records)'}")
     gpu, budget_s = device.current(), plan.options.search.budget_s
     limit = f", each at most {budget_s:g} s" if budget_s else ""
     remark = "no GPU here: cases that have a config are counted as well"
     if gpu.is_gpu:
         remark = f"{counted(num_kept, 'case')} with a config for {gpu.slug} not counted"
-    seconds = sum(seconds for *_, seconds in works)
+    seconds = sum(work.seconds for work in works.values())
     show_wrapped(f"about {seconds:.0f} s for {counted(len(tasks), 'case')}{limit} on a GPU like H200; {remark}")
 
 

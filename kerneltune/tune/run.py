@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kerneltune import cache, device
 from kerneltune.checking.memory import release_memory
@@ -106,14 +107,21 @@ def _state(task: Task, options: Options) -> str:
     return "outdated" if is_outdated(task.variant, own[0]) else "fresh"
 
 
-def expected_work(task: Task, options: Options) -> tuple[int, float]:
-    """Return the number of configs that a search of a task may try, and estimate its seconds."""
+class ExpectedWork(NamedTuple):
+    """Estimate a search: the number of configs that it may try, and its seconds."""
+
+    num_configs: int
+    seconds: float
+
+
+def expected_work(task: Task, options: Options) -> ExpectedWork:
+    """Estimate the search of a task."""
     search, space = options.search, len(checked_space(task))
-    configs = space if options.exhaustive else min(space, search.trials or space)
-    all_s = configs * (_COMPILE_S / (options.workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
+    num_configs = space if options.exhaustive else min(space, search.trials or space)
+    all_s = num_configs * (_COMPILE_S / (options.workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
     if options.exhaustive:
-        return configs, all_s
-    return configs, min(all_s, _SEARCH_S if search.until_gain else all_s, search.budget_s or all_s)
+        return ExpectedWork(num_configs, all_s)
+    return ExpectedWork(num_configs, min(all_s, _SEARCH_S if search.until_gain else all_s, search.budget_s or all_s))
 
 
 def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[TuningResult]:
