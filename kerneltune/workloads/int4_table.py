@@ -1,7 +1,4 @@
-"""Tabulate products with weights of four bits beside products with 8 and 16 bits, by the number of tokens.
-
-Pure: imports no torch.
-"""
+"""Tabulate products with weights of four bits beside products with 8 and 16 bits, by the number of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

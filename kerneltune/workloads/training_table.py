@@ -1,7 +1,4 @@
-"""Tabulate training steps: the tokens per second of models, and the parts of the time of expert layers beside its bound.
-
-Pure: imports no torch.
-"""
+"""Tabulate training steps: the tokens per second of models, and the parts of the time of expert layers beside its bound."""
 
 from collections.abc import Sequence
 from statistics import geometric_mean
