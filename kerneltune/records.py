@@ -191,6 +191,11 @@ def load(path: Path) -> list[Record]:
         return parse(file, str(path), check_key if path.name.endswith(CHECK_SUFFIX) else row_key)
 
 
+def load_if_present(path: Path) -> list[Record]:
+    """Return all records of a file as `load` does; none of a missing file."""
+    return load(path) if path.exists() else []
+
+
 def parse(lines: Iterable[bytes], name: str, key: RecordKey | None = row_key) -> list[Record]:
     """Return all records on lines of JSON, oldest first; errors call the lines `name`.
 
@@ -226,11 +231,7 @@ def merge(path: Path, new: Sequence[Record]) -> None:
     The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
     """
     with locked(path):
-        replace_bytes(path, _lines(newest([*_present(path), *new])))
-
-
-def _present(path: Path) -> list[Record]:
-    return load(path) if path.exists() else []
+        replace_bytes(path, _lines(newest([*load_if_present(path), *new])))
 
 
 def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool], key_of: RecordKey = row_key) -> None:
@@ -242,7 +243,7 @@ def merge_checks(path: Path, new: Sequence[Record], is_kept: Callable[[Record], 
     key_of: `row_key` if a record replaces the rows of all configs; `check_key` if only the row of its own config.
     """
     with locked(path):
-        before = [record for record in _present(path) if is_kept(record)]
+        before = [record for record in load_if_present(path) if is_kept(record)]
         launched = {key_of(record) for record in before if not _is_failed_import(record)}
         replacing = [record for record in new if not (_is_failed_import(record) and key_of(record) in launched)]
         replaced = set(map(key_of, replacing))

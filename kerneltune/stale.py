@@ -132,9 +132,8 @@ def _lookup_ranks(plans: Sequence[Plan]) -> _Ranks:
 
 
 def _family(plan: Plan, folder: Path) -> StaleFamily:
-    path = folder / f"{plan.family}.jsonl"
     policies = {plan.policy(sweep_case.op) for sweep_case in plan.sweep.bench}
-    recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
+    recorded = [row for row in records.load_if_present(folder / f"{plan.family}.jsonl") if row.policy in policies]
     rows = {row.key: row for row in recorded}
     measured, keys = {row.key.of_case for row in recorded}, set(map(plan.case_key, plan.sweep.bench))
     cases = sorted(plan.cases(), key=lambda sweep_case: not plan.sweep.is_headline(sweep_case))

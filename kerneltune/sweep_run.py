@@ -63,8 +63,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
     variants that compile for seconds; not called when an interrupted run continues.
     """
     for path in (plan.scratch_file("check"), plan.options.records_folder / f"{plan.family}.jsonl"):
-        if path.exists():
-            records.load(path)  # a file that cannot be merged with is an error before the work
+        records.load_if_present(path)  # a file that cannot be merged with is an error before the work
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         stages = _SweepStages(plan, progress, worker, first_table)
         if plan.options.mode == "check" or not device.current().is_gpu:

@@ -17,7 +17,7 @@ from kerneltune.cli.progress import Reporter
 from kerneltune.device import require_gpu, slug
 from kerneltune.files import append_lines
 from kerneltune.plan import Plan, Selection
-from kerneltune.records import Record, load, merge
+from kerneltune.records import Record, load_if_present, merge
 from kerneltune.sweep_file import gate_margin
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def _update(baseline: str, plan: Plan, processes: int) -> None:
 def _require_mergeable(path: Path) -> None:
     """Raise ValueError for a file that could not take the measured rows, before they are measured."""
     loading.require_writable(path.parent)
-    if path.exists():
-        load(path)
+    load_if_present(path)
 
 
 def _keep(path: Path, measured: list[Record]) -> None:
