@@ -101,7 +101,8 @@ def results(family: str) -> str:
 def index(families: list[str]) -> str:
     """Return the list of the families: speed-up, slowest row, and the page of each."""
     from kerneltune.records import load
-    from kerneltune.reporting.tables import default_pair, families_table
+    from kerneltune.reporting.pairing import default_pair
+    from kerneltune.reporting.tables import families_table
 
     records = {family: [r for r in load(RECORDS / f"{family}.jsonl") if r.role != "part"] for family in families}
     table = families_table(records, {family: default_pair(members) for family, members in records.items()}).markdown()

@@ -8,7 +8,7 @@ from doc_blocks import ROOT
 from kerneltune import records
 from kerneltune.cli.files import selected
 from kerneltune.plan import Selection
-from kerneltune.reporting.tables import ab_rows, best_peers
+from kerneltune.reporting.pairing import ab_rows, best_peers
 
 RESULTS = {
     "RMSNorm forward to fp8 and its transpose": Selection("rmsnorm", ops=("rmsnorm_fwd",), quants=("fp8_t",)),

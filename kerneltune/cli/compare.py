@@ -13,7 +13,8 @@ from kerneltune.cli.progress import Reporter
 from kerneltune.plan import Selection, load_plan
 from kerneltune.records import Record, grouped, load
 from kerneltune.reporting.naming import by_family
-from kerneltune.reporting.tables import BEST_PEER, Comparison, ab_rows, ab_table, default_pair, side
+from kerneltune.reporting.pairing import BEST_PEER, Comparison, ab_rows, default_pair, side
+from kerneltune.reporting.tables import ab_table
 from kerneltune.sweep_file import family_name
 from kerneltune.table import join_tables
 

@@ -16,8 +16,9 @@ from kerneltune.plan import Selection
 from kerneltune.records import load
 from kerneltune.reporting.naming import by_family, source
 from kerneltune.reporting.page import Sources, page
+from kerneltune.reporting.pairing import default_pair, family_pairs, paired
 from kerneltune.reporting.picture import speedups
-from kerneltune.reporting.tables import ab_table, default_pair, family_pairs, paired
+from kerneltune.reporting.tables import ab_table
 from kerneltune.table import join_tables
 
 _PAGE = Path("report.html")

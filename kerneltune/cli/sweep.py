@@ -17,7 +17,8 @@ from kerneltune.files import data_root
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.processes.start import start_server
 from kerneltune.records import Record, load
-from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, check_table, side, sweep_table
+from kerneltune.reporting.pairing import BEST_PEER, ab_rows, side
+from kerneltune.reporting.tables import ab_table, check_table, sweep_table
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, first_of, pairs

@@ -12,7 +12,7 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.device import INTERPRETER
 from kerneltune.records import RUN_FIELDS, Record, case_key, grouped, newest
-from kerneltune.reporting import tables
+from kerneltune.reporting import pairing, tables
 from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, distinct_names, look, source_facts
 from kerneltune.reporting.shares import bound_of, share
 from kerneltune.table import Table
@@ -72,31 +72,31 @@ def payload(sources: Sources) -> dict[str, Any]:
     everything = newest(sources.records)
     if not everything:
         raise ValueError("no records to report")
-    tables.default_pair(everything, *sources.pair)
+    pairing.default_pair(everything, *sources.pair)
     records, remark = _shown(everything)
     families, whole = by_family(records), by_family(everything)
-    pairs_of = tables.family_pairs(families, sources.pair)
+    pairs_of = pairing.family_pairs(families, sources.pair)
     variants = list(dict.fromkeys(record.variant for record in records))
     return {
         "title": ", ".join(families) if len(families) < _FEW else "kerneltune results",
         "facts": _facts(records, sources),
         "remark": remark,
-        "summary": tables.families_table(whole, tables.family_pairs(whole, sources.pair)).page() if len(whole) > 1 else None,
+        "summary": tables.families_table(whole, pairing.family_pairs(whole, sources.pair)).page() if len(whole) > 1 else None,
         "own": [(family, table.page()) for family in families for table in sources.own.get(family, ())],
         "families": [
             {
                 "name": family,
                 "a": pairs_of[family][0],
                 "b": pairs_of[family][1],
-                "sides": tables.side_names(members),
+                "sides": pairing.side_names(members),
                 "columns": _measures(members),
             }
             for family, members in families.items()
         ],
         "variants": variants,
         "looks": {variant: look(variant) for variant in variants},
-        "win": tables.WIN,
-        "loss": tables.LOSS,
+        "win": pairing.WIN,
+        "loss": pairing.LOSS,
         "cases": [{**case, "family": family} for family, members in families.items() for case in _cases(members)],
         "evidence": _evidence(sources.entries, {record.op for record in records}),
     }
@@ -165,7 +165,7 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
         if record.time_us is not None and record.gbps is not None:
             case["bound"] = case["bound"] or bound_of(record)
         case["of"][record.variant] = _result(record)
-    for record in tables.best_peers(records):
+    for record in pairing.best_peers(records):
         case = cases[case_key(record)]
         case["best"] = {**_result(record), "is": record.variant}
     rows = Counter(record.dtype for record in records)

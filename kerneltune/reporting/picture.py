@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from kerneltune.reporting.tables import BEST_PEER, Comparison
+from kerneltune.reporting.pairing import BEST_PEER, Comparison
 
 _LABEL, _WIDTH, _RIGHT, _TOP, _LINE, _SMALL_LINE = 150, 760, 70, 64, 26, 16
 _TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)

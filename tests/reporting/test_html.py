@@ -17,7 +17,8 @@ from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import page as data
 from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import Sources, page, payload
-from kerneltune.reporting.tables import AB_COLUMNS, ab_rows
+from kerneltune.reporting.pairing import ab_rows
+from kerneltune.reporting.tables import AB_COLUMNS
 
 RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 MOST_BYTES = 2_000_000

@@ -5,7 +5,7 @@ from typing import Any
 from literal_records import literal
 
 from kerneltune.records import Record
-from kerneltune.reporting import tables
+from kerneltune.reporting import pairing, tables
 from kerneltune.reporting.naming import case_names, look
 from kerneltune.reporting.page import Sources, payload
 
@@ -48,7 +48,7 @@ def test_case_names_are_the_same_in_tables_and_page() -> None:
             name.shape,
             name.title,
         ]
-    rows = tables.ab_rows(records, records)
+    rows = pairing.ab_rows(records, records)
     assert "| 2d | bfloat16 | fp8 | both | 8192 | 4096 |" in tables.ab_table(rows).markdown()
     assert "| both |" in tables.sweep_table(records).markdown()
 

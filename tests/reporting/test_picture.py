@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.records import append
+from kerneltune.reporting.pairing import Comparison
 from kerneltune.reporting.picture import speedups
-from kerneltune.reporting.tables import Comparison
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDED = sorted((data_root("results") / "nvidia_h200").glob("*.jsonl"))

@@ -12,7 +12,7 @@ from literal_records import changed, literal
 
 from kerneltune.files import data_root
 from kerneltune.records import Record, load
-from kerneltune.reporting import tables
+from kerneltune.reporting import pairing, tables
 from kerneltune.reporting.naming import case_names
 from kerneltune.table import join_tables
 
@@ -40,7 +40,7 @@ def published() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def published_rows() -> list[tables.Comparison]:
+def published_rows() -> list[pairing.Comparison]:
     """Return the published milliseconds and GB/s as records."""
     sides: dict[str, list[Record]] = {"A": [], "B": []}
     for line in published():
@@ -48,19 +48,19 @@ def published_rows() -> list[tables.Comparison]:
         for side, records in sides.items():
             same = {"op": f"rmsnorm_{line['kind']}", "dtype": line["dtype"], "quant": line["quant"], "axes": axes}
             records.append(record(float(line[f"{side}_ms"]) * 1000, gbps=float(line[f"{side}_gbps"]), **same))
-    return tables.ab_rows(sides["A"], sides["B"])
+    return pairing.ab_rows(sides["A"], sides["B"])
 
 
 def test_default_pair_is_that_asked_for_else_baseline_and_optimized() -> None:
     rows = [record(variant=name) for name in ("old", "new", "liger")]
-    assert tables.default_pair([record(variant=name) for name in ("baseline", "new", "optimized")]) == ("baseline", "optimized")
+    assert pairing.default_pair([record(variant=name) for name in ("baseline", "new", "optimized")]) == ("baseline", "optimized")
     peers = [changed(row, role="peer") if row.variant == "liger" else row for row in rows]
-    assert tables.default_pair(peers) == ("best-peer", "old")
+    assert pairing.default_pair(peers) == ("best-peer", "old")
     further = [record(variant="new", axes={"M": 8192, "N": n}) for n in (1, 2)]
-    assert tables.default_pair([*peers, *further]) == ("old", "new")
-    assert tables.default_pair(rows, "new", "liger") == ("new", "liger")
+    assert pairing.default_pair([*peers, *further]) == ("old", "new")
+    assert pairing.default_pair(rows, "new", "liger") == ("new", "liger")
     with pytest.raises(ValueError, match=r"^b: 'newer': did you mean new\? expected one of old, new, liger$"):
-        tables.default_pair(rows, b="newer")
+        pairing.default_pair(rows, b="newer")
 
 
 def test_ab_table_of_published_records_equals_the_published_table() -> None:
@@ -116,7 +116,7 @@ def test_ab_table_text_in_few_columns_names_hidden_columns() -> None:
 
 
 def test_ab_table_text_prints_values_that_all_rows_share_once() -> None:
-    rows = tables.ab_rows([record(), record(axes={"M": 1, "N": 2})], [record(50.0), record(50.0, axes={"M": 1, "N": 2})])
+    rows = pairing.ab_rows([record(), record(axes={"M": 1, "N": 2})], [record(50.0), record(50.0, axes={"M": 1, "N": 2})])
     lines = tables.ab_table(rows).text(100).splitlines()
     assert "all rows: kind fwd, dtype bfloat16, quant fp8" in lines
     assert next(line for line in lines if "A µs" in line).split()[:2] == ["M", "N"]
@@ -125,7 +125,7 @@ def test_ab_table_text_prints_values_that_all_rows_share_once() -> None:
 @pytest.mark.parametrize("family", [path.stem for path in sorted(RECORDED.glob("*.jsonl"))])
 def test_tables_of_recorded_families_fit_and_name_all_rows_differently(family: str) -> None:
     records = load(RECORDED / f"{family}.jsonl")
-    rows = tables.ab_rows(*([r for r in records if r.variant == "baseline"] for _ in "ab"))
+    rows = pairing.ab_rows(*([r for r in records if r.variant == "baseline"] for _ in "ab"))
     for table, width in itertools.product((tables.ab_table(rows), tables.sweep_table(records)), (80, 120)):
         text = table.text(width).splitlines()
         assert max(len(line) for line in text if "not shown" not in line) <= width or "shapes" in table.text(width)
@@ -138,10 +138,10 @@ def test_ab_summary_names_up_to_five_rows_20_percent_slower_with_the_slowest_fir
     a = [record(100.0 * ratio, axes={"M": m, "N": 64}) for m, ratio in enumerate(ratios, start=1)]
     b = [record(100.0, axes=row.axes) for row in a]
     line_of_two = "20 % slower or more in 2 rows: 0.50x fwd fp8 bf16 4×64; 0.80x fwd fp8 bf16 3×64"
-    assert line_of_two in tables.ab_table(tables.ab_rows(a, b)).head
-    assert not any("20 %" in line for line in tables.ab_table(tables.ab_rows(a[:2], b[:2])).head)
+    assert line_of_two in tables.ab_table(pairing.ab_rows(a, b)).head
+    assert not any("20 %" in line for line in tables.ab_table(pairing.ab_rows(a[:2], b[:2])).head)
     many = [record(10.0, axes={"M": m, "N": 64}) for m in range(1, 8)]
-    (line,) = (x for x in tables.ab_table(tables.ab_rows(many, [record(100.0, axes=r.axes) for r in many])).head if "20 %" in x)
+    (line,) = (x for x in tables.ab_table(pairing.ab_rows(many, [record(100.0, axes=r.axes) for r in many])).head if "20 %" in x)
     assert line.startswith("20 % slower or more in 7 rows: ")
     assert line.endswith("; …")
     assert line.count("0.10x") == 5
@@ -152,10 +152,10 @@ def test_best_peer_is_the_fastest_of_every_case() -> None:
         record(), record(90.0, variant="liger", role="peer"), record(80.0, variant="quack", role="peer"),
         record(70.0, variant="liger", role="peer", quant="none"), failed(variant="eager", role="peer"),
     ]  # fmt: skip
-    peers = tables.best_peers(rows)
+    peers = pairing.best_peers(rows)
     assert [(r.variant, r.time_us, r.quant) for r in peers] == [("quack", 80.0, "fp8"), ("liger", 70.0, "none")]
     ours = [record(40.0, variant="optimized"), record(70.0, variant="optimized", quant="none")]
-    table = tables.ab_table(tables.ab_rows(peers, ours), tables.BEST_PEER, "optimized")
+    table = tables.ab_table(pairing.ab_rows(peers, ours), pairing.BEST_PEER, "optimized")
     assert table.head[0] == "A: the fastest peer of every case (quack 1, liger 1); B: optimized"
     assert "quack" in table.text()
     assert "A is" in table.text()
@@ -165,11 +165,11 @@ def test_ab_table_share_is_of_the_peak_if_arithmetic_bounds_the_row() -> None:
     """1e12 operations in 1 ms are 1000 TFLOP/s: half of the fp8 peak of an H200."""
     big = {"flops": 10**12, "pct_ceiling": 5.0, "gbps": 100.0, "ceiling_gbps": 4000.0}
     gemm = [record(2000.0, **big), record(1000.0, **big)]
-    table = tables.ab_table(tables.ab_rows(gemm[:1], gemm[1:]))
+    table = tables.ab_table(pairing.ab_rows(gemm[:1], gemm[1:]))
     assert "B reaches 50.5 % of the peak in the median" in table.head
     assert "B % peak" in table.text(120)
     light = [record(quant="none", pct_ceiling=80.0), record(50.0, quant="none", pct_ceiling=80.0)]
-    mixed = tables.ab_table(tables.ab_rows([gemm[0], light[0]], [gemm[1], light[1]]))
+    mixed = tables.ab_table(pairing.ab_rows([gemm[0], light[0]], [gemm[1], light[1]]))
     assert "B reaches 80.0 % of the ceiling (1 row) and 50.5 % of the peak (1 row) in the median" in mixed.head
     lines = list(csv.DictReader(io.StringIO(mixed.csv())))
     assert [(line["bound"], round(float(line["B_pct_bound"]), 1)) for line in lines] == [("peak", 50.5), ("ceiling", 80.0)]
@@ -182,7 +182,7 @@ def test_tables_hide_the_share_of_a_bound_if_times_include_the_host() -> None:
         record(2000.0, policy="eager", pct_ceiling=0.9),
         record(1000.0, variant="optimized", policy="eager", pct_ceiling=1.8),
     ]
-    rows = tables.ab_rows(sides[:1], sides[1:])
+    rows = pairing.ab_rows(sides[:1], sides[1:])
     text = tables.ab_table(rows).text(200)
     assert ("ceiling" in text, "1.8" in text, "2.00x" in text) == (False, False, True)
     assert "ceiling" not in tables.sweep_table(sides).text(200)
@@ -191,25 +191,25 @@ def test_tables_hide_the_share_of_a_bound_if_times_include_the_host() -> None:
 
 
 def test_ab_table_prints_commits_with_seven_digits() -> None:
-    text = tables.ab_table(tables.ab_rows([record(commit="a" * 40)], [record(50.0, commit="b" * 40 + "+")])).text(200)
+    text = tables.ab_table(pairing.ab_rows([record(commit="a" * 40)], [record(50.0, commit="b" * 40 + "+")])).text(200)
     assert f"commit {'a' * 7} and {'b' * 7}+, 2026" in text
 
 
 def test_ab_rows_pair_records_of_one_key_and_one_device() -> None:
     a = [record(), record(quant="none"), record(device="NVIDIA H100"), record(policy="hot")]
     b = [record(90.0), record(50.0, case="renamed"), record(policy="eager"), record(device="AMD MI300X")]
-    rows = tables.ab_rows(a, b)
+    rows = pairing.ab_rows(a, b)
     assert [(row.a.quant, row.b.time_us) for row in rows] == [("fp8", 50.0)]
 
 
 @pytest.mark.parametrize(("time_us", "mark"), [(95.2, "+"), (95.3, ""), (105.2, ""), (105.3, "-")])
 def test_ab_row_mark_comes_from_the_unrounded_speedup(time_us: float, mark: str) -> None:
-    (row,) = tables.ab_rows([record()], [record(time_us)])
+    (row,) = pairing.ab_rows([record()], [record(time_us)])
     assert row.mark == mark
 
 
 def test_ab_table_text_of_a_failed_row_has_its_reason_and_no_time() -> None:
-    rows = tables.ab_rows(
+    rows = pairing.ab_rows(
         [record(), record(quant="none")], [failed(), record(50.0, quant="none", pct_ceiling=80.0, aa_floor=0.01)]
     )
     assert tables.ab_table(rows).text(100) == (
@@ -233,7 +233,7 @@ def test_ab_table_text_of_a_failed_row_has_its_reason_and_no_time() -> None:
 
 def test_ab_table_markdown_equals_the_expected_text() -> None:
     b = record(50.0, ci_low_us=49.0, ci_high_us=51.0, pct_ceiling=80.0, aa_floor=0.01)
-    rows = tables.ab_rows([record(), record(quant="none")], [b, failed(quant="none")])
+    rows = pairing.ab_rows([record(), record(quant="none")], [b, failed(quant="none")])
     assert tables.ab_table(rows, title="Norms").markdown() == (
         "### Norms\n"
         "\n"
@@ -259,7 +259,7 @@ def test_ab_rows_of_different_runs_have_no_interval() -> None:
     sizes = [{"M": size, "N": 8} for size in (1, 2, 3, 4)]
     a = [record(axes=axes, **runs[0]) for axes in sizes]
     b = [record(50.0, axes=axes, **run) for axes, run in zip(sizes, runs, strict=True)]
-    rows = tables.ab_rows(a, [*b[:3], changed(b[3], commit="1")])
+    rows = pairing.ab_rows(a, [*b[:3], changed(b[3], commit="1")])
     note = "2 of 4 rows: A and B are of different runs (another commit or GPU serial): may differ by a few per cent"
     table = tables.ab_table(rows)
     assert table.head[-1] == note
@@ -310,7 +310,7 @@ def test_sweep_table_text_in_60_columns_keeps_times() -> None:
 
 def test_ab_table_text_prints_reasons_on_up_to_three_lines() -> None:
     reason = "wrong: scales of the last columns overwrite the next group's, so that no row of it is what it should be"
-    rows = tables.ab_rows([failed(reason=reason)], [record(50.0)])
+    rows = pairing.ab_rows([failed(reason=reason)], [record(50.0)])
     lines = tables.ab_table(rows).text(width=80).splitlines()
     at = next(i for i, line in enumerate(lines) if "A failed" in line)
     assert lines[at : at + 3] == [
@@ -401,5 +401,5 @@ def test_brief_sweep_table_names_variants_that_skip_all_cases_below() -> None:
 def test_ab_rows_pair_older_records_with_records_that_have_a_new_option() -> None:
     old = [record(), record(axes={"M": 1, "N": 2})]
     new = [record(50.0, options={"row_pad": 0}), record(50.0, axes={"M": 1, "N": 2}, options={"row_pad": 0})]
-    assert [row.speedup for row in tables.ab_rows(old, new)] == [2.0, 2.0]
-    assert tables.ab_rows(old, [*new, *(changed(row, options={"row_pad": 8}) for row in new)]) == []
+    assert [row.speedup for row in pairing.ab_rows(old, new)] == [2.0, 2.0]
+    assert pairing.ab_rows(old, [*new, *(changed(row, options={"row_pad": 8}) for row in new)]) == []
