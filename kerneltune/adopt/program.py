@@ -61,9 +61,12 @@ def has_several_models() -> bool:
     return len(set(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))) > 1
 
 
-def main_name(module: str) -> str:
-    """Return the name of a module; `__main__` for the program's file, also for its other name in multiprocessing's workers."""
-    return "__main__" if module == "__mp_main__" else module
+def main_name(module: str | None) -> str:
+    """Return the name of a module; `__main__` for the program's file, also for its other name in multiprocessing's workers.
+
+    A function that `exec` has made in a dict has no module.
+    """
+    return "__main__" if module == "__mp_main__" else module or "exec"
 
 
 def values_of_module(module: str) -> dict[str, Any]:

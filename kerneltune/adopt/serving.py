@@ -228,6 +228,16 @@ class Server:
             warn_once(f"{name.text}: {versions}: {self._as_missed}")
         return fitting
 
+    def _kernels_or_none(self, function: Any, is_plain: bool = False) -> list[TableKernel]:
+        """Return the table's kernels of a function's code; an error, such as of a damaged table, must not end the program."""
+        try:
+            return self._kernels_of(function, is_plain)
+        except Exception as error:
+            if self._is_strict:
+                raise
+            warn_once(f"{KernelName.of(function).text}: not served: {first_line(error)}")
+            return []
+
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
         serve = self._launch
@@ -249,7 +259,7 @@ class Server:
 
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             if kernel.fn not in served:
-                tuned, new = partial(self._kernels_of, kernel.fn, is_plain=True), None
+                tuned, new = partial(self._kernels_or_none, kernel.fn, is_plain=True), None
                 if tuned() or program.has_several_models():
                     new = ServedPlainKernel(tuned, self.counters, *self._slots_of(kernel), self._autotuned)
                 served.setdefault(kernel.fn, new)
@@ -324,13 +334,7 @@ class Server:
 
         It has the table's kernel of this list, else of another list; no kernel if the table cannot be read.
         """
-        configs, kernels_of_code = autotuner.configs, list[TableKernel]()
-        try:
-            kernels_of_code = self._kernels_of(autotuner.base_fn)
-        except Exception as error:  # a damaged table must not end the user's program
-            if self._is_strict:
-                raise
-            warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
+        configs, kernels_of_code = autotuner.configs, self._kernels_or_none(autotuner.base_fn)
         digest = configs_digest(configs)
         kernel = min(kernels_of_code, key=lambda kernel: kernel.configs_digest != digest, default=None)
         is_tuned = kernel is not None and kernel.configs_digest == digest

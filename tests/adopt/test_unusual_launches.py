@@ -1,5 +1,6 @@
 """Uncommon launches of libraries: addresses as integers, launches that fail, kernels launched in two ways."""
 
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from adopted import kernel_of, write_table
+from plain_kernels import captured as captured_plain
 from plain_kernels import cdiv_grid
 
 from kerneltune.adopt import program, startup
@@ -171,3 +173,31 @@ def test_launch_that_gives_what_its_configs_give_fails_as_without_this_package(
         tuned[cdiv_grid(40)](x, out, 40, LIMIT=3, BLOCK=32)
     line = "not captured: the launch gives BLOCK, which its configs give, too: triton.autotune refuses that"
     assert caplog.text.count(line) == (not is_served)
+
+
+MADE_BY_EXEC = """
+import triton
+import triton.language as tl
+@triton.jit
+def made(x, out, n, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + places, tl.load(x + places, mask=places < n), mask=places < n)
+"""
+
+
+def test_kernel_that_exec_makes_in_a_dict_is_named_when_captured_and_runs_when_served(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(linecache.cache, "<made>", (len(MADE_BY_EXEC), None, MADE_BY_EXEC.splitlines(True), "<made>"))
+    values: dict[str, Any] = {}
+    exec(compile(MADE_BY_EXEC, "<made>", "exec"), values)
+    (launch,) = captured_plain(tmp_path / "tuned", module, 40)
+    write_table(tmp_path / "tuned", kernel_of([launch], [launch.candidates[1].config], is_plain=True, shared=()))
+    x, out = torch.ones(40), torch.empty(40)
+    capture = captured(tmp_path, values["made"], x, out, 40)
+    (reason,) = capture.notes.refused.values()
+    assert reason.startswith("cannot be tuned: exec or a notebook cell defined the kernel")
+    startup.install(tmp_path / "tuned", misses=None)
+    out.zero_()
+    values["made"][cdiv_grid(40)](x, out, 40, BLOCK=32)
+    assert torch.equal(x, out)
