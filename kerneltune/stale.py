@@ -88,6 +88,20 @@ class Stale:
         return sum(len(family.stale) for family in self.families)
 
 
+class Renewal(NamedTuple):
+    """Hold what a renewal did and left.
+
+    Attributes:
+        configs: the stale configs that were timed, each with its result.
+        records: the new records.
+        remaining: the configs and cases that are still stale.
+    """
+
+    configs: Sequence[tuple[CacheEntry, TuningResult]]
+    records: Sequence[Record]
+    remaining: Stale
+
+
 def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> list[Plan]:
     """Return the plan of the selected family, or of each family where none is selected."""
     names = [selection.family] if selection.family else sweep_file.families()
@@ -235,23 +249,22 @@ def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 
-def renew(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, TuningResult]], list[Record], Stale]:
+def renew(stale: Stale, progress: Progress) -> Renewal:
     """Time stale configs against their default and store the faster, then measure stale cases again.
-
-    Return the configs that were timed with their results, the new records, and the configs and cases that are still stale.
 
     Every config is stored and every case recorded at once. A run that is interrupted, or ends after `budget_s` seconds, loses at
     most the present case, and the next run measures the rest. Cases of all families come in the order of their ranks.
     """
-    budget_s = stale.plans[0].options.search.budget_s
+    ops, options = stale.plans[0].ops, stale.plans[0].options
+    budget_s = options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
-    renewals = renew_configs(stale.plans[0].ops, stale.plans[0].options, stale.configs, progress, until) if stale.configs else []
-    if renewals:
+    configs = renew_configs(ops, options, stale.configs, progress, until) if stale.configs else []
+    if configs:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_batches(list(_batches(stale)), progress, until)
     for text in dict.fromkeys(f"{row.variant} {row.reason}" for row in measured if row.reason.startswith(records.IMPORT_FAILED)):
         progress.note(f"{text}: cases with an earlier time of it stay stale")
-    return renewals, measured, find(stale.plans, stale.gpu)
+    return Renewal(configs, measured, find(stale.plans, stale.gpu))
 
 
 def _batches(stale: Stale) -> Iterator[tuple[Plan, list[SweepCase]]]:

@@ -144,23 +144,25 @@ def _measure_stale(ops: Mapping[str, Op], gpu_stale: "Stale") -> None:
     from kerneltune import stale
 
     with Reporter() as progress:
-        renewals, measured, remaining = stale.renew(gpu_stale, progress)
-    broken = [(entry, result) for entry, result in renewals if result.status in ("failed", "dropped")]
-    num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
+        renewal = stale.renew(gpu_stale, progress)
+    broken = [(entry, result) for entry, result in renewal.configs if result.status in ("failed", "dropped")]
+    num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewal.configs)
+    num_slower = len(renewal.configs) - num_kept - len(broken)
     show_wrapped(
-        f"configs: {num_kept} as good as their default, {len(renewals) - num_kept - len(broken)} slower, which the default "
-        f"replaces, {len(broken)} that no longer run; {counted(len(measured), 'record')} made"
+        f"configs: {num_kept} as good as their default, {num_slower} slower, which the default replaces, "
+        f"{len(broken)} that no longer run; {counted(len(renewal.records), 'record')} made"
     )
     for entry, result in broken:
         show_wrapped(f"{result.status}: {entry.op} {entry.variant} {entry.case.label}: {result.reason}")
     if any(result.status == "dropped" for _, result in broken):
         show_wrapped("calls no longer run with the dropped configs; `kerneltune tune` searches their cases")
+    remaining = renewal.remaining
     if remaining.configs or remaining.num_stale_cases:
         counts = f"{counted(len(remaining.configs), 'config')} and {counted(remaining.num_stale_cases, 'case')}"
         show_wrapped(f"{counts} are stale; the same command goes on there")
     else:
         show_wrapped(f"nothing is stale for {gpu_stale.gpu}")
-    end_if_failed(r for r in measured if not ops[r.op].variant(r.variant).is_peer)
+    end_if_failed(r for r in renewal.records if not ops[r.op].variant(r.variant).is_peer)
     if broken:
         raise typer.Exit(1)
 

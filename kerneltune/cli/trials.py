@@ -92,17 +92,17 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     if weights.total():
         shares = (f"{knob} {100 * weight / weights.total():.0f} %" for knob, weight in weights.most_common(3))
         show_wrapped(f"  knobs that matter: {', '.join(shares)}")
-    dead = [f"{knob}={value} (-{100 * part:.0f} % configs)" for knob, value, part in insight.dead_values(cases)]
+    dead = [f"{name}={value} (-{100 * fraction:.0f} % configs)" for name, value, fraction in insight.dead_values(cases)]
     hidden = 0 if whole else max(0, len(dead) - _DEAD)
     if dead:
         more = f" and {hidden} more" if hidden else ""
         show_wrapped(f"  never within 2 %: {', '.join(dead[: len(dead) - hidden])}{more}")
-    few, worst, is_exact = insight.set_cover(cases)
-    keep, how = "keeps" if len(few) == 1 else "keep", "" if is_exact else ", perhaps not the fewest"
-    good = f"every case ({len(cases)}) within 2 % of its best (worst {100 * worst:.1f} %{how})"
-    show_wrapped(f"  {counted(len(few), 'config')} {keep} {good}")
+    cover = insight.set_cover(cases)
+    keep, how = "keeps" if len(cover.configs) == 1 else "keep", "" if cover.is_exact else ", perhaps not the fewest"
+    good = f"every case ({len(cases)}) within 2 % of its best (worst {100 * cover.worst_gap:.1f} %{how})"
+    show_wrapped(f"  {counted(len(cover.configs), 'config')} {keep} {good}")
     if whole:
-        for knobs in few:
+        for knobs in cover.configs:
             show_wrapped("    " + pairs(dict(knobs)), " " * 6)
         show(_cases_table(searches).text(width()))
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -18,6 +18,28 @@ TIE = 0.01
 _MOST_S = 10.0
 """Seconds of the search for a set cover, after which the smallest known cover is returned."""
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+class DeadValue(NamedTuple):
+    """Hold a value of a knob that no good config of any case has, and the fraction of configs that were tried with it."""
+
+    knob: str
+    value: Any
+    fraction: float
+
+
+class Cover(NamedTuple):
+    """Hold configs of which one is near the best time of every case.
+
+    Attributes:
+        configs: the configs.
+        worst_gap: largest gap of a case to its best time, a fraction.
+        is_exact: whether no fewer configs can do.
+    """
+
+    configs: list[Knobs]
+    worst_gap: float
+    is_exact: bool
 
 
 def regret(evaluations: Iterable[Evaluation]) -> list[float]:
@@ -58,8 +80,8 @@ def importances(times: Mapping[Knobs, float]) -> dict[str, float]:
     return dict(optuna.importance.get_param_importances(study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()))
 
 
-def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[tuple[str, Any, float]]:
-    """Return (knob, value, fraction of configs with it) of values that no good config of any case has, the largest part first."""
+def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[DeadValue]:
+    """Return the values of knobs that no good config of any case has, the largest fraction of configs first."""
     tried: dict[tuple[str, Any], int] = {}
     alive: set[tuple[str, Any]] = set()
     total = 0
@@ -71,8 +93,8 @@ def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[tuple[str, Any, 
                 tried[pair] = tried.get(pair, 0) + 1
             if time <= (1 + NEAR) * best:
                 alive.update(knobs)
-    dead = [(*pair, count / total) for pair, count in tried.items() if pair not in alive]
-    return sorted(dead, key=lambda value: (-value[2], value[0], repr(value[1])))
+    dead = [DeadValue(*pair, count / total) for pair, count in tried.items() if pair not in alive]
+    return sorted(dead, key=lambda value: (-value.fraction, value.knob, repr(value.value)))
 
 
 def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
@@ -81,11 +103,8 @@ def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
     return sorted((knobs for knobs, time in times.items() if time <= (1 + TIE) * best), key=lambda knobs: times[knobs])
 
 
-def set_cover(cases: Sequence[Mapping[Knobs, float]]) -> tuple[list[Knobs], float, bool]:
-    """Return the fewest configs of which one is within 2 % of the best time of every case, by an integer program.
-
-    Return the largest remaining gap as well, and whether they are surely the fewest.
-    """
+def set_cover(cases: Sequence[Mapping[Knobs, float]]) -> Cover:
+    """Return the fewest configs of which one is within 2 % of the best time of every case, by an integer program."""
     configs = list(dict.fromkeys(knobs for times in cases for knobs in times))
     times_us = np.array([[times.get(knobs, math.inf) for knobs in configs] for times in cases])
     gaps = times_us / times_us.min(axis=1, keepdims=True) - 1.0  # (cases, configs)
@@ -93,4 +112,4 @@ def set_cover(cases: Sequence[Mapping[Knobs, float]]) -> tuple[list[Knobs], floa
     covered = LinearConstraint((gaps <= NEAR).astype(float), lb=1)
     solved = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})
     chosen = np.unique(gaps.argmin(axis=1)) if solved.x is None else np.flatnonzero(solved.x > 0.5)
-    return [configs[i] for i in chosen], float(gaps[:, chosen].min(axis=1).max()), solved.status == 0
+    return Cover([configs[i] for i in chosen], float(gaps[:, chosen].min(axis=1).max()), is_exact=solved.status == 0)
