@@ -201,17 +201,21 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     uses = [names & wanted or name in _changes(statement, _FILLS) for statement, names in zip(statements, bound, strict=True)]
     last = max((place for place, is_used in enumerate(uses) if is_used), default=0)
     changes = [_changes(statement) for statement in statements[: last + 1]]
-    chosen, data = set[int](), {*_SETTINGS, name}
+    stores = [_changes(statement, ()) for statement in statements[: last + 1]]  # as of an attribute of a pre_hook
+    chosen, data, defined = set[int](), {*_SETTINGS, name}, set[str]()
     while True:
         places = {place for place, names in enumerate(bound) if place not in chosen and names & wanted}
         places |= {place for place, names in enumerate(changes) if place not in chosen and names & data}
+        places |= {place for place, names in enumerate(stores) if place not in chosen and names & defined}
         if not places:
             future = {n for n, each in enumerate(statements) if isinstance(each, ast.ImportFrom) and each.module == "__future__"}
             return [statements[place] for place in sorted(chosen | future)]
         chosen |= places
         for place in places:
             wanted |= _named(statements[place])
-            if not isinstance(statements[place], (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
+            if isinstance(statements[place], _DEFINITIONS):
+                defined |= bound[place]
+            elif not isinstance(statements[place], (ast.Import, ast.ImportFrom)):
                 data |= bound[place]
 
 
@@ -236,17 +240,17 @@ def _code(statement: ast.stmt) -> CodeType:
     return compile(ast.Module([statement], []), "<statement>", "exec", dont_inherit=True)
 
 
-def _changes(statement: ast.stmt, methods: Collection[str] = ()) -> set[str]:
+def _changes(statement: ast.stmt, methods: Collection[str] | None = None) -> set[str]:
     """Return the objects whose items or attributes a statement stores, or whose methods it calls: `a` and `a.b` of a.b.c().
 
-    methods: names of the methods that count; empty for all.
+    methods: names of the methods that count; None for all.
     """
     changed = set()
     for node in _outside_definitions([statement]):
         stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
         owner: Any = node if stored else getattr(node, "func", None)
         # the launch of a kernel, k[grid](x), changes no k
-        is_method = isinstance(owner, ast.Attribute) and (not methods or owner.attr in methods)
+        is_method = isinstance(owner, ast.Attribute) and (methods is None or owner.attr in methods)
         if (stored or is_method) and (names := _OWNERS.match(ast.unparse(owner))):
             changed |= {names[1], names[0]}
     return changed

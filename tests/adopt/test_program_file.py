@@ -103,6 +103,12 @@ def test_needed_includes_what_fills_a_container_later_and_no_launch(fill: str) -
     assert statements == [*(["SIZES = (1, 2)"] if "SIZES" in fill else []), "BY_SIZE = {}", fill]
 
 
+def test_needed_includes_the_attributes_of_a_function_and_no_call_of_it() -> None:
+    text = "def hook(x):\n    hook.calls += 1\nhook.calls = 0\nhook.clear()\nk = tune(hook)\nhook.calls = work()\n"
+    statements = [ast.unparse(one).partition("\n")[0] for one in replay.needed(ast.parse(text).body, "k")]
+    assert statements == ["def hook(x):", "hook.calls = 0", "k = tune(hook)"]
+
+
 def test_needed_includes_every_import_of_all_names() -> None:
     text = "try:\n    from fast import *\nexcept ImportError:\n    from slow import *\nx = work()\n@jit\ndef kernel(): ...\n"
     statements = [ast.unparse(one).partition("\n")[0] for one in replay.needed(ast.parse(text).body, "kernel")]
