@@ -13,9 +13,9 @@ _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
 """First line of Triton's CompilationError; the kernel's code, a caret and the reason follow."""
 _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
-"""Path of a file of Triton's interpreter, or of this package's corrections of the interpreter."""
+"""Path in Triton's interpreter, or in this package's corrections of it."""
 _STRANGE = re.compile(rf"<|.*/(?:site|dist)-packages/|.*/lib/python3[^/]*/|{re.escape(str(Path(__file__).parent))}/")
-"""Path of generated code, and of a file of an installed package, of Python or of this package."""
+"""Path in generated code, in an installed package, in Python's library or in this package."""
 _META = re.compile(r"\bmeta\b", re.IGNORECASE)
 _FEW, _MOST = 12, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")

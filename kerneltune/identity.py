@@ -1,8 +1,8 @@
 """Digest the code of a function: its syntax tree and the trees of everything that it uses, without names, comments and types.
 
-A digest stays the same when a comment, a docstring, an annotation, an error message or the layout changes, when a function, a
-constant or a local variable is renamed, and when code moves to another module. It changes with every constant, operation and
-attribute that the code uses. Triton's IR would do for kernels alone, but its text differs between versions of Triton.
+A digest stays the same when a comment, a docstring, an annotation, an error message or the layout changes. It also stays when a
+function, a constant or a local variable gets another name, and when code moves to another module. It changes with every constant,
+operation and attribute that the code uses. Triton's IR would do for kernels alone, but its text differs by Triton's version.
 
 Reads source files; runs none of them. A file that was edited after its module was imported is an error, as its code does not run.
 """

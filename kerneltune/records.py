@@ -23,8 +23,8 @@ Status = Literal["passed", "failed", "skipped", "checked"]
 """`passed`: correct and timed; `checked`: correct, not timed; `failed`: wrong results or an error; `skipped`: the case is not
 supported or does not fit in memory, or a peer's import failed."""
 TrialStatus = Literal[Status, "crashed", "compile", "spills", "occupancy"]
-"""Status of a trial: a config may also have `crashed` its process, not `compile`, or be refused before its launch, because it
-`spills` registers or because too few of its programs fit an SM (`occupancy`)."""
+"""Status of a trial. Beyond a record's, a config may have `crashed` its process, or failed to `compile`. A search refuses a
+config before its launch if it `spills` registers, or if too few of its programs fit an SM (`occupancy`)."""
 
 IMPORT_FAILED = "cannot be imported: "
 """Begin of the reason of a peer that was skipped because an import failed; the error follows."""

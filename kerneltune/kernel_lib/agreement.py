@@ -105,8 +105,8 @@ def all_same_bits(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outp
 def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float = _SHARE) -> list[str]:
     """Compare values in 8 or 16 bits that may differ by a step, for results that differ in their last place before the cast.
 
-    Integers are values as well. At most `share` of the elements may be off, as many elements towards zero as away from
-    zero, so that a cast by truncation fails, and in each row to both sides, so that a rounded factor of a row fails. NaN agrees
+    Integers are values as well. At most `share` of the elements may be off. As many of them must be off towards zero as away
+    from zero, so that a cast by truncation fails. Each row must have both, so that a rounded factor of a row fails. NaN agrees
     with NaN alone.
     """
     if got.shape != want.shape or got.dtype != want.dtype:

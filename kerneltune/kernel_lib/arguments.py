@@ -44,7 +44,7 @@ def check_format(fp8_format: str, known: Collection[str], where: torch.device) -
 
 
 def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None:
-    """Check that kernels can count the words, each of `numbers` elements, of a tile of `rows` rows of a matrix in 31 bits."""
+    """Check that 31 bits can count the words in a tile of `rows` rows of a matrix; a word holds `numbers` elements."""
     limit = (1 << 31) // rows * numbers
     if x.shape[0] > 1 and x.stride(0) >= limit:
         raise ValueError(f"rows of {name} must be less than {limit} numbers apart in tiles of {rows}, got strides {x.stride()}")

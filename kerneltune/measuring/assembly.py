@@ -168,8 +168,8 @@ TARGETS = {
 def occupancy_of(kernel: Kernel, target: str) -> Occupancy:
     """Return how many programs of a compiled kernel an SM of the target holds.
 
-    A partition holds `w = min(warps, registers per lane // registers rounded up to 8)` warps, the SM
-    `partitions * w // warps of a program` programs, and no more than its shared memory and its program slots allow.
+    A partition holds `w = min(warps, registers per lane // registers rounded up to 8)` warps, and the SM
+    `partitions * w // warps of a program` programs, if its shared memory and its program slots allow as many.
     """
     limits = TARGETS[target]
     units = max(1, cdiv(kernel.registers, _REGISTER_UNIT))

@@ -78,8 +78,8 @@ def convert_to_fp8_training(
 
     - GroupedLinear, experts of `transformers` with any `experts_implementation`, and torchtitan's grouped experts multiply
       by the recipe.
-    - Any other module with expert weights of its own, which are parameters of three axes, runs its own forward pass, whose
-      grouped and batched products with the weights (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. Conversion
+    - Any other module with expert weights of its own, which are parameters of three axes, runs its own forward pass. Grouped
+      and batched products with the weights (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. Conversion
       skips a module whose forward pass names none of these products. A forward pass that makes none with one of the weights
       raises a ValueError: nothing stays in bf16 unnoticed.
     - With `dense`, each `nn.Linear` that is large enough for fp8 to pay becomes an `Fp8Linear`. Output layers and routers

@@ -107,7 +107,7 @@ class DelayedScaling(nn.Module):
         return made
 
     def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order.
+        """Cast b (E, K, N), of either order, into the tensors of an earlier cast of the same size.
 
         Takes known scales. skip: one value, not 0 to leave `into` as it is.
         """

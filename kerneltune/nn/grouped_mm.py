@@ -85,7 +85,7 @@ def _(q: Tensor, scale: Tensor, b: Tensor, offs: Tensor | None, scaling: str, po
 def late_weight_gradient(
     dy_t: Tensor, scale: Tensor, x: Tensor, scaling: str, pow2: bool, x_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
-    """Return dW (N, K) of all rows, of the cast of dY and of x (…, K), which is cast here in x_dtype as in the forward pass."""
+    """Return dW (N, K) of all rows. dY is cast already; x (…, K) is cast here, in x_dtype as in the forward pass."""
     _, x_t = Recipe(scaling, pow2).cast_rows(rows_of(x, x_dtype), None, for_product=False).split()
     return weight_gradient(Scaled(dy_t, scale), x_t, None, dtype)
 

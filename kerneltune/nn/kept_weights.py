@@ -140,10 +140,10 @@ class KeptWeights(nn.Module):
         Args:
             weight: a parameter, or a tensor that stands for a parameter.
             recipe: recipe of the cast.
-            update: whether to cast in any case. If False, a cast follows only if the weight is another tensor than at the
-                last call, at another address, or of another version, or if the weight takes gradients and any optimizer has
-                made a step since, because FSDP gathers weights without a new version. Changes that torch does not count are
-                not found: through `.data`, of weights made under inference_mode, and by a replayed graph.
+            update: whether to cast in any case. If False, the weight is cast only if it has changed since the last call: it
+                is another tensor, or at another address, or of another version. A weight that takes gradients also counts as
+                changed after a step of any optimizer, because FSDP gathers weights without a new version. Changes that torch
+                does not count are not found: through `.data`, of weights made under inference_mode, and by a replayed graph.
             skip: one value on the device; if it is not 0, the fp8 weights stay. The device reads the value when the work
                 runs, also in every replay of a graph. Only delayed scaling saves the time of the cast. The first call always
                 casts.

@@ -79,7 +79,7 @@ class AnyRecipe(Protocol):
         """
 
     def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: Tensor | None) -> None:
-        """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order.
+        """Cast b (E, K, N), of either order, into the tensors of an earlier cast of the same size.
 
         skip: one value, not 0 to leave `into` as it is; None where `can_write` refuses a flag.
         """
@@ -171,7 +171,7 @@ class Recipe:
         return Fp8Operand(q, scale.view(E, N))
 
     def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order."""
+        """Cast b (E, K, N), of either order, into the tensors of an earlier cast of the same size."""
         if b.is_contiguous():
             b, into = b.mT, into.transposed()
         if self.is_rowwise:

@@ -39,8 +39,8 @@ class TuningResult:
     """Hold the result of a task in a run, which searches it, measures its space, renews its config or keeps it.
 
     Attributes:
-        status: `tuned`, `measured` for a whole space, `kept` where the cache has a config, `skipped` where this GPU cannot run
-            the task, `failed`, or `dropped` where a stale config left the cache because it does not run.
+        status: `tuned`; `measured`: the whole space was timed; `kept`: the cache has a config; `skipped`: this GPU cannot run
+            the task; `failed`; `dropped`: a stale config left the cache because it does not run.
         entry: entry that is now in the config cache, of a tuned task.
         best: best config, or best time of a measured space, in a few words.
         reason: why the task was skipped or failed, or its config dropped.
