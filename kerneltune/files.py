@@ -181,9 +181,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:
-    """Append all lines or none under the lock of the file, and flush them to disk. Creates the folders.
+    """Make the folders, append all lines or none under the lock of the file, and flush them to disk.
 
-    keep_partial: text behind the last newline, such as a killed process leaves, gets a newline. Else it is cut off.
+    keep_partial: whether text behind the last newline, such as a killed process leaves, gets a newline. Else it is cut off.
     """
     with writing(path), path.open("a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -4,7 +4,8 @@ A digest stays the same when a comment, a docstring, an annotation, an error mes
 function, a constant or a local variable gets another name, and when code moves to another module. It changes with every constant,
 operation and attribute that the code uses. Triton's IR would do for kernels alone, but its text differs by Triton's version.
 
-Reads source files; runs none of them. A file that was edited after its module was imported is an error, as its code does not run.
+This module reads source files and runs none of them. A file that was edited after its module was imported is an error: its code
+does not run.
 """
 
 import ast

@@ -13,7 +13,7 @@ from kerneltune import device
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.captures import show_capture, time_cells
-from kerneltune.cli.cases import sizes_of
+from kerneltune.cli.cases import Ep, sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import Reporter
 from kerneltune.wording import counted, pairs
@@ -65,7 +65,7 @@ def getter_command(
     out: Annotated[Path, o.option("--out", "DIR", "Folder of trials, configs and tables.")],
     model: Annotated[Path | None, o.option("--model", "FILE", "Sizes of the experts of a config.json.")] = None,
     tp: Annotated[int, o.count("--tp", "GPUs that share each expert.")] = 1,
-    ep: Annotated[int, o.count("--ep", "GPUs that share the experts of a layer.")] = 1,
+    ep: Ep = 1,
     tokens: Annotated[str, o.option("--tokens", "N1,N2", "Tokens to tune; by default the keys of a table.")] = "",
     size: Annotated[list[str] | None, o.option("--size", "NAME=N1,N2", "Another size; may be repeated.")] = None,
     dtype: Annotated[str, o.option("--dtype", "NAME", "Element type.", callback=o.full_name)] = "bfloat16",

@@ -20,8 +20,9 @@ TOKENS, BATCHES = "4096,32768", "1,16,64"
 def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batches = BATCHES, output: o.Output = None) -> None:
     """Write the sweep of every operator that a model uses, its cases named by layer, for `tune`, `sweep` and `compare`.
 
-    Norms, products of experts with the casts of their operands, routing, SwiGLU, and int4 products of dense layers, where N is
-    the tokens and M the features; no casts of dense layers in fp8. Reads dense and mixture-of-experts language models.
+    The sweep has norms, products of experts with the casts of their operands, routing, SwiGLU, and int4 products of dense layers,
+    where N is the tokens and M the features; it has no casts of dense layers in fp8. FILE may be of a dense or of a
+    mixture-of-experts language model.
     """
     deliver(text(model, tokens, ep, batch), output)
 

@@ -37,8 +37,8 @@ def command(
     """Show how fast B is against A, case by case: µs, speed-up, `+` above 1.05x and `-` below 0.95x.
 
     Without names A is the fastest peer of every case and B is `optimized`; a workload that declares a table shows its table.
-    Reads the newest records of this GPU; on a machine without a GPU, the recorded results of any GPU. `compare X X --run`
-    measures X twice: the difference is noise.
+    The command reads the newest records of this GPU; on a machine without a GPU, the recorded results of any GPU.
+    `compare X X --run` measures X twice: the difference is noise.
     """
     if a is not None and b is None:  # a single name is B, a single file has A and B
         source, b = ([*(source or []), Path(a)], None) if _is_file(a) else (source, a)
