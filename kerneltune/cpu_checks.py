@@ -28,10 +28,10 @@ from kerneltune.wording import counted
 
 
 def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
-    """Check cases, then cases derived from bench cases, pairs of config and case, and addresses; with `quick` the cases alone.
+    """Check cases, then cases derived from bench cases, pairs of config and case, and addresses.
 
-    The journal of checks keeps the records of each case that is checked. Return all records, and lines about the coverage of the
-    checks.
+    With `quick`, check only the cases, and `compare` of other projects' operators. The journal of checks keeps the records of
+    each case that is checked. Return all records, and lines about the coverage of the checks.
     """
     runner = _JobRunner(plan, progress)
     for sweep_case in sweep_cases:  # here, as torch._dynamo, which torch imports for device `meta`, takes every fork 1.5 s
@@ -41,8 +41,9 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     for folder in {host_folder(op) for op in ops.values() if not is_foreign(op)}:
         read_sources(folder)
     if plan.options.quick:
-        runner.run("check", runner.case_jobs(sweep_cases))
-        return [*runner.case_records(), *runner.compile_refusals()], []
+        judged = _compare_jobs(plan, sweep_cases, quick=True)
+        runner.run("check", [*runner.case_jobs(sweep_cases), *judged])
+        return [*runner.case_records(), *runner.failures_and_coverage(judged)[0], *runner.compile_refusals()], []
     deriving = Fork(partial(_derived_checks, plan))
     try:
         runner.run("check", runner.case_jobs(sweep_cases))
@@ -158,20 +159,23 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
 
 
 def _further_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
-    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases.
-
-    `compare` of other projects' operators is checked on the outputs of the first variant.
-    """
-    jobs, check_cases = [], cases_by_op(sweep_cases)
+    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases."""
+    jobs, check_cases = _compare_jobs(plan, sweep_cases), cases_by_op(sweep_cases)
     for op, cases in check_cases.items():
-        tasks = plan.check_tasks(op, cases[0])
-        jobs += [pairs_job(task, cases) for task in tasks]
-        if is_foreign(plan.ops[op]):
-            jobs += [compare_job(task, cases) for task in tasks if not task.variant.part][:1]
+        jobs += [pairs_job(task, cases) for task in plan.check_tasks(op, cases[0])]
     for op, cases in cases_by_op(plan.cases()).items():
         for case in largest_cases(plan.ops[op], cases):
             supporting = [task for task in plan.check_tasks(op, case) if not task.variant.unsupported(case)]
             jobs += [address_job(task, facts.get(op, ()), check_cases.get(op, ())) for task in supporting]
+    return jobs
+
+
+def _compare_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], quick: bool = False) -> list[Job]:
+    """Return the check of `compare` of each other project's operator, on the outputs of its first own variant."""
+    jobs = []
+    for op, cases in cases_by_op(sweep_cases).items():
+        tasks = plan.check_tasks(op, cases[0]) if is_foreign(plan.ops[op]) else []
+        jobs += [compare_job(task, cases, quick) for task in tasks if not task.variant.part][:1]
     return jobs
 
 

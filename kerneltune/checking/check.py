@@ -152,10 +152,11 @@ class Checker:
             place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
+            given: Outputs = outputs if isinstance(outputs, Mapping) else {}
             causes = ["tf32"]
-            if any(fact.kind == "division" for fact in facts) and self._nearly_agree(outputs):
+            if any(fact.kind == "division" for fact in facts) and self._nearly_agree(given):
                 causes.append("division")
-            return outputs, [*lines, *sorted(str(fact) for fact in facts if fact.kind in causes)]
+            return given, [*lines, *self._other_kinds(given), *sorted(str(fact) for fact in facts if fact.kind in causes)]
         seen = self._first_seen
         lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
@@ -214,15 +215,26 @@ class Checker:
             if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
                 yield name, value
 
-    def _nearly_agree(self, outputs: object) -> bool:
+    def _nearly_agree(self, outputs: Outputs) -> bool:
         """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
         for name, expected in self.expected.items():
-            output = outputs.get(name) if isinstance(outputs, Mapping) else None
+            output = outputs.get(name)
             if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor) or output.shape != expected.shape:
-                continue
+                return False
             if not torch.allclose(output.double(), expected.double(), rtol=_NEAR, atol=0.0, equal_nan=True):
                 return False
         return True
+
+    def _other_kinds(self, outputs: Outputs) -> list[str]:
+        """Return a line for each output with fractions where the reference gives integers, a mistake of the reference."""
+        lines = []
+        for name, expected in self.expected.items():
+            got = outputs.get(name)
+            if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+                continue
+            if got.is_floating_point() and not expected.is_floating_point():
+                lines.append(f"{name} is {got.dtype}, the reference gives {expected.dtype}")
+        return lines
 
     def _placement_of_outputs(self, outputs: Outputs) -> dict[str, bool]:
         """Return output -> whether it shares an input's storage; leave out inputs that are unchanged, or not restored."""

@@ -139,6 +139,21 @@ def test_check_names_a_division_as_a_cause_if_results_nearly_agree(factor: float
     assert (line.startswith("y: "), bool(causes)) == (True, is_named)
 
 
+def test_check_names_a_reference_that_gives_integers_and_then_no_division() -> None:
+    def divided(inputs: Inputs, _config: Any) -> Outputs:
+        y = torch.empty_like(inputs["x"], dtype=torch.float32)
+        _thirds[(y.numel(),)](inputs["x"].float().nan_to_num(0.0, 1.0, -1.0).contiguous(), y, 1.0)
+        return {"y": y[:2] if inputs["x"].shape[0] > 2 else y}
+
+    def integers(inputs: Inputs) -> Outputs:
+        return {"y": torch.ones_like(inputs["x"], dtype=torch.int64)}
+
+    op = replace(op_with(""), reference=integers, compare=lambda *_: ["y: wrong"])
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 10)), "bfloat16"), DEVICE)
+    _, lines = checker.run(replace(op.variants[0], run=divided), None)
+    assert lines == ["y: wrong", "y is torch.float32, the reference gives torch.int64"]
+
+
 def test_failed_check_without_a_division_makes_no_copies_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU copies in double precision could need more memory than is free, and the failure would count as skipped."""
     monkeypatch.delattr(check.Checker, "_nearly_agree")
