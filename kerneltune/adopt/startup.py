@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,6 +75,8 @@ def replace_method(owner: type[Any], name: str, make: Callable[[Callable[..., An
 CAPTURE, CAPTURE_OPTIONS = "KERNELTUNE_CAPTURE", "KERNELTUNE_CAPTURE_OPTIONS"
 ADOPT, ADOPT_OPTIONS = "KERNELTUNE_ADOPT", "KERNELTUNE_ADOPT_OPTIONS"
 """Environment variables: a folder, and as JSON the options of `capture` or of `install`."""
+STARTED = "KERNELTUNE_STARTED"
+"""Environment variable: the file by which a process shows that it has found this package."""
 MISS_POLICIES = ("author", "nearest", "default", "error")
 """Choices of the config of launches that were not tuned."""
 _PATCHED = {TARGET: "Autotuner", INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
@@ -89,6 +92,9 @@ def start_from_environment() -> None:
     if _state.get("started"):
         return
     _state["started"] = True
+    if os.environ.get(STARTED):
+        with suppress(OSError):  # the command has ended before its program
+            Path(os.environ[STARTED]).touch()
     if os.environ.get(CAPTURE) or os.environ.get(ADOPT):
         _say_on_standard_error()
     try:

@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import os
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kerneltune import device
-from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
+from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS, STARTED
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, messages, note
@@ -20,6 +21,9 @@ from kerneltune.wording import counted, first_of
 if TYPE_CHECKING:
     from kerneltune.adopt.folder import ProcessNotes
 
+NOT_FOUND = (
+    "no Python of the program has found kerneltune: python -I, sudo or a container drops PYTHONPATH: install kerneltune there"
+)
 _BAD_INPUT = 2
 _ALL = "*"
 _ALSO_PLAIN = ", plain @triton.jit under --eager --plain"
@@ -70,8 +74,11 @@ def command(
         environment["TORCHDYNAMO_DISABLE"] = "1"
     remove_parts(out)
     earlier = process_files(out)
-    code = run_program(program, environment)
-    notes, _ = read_notes([path for path in process_files(out) if path not in earlier])
+    with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
+        code = run_program(program, environment | {STARTED: str(Path(folder, "started"))})
+        is_found = Path(folder, "started").exists()
+    written = [path for path in process_files(out) if path not in earlier]
+    notes, _ = read_notes(written)
     is_captured = bool(notes.launches) and _finish(out, notes.launches.keys(), ignore_arg or ())
     if notes.misnamed:
         error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")
@@ -81,7 +88,9 @@ def command(
         if notes.has_compiled and not eager:
             more += f"; kernels inside torch.compile are seen under --eager{'' if plain else _ALSO_PLAIN}"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
-        error_line(f"nothing was captured: {_reason(notes, pattern, code, plain)}{more}{kept}")
+        error_line(
+            f"nothing was captured: {_reason(notes, pattern, code, plain) if is_found or written else NOT_FOUND}{more}{kept}"
+        )
     # Because a launcher ends the job where a rank ends with an error, one of several ranks may capture nothing.
     is_rank = any(os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1 for name in _NUM_RANKS)
     raise typer.Exit(code or int(not is_captured and not is_rank))

@@ -10,7 +10,7 @@ import typer
 
 from kerneltune.adopt import startup
 from kerneltune.cli import options as o
-from kerneltune.cli.capture import Program
+from kerneltune.cli.capture import NOT_FOUND, Program
 from kerneltune.cli.console import messages, note, show_table
 from kerneltune.wording import counted
 
@@ -43,9 +43,13 @@ def command(
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         files = Path(folder, "counts")  # below a folder that goes: a process that outlives the program makes it no more
         chosen = {"miss": miss, "manifest": manifest, "counts": str(files)}
-        code = run_program(program, {startup.ADOPT: str(configs.resolve()), startup.ADOPT_OPTIONS: json.dumps(chosen)})
-        counts = read_counts(files.glob(f"*{SUFFIX}"))
-    _show_counts(counts, configs)
+        environment = {startup.ADOPT: str(configs.resolve()), startup.ADOPT_OPTIONS: json.dumps(chosen)}
+        code = run_program(program, environment | {startup.STARTED: str(Path(folder, "started"))})
+        counts, is_found = read_counts(files.glob(f"*{SUFFIX}")), Path(folder, "started").exists()
+    if is_found:
+        _show_counts(counts, configs)
+    else:
+        note(f"nothing was served: {NOT_FOUND}")
     raise typer.Exit(code)
 
 

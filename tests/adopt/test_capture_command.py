@@ -15,6 +15,7 @@ from kerneltune.adopt.folder import CLASSES, META, remove_stale
 from kerneltune.adopt.operators import write_capture_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.cli import console
+from kerneltune.cli.capture import NOT_FOUND
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +32,19 @@ def test_capture_of_a_missing_program_fails_and_writes_nothing(program: str, hin
 
 
 def test_capture_of_a_program_without_kernels_fails_and_writes_nothing(tmp_path: Path) -> None:
-    result = run("capture", "--out", tmp_path / "cap", "--", "true")
+    result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, "-c", "")
     message = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, message, False)
+
+
+def test_program_whose_python_does_not_find_this_package_is_told_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "tuned" / "served").mkdir(parents=True)
+    program = ("--", "env", "-u", "PYTHONPATH", sys.executable, "-S", "-c", "print(1)")
+    captured = run("capture", "--out", tmp_path / "cap", *program)
+    served = run("serve", "--configs", tmp_path / "tuned", *program)
+    assert (captured.exit_code, served.exit_code) == (1, 0)
+    assert captured.stderr == f"nothing was captured: {NOT_FOUND}\n"
+    assert served.stderr == f"nothing was served: {NOT_FOUND}\n"
 
 
 def test_capture_removes_folders_that_killed_processes_left_an_hour_ago(tmp_path: Path) -> None:
