@@ -21,9 +21,7 @@ from kerneltune.wording import counted, first_of
 if TYPE_CHECKING:
     from kerneltune.adopt.folder import ProcessNotes
 
-NOT_FOUND = (
-    "no Python of the program has found kerneltune: python -I, sudo or a container drops PYTHONPATH: install kerneltune there"
-)
+NOT_FOUND = "no Python of the program found kerneltune: python -I, sudo or a container drops PYTHONPATH: install kerneltune there"
 _BAD_INPUT = 2
 _ALL = "*"
 _ALSO_PLAIN = ", plain @triton.jit under --eager --plain"
@@ -88,9 +86,8 @@ def command(
         if notes.has_compiled and not eager:
             more += f"; kernels inside torch.compile are seen under --eager{'' if plain else _ALSO_PLAIN}"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
-        error_line(
-            f"nothing was captured: {_reason(notes, pattern, code, plain) if is_found or written else NOT_FOUND}{more}{kept}"
-        )
+        reason = _reason(notes, pattern, code, plain) if is_found or written or code else NOT_FOUND
+        error_line(f"nothing was captured: {reason}{more}{kept}")
     # Because a launcher ends the job where a rank ends with an error, one of several ranks may capture nothing.
     is_rank = any(os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1 for name in _NUM_RANKS)
     raise typer.Exit(code or int(not is_captured and not is_rank))
