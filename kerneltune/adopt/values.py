@@ -89,9 +89,12 @@ class Effect:
 
     def end(self) -> None:
         """Compare the bytes behind the launch."""
-        self._changed = [(now != before).any() for now, before in zip(self._bytes, self._before, strict=True)]
+        has_gpu = any(part.is_cuda for part in self._bytes)
+        changed = [(now != before).any() for now, before in zip(self._bytes, self._before, strict=True)]
+        # to memory of the host on the stream: to read a tensor of the GPU waits for all that the program has launched since
+        self._changed = [flag.to("cpu", non_blocking=True) for flag in changed]
         self._bytes = self._before = []
-        if any(flag.is_cuda for flag in self._changed):
+        if has_gpu:
             self._event = sys.modules["torch"].cuda.Event(enable_timing=False)
             self._event.record()
 
