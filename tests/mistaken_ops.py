@@ -11,6 +11,7 @@ from kerneltune.checking import pairs
 from kerneltune.checking.addresses import address_errors
 from kerneltune.checking.check import Checker
 from kerneltune.checking.derived import derived_cases
+from kerneltune.checking.program_orders import wrong_in_reverse
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.check_values import vary_rows
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -80,7 +81,7 @@ class Mistaken:
                 return errors
         outcomes = pairs.check_pairs(op, variant, cases, lambda case: 1.0 + case["M"] * case["N"])
         errors = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
-        return errors or address_errors(op, LARGE, variant, default)
+        return errors or address_errors(op, LARGE, variant, default) or wrong_in_reverse(op, cases)
 
 
 def mistakes_of(operators: dict[str, Mistaken]) -> list[tuple[str, str]]:

@@ -295,6 +295,12 @@ def why_not_checked(op: Op, case: Case) -> str | None:
     return None
 
 
+def smallest_cases(op: Op, cases: Sequence[Case], count: int) -> list[Case]:
+    """Return the smallest cases, none with an axis of 1 unless all have one."""
+    thick = [case for case in cases if min((size for _axis, size in case.axes), default=0) > 1]
+    return sorted(thick or cases, key=lambda case: op.traffic(case).total)[:count]
+
+
 def is_foreign(op: Op) -> bool:
     """Return whether an operator is a user's own: neither this project's nor made of a capture."""
     return not op.module.startswith("kerneltune.")

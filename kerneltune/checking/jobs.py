@@ -16,6 +16,7 @@ from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_cost, check_pairs
+from kerneltune.checking.program_orders import wrong_in_reverse
 from kerneltune.checking.shifts import wrong_far_from_zero
 from kerneltune.errors import place_of
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
@@ -143,7 +144,9 @@ def compare_job(task: Task, cases: Sequence[Case], quick: bool = False) -> Job:
         if quick:
             return [Outcome("failed", reason, task.default)] if ignored else []
         lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
-        lines += [*blind_spots(task.op, task.variant, cases), *wrong_far_from_zero(task.op, cases)]
+        lines += blind_spots(task.op, task.variant, cases)
+        with noting(passes_on=False):
+            lines += [*wrong_far_from_zero(task.op, cases), *wrong_in_reverse(task.op, cases)]
         lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
         named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
         return [Outcome("failed", reason, task.default), *named] if ignored else named

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.checking.check import Checker
+from kerneltune.checking.check import Checker, smallest_cases
 from kerneltune.spec import Case, Inputs, Op
 
 _FAR = 28672
@@ -33,8 +33,7 @@ def wrong_far_from_zero(op: Op, cases: Sequence[Case]) -> list[str]:
     are large and equal. Where a step of bf16 changes the reference, only NaN, infinity and integers count as wrong.
     """
     begun_s, lines = time.thread_time(), dict[str, str]()
-    thick = [case for case in cases if min((size for _axis, size in case.axes), default=0) > 1]
-    for case in sorted(thick or cases, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
+    for case in smallest_cases(op, cases, _MOST_CASES):
         with suppress(Exception):  # the check of the case says why
             wide = {name: value for name, value in op.inputs(case, device="cpu").items() if _is_wide(value)}
             for name, far in itertools.product(wide, (-_FAR, _FAR)):

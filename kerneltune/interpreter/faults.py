@@ -8,16 +8,19 @@ import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from kerneltune.errors import meant
 
-PROGRAM_SECONDS = 60.0
-"""Most processor time of a program: a program of a check takes milliseconds."""
+PROGRAM_SECONDS, _REVERSED_SECONDS = 60.0, 3.0
+"""Most processor time of a program, and of a program in reverse order: a program of a check takes milliseconds."""
+NOT_ENDED = "has not ended after"
+_REVERSED: ContextVar[bool] = ContextVar("reversed", default=False)
 
 
 class KernelFaultError(Exception):
@@ -58,7 +61,7 @@ def time_limit(program: Callable[[], str]) -> Iterator[None]:
     """
 
     def end(_signal: int, frame: FrameType | None) -> None:
-        raise KernelFaultError(f"{program()} has not ended after {PROGRAM_SECONDS:g} s{line_of(frame)}")
+        raise KernelFaultError(f"{program()} {NOT_ENDED} {_seconds():g} s{line_of(frame)}")
 
     if not _is_limited():
         yield
@@ -76,9 +79,28 @@ def _is_limited() -> bool:
 
 
 def begin_time() -> None:
-    """Give the program that begins, within `time_limit`, `PROGRAM_SECONDS` of processor time."""
+    """Give the program that begins, within `time_limit`, `PROGRAM_SECONDS` of processor time; in reverse order fewer."""
     if _is_limited():
-        signal.setitimer(signal.ITIMER_VIRTUAL, PROGRAM_SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _seconds())
+
+
+def _seconds() -> float:
+    return _REVERSED_SECONDS if _REVERSED.get() else PROGRAM_SECONDS
+
+
+@contextmanager
+def reverse_order() -> Iterator[None]:
+    """Run the last program of each launch first; a program that waits for another soon raises an error with NOT_ENDED."""
+    token = _REVERSED.set(True)
+    try:
+        yield
+    finally:
+        _REVERSED.reset(token)
+
+
+def in_order(at: Sequence[int], grid: Sequence[int]) -> Sequence[int]:
+    """Return the place of the program that runs in place of a program."""
+    return [size - 1 - place for size, place in zip(grid, at, strict=True)] if _REVERSED.get() else at
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -20,6 +20,7 @@ Touched = dict[tuple[str, int], Any]
 """(`load` or `store`, address of a storage) -> whether programs load, or store, each of its bytes."""
 _TOUCHED: ContextVar[Touched | None] = ContextVar("touched", default=None)
 _ALWAYS = np.iinfo(np.int32).max
+_ATOMICS = ("atomic", "atomic of another")
 _MOST_PENDING = 1 << 24
 """Most loaded elements that are kept until a store to their storage needs them."""
 _MOST_SYNCHRONIZING = 32
@@ -115,8 +116,7 @@ class Races:
             if is_wrong.any() and (is_wrong := is_wrong & is_changed()).any():
                 first = int(is_wrong.argmax())
                 event = int(events[first])
-                name = "load" if kind.startswith("load") else kind
-                return Conflict(int(units[first]) * shadow.unit, name, int(self._programs[event]), self._lines[event])
+                return Conflict(int(units[first]) * shadow.unit, kind.split()[0], int(self._programs[event]), self._lines[event])
         return None
 
     def _units(self, storage: int, size: int, at: Any, item_size: int) -> tuple[_Shadow, Any]:
@@ -133,7 +133,7 @@ class Races:
             is_shared: the load may see what atomics have left until now: it conflicts with plain stores alone.
         """
         shadow, units = self._units(storage, size, at, item_size)
-        conflict = self._conflict(shadow, units, ("store",) if is_shared else ("store", "atomic"))
+        conflict = self._conflict(shadow, units, ("store",) if is_shared else ("store", *_ATOMICS))
         if conflict is None and not is_shared:
             shadow.pending.append((self._event(line), units))
             shadow.num_pending += units.size
@@ -151,7 +151,7 @@ class Races:
         """
         shadow, units = self._units(storage, size, at, item_size)
         self._flush(shadow)
-        kinds = ("store", "atomic", "load", "load of another")
+        kinds = ("store", *_ATOMICS, "load", "load of another")
         conflict = self._conflict(shadow, units, kinds, lambda: np.repeat(is_changed(), units.size // max(1, at.size)))
         if conflict is None:
             shadow.of("store")[units] = self._event(line)
@@ -168,7 +168,7 @@ class Races:
             self.acquire(places)
         if (conflict := self._conflict(shadow, units, ("store", "load", "load of another"))) is not None:
             return conflict
-        shadow.of("atomic")[units] = self._event(line)
+        self._enter(shadow, "atomic", self._event(line), units)
         if releases and places:
             self._release(places)
         return None
@@ -199,16 +199,20 @@ class Races:
         self._segment += 1
 
     def _flush(self, shadow: _Shadow) -> None:
-        """Enter pending loads; a unit keeps its last load, and the last load of a different program."""
+        """Enter pending loads."""
         for event, units in shadow.pending:
-            last, another = shadow.of("load"), shadow.of("load of another")
-            before = last[units]
-            foreign = self._programs[before] != self._programs[event]
-            foreign &= before > 0
-            another[units[foreign]] = before[foreign]
-            last[units] = event
+            self._enter(shadow, "load", event, units)
         shadow.pending.clear()
         shadow.num_pending = 0
+
+    def _enter(self, shadow: _Shadow, kind: str, event: int, units: Any) -> None:
+        """Enter a load or an atomic; a unit keeps the last access of the kind, and the last of a different program."""
+        last, another = shadow.of(kind), shadow.of(f"{kind} of another")
+        before = last[units]
+        foreign = self._programs[before] != self._programs[event]
+        foreign &= before > 0
+        another[units[foreign]] = before[foreign]
+        last[units] = event
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from kerneltune.interpreter.faults import (
     causes,
     check_keywords,
     fault_of,
+    in_order,
     line_of,
     statement,
     time_limit,
@@ -151,8 +152,9 @@ class _Guard:
         self._races, self._last_elements = Races(num_programs), LastElements(num_programs)
         self._loads_index = False
 
-    def begin_program(self, set_grid_idx: Any, *at: int) -> None:
+    def begin_program(self, set_grid_idx: Any, *place: int) -> None:
         """Note the program that begins, and the time."""
+        at = in_order(place, self._grid)
         set_grid_idx(*at)
         begin_time()
         self._program_number = (at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2]

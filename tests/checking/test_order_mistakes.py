@@ -75,6 +75,31 @@ def locked(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
 
 
 @triton.jit
+def _counted(x_ptr, y_ptr, sum_ptr, count_ptr, N, PARTS: tl.constexpr, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
+    rows, part, size = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64), tl.program_id(1), tl.cdiv(N, PARTS)
+    total = tl.zeros((64,), tl.float32)
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        mask = (at < size) & (part * size + at < N)
+        total += tl.sum(tl.load(x_ptr + rows[:, None] * N + part * size + at, mask[None, :], other=0.0), 1)
+    tl.atomic_add(sum_ptr + rows, total)
+    if MISTAKE == "relaxed counter":
+        before = tl.atomic_add(count_ptr + tl.program_id(0), 1, sem="relaxed")
+    else:
+        before = tl.atomic_add(count_ptr + tl.program_id(0), 1)
+    if (part if MISTAKE == "last by its id" else before) == PARTS - 1:
+        tl.store(y_ptr + rows, tl.load(sum_ptr + rows))
+
+
+def counted(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    M, N = inputs["x"].shape
+    x = torch.nn.functional.pad(inputs["x"], (0, 0, 0, -M % 64))
+    y, count = x.new_empty(len(x)), x.new_zeros(len(x) // 64, dtype=torch.int32)
+    _counted[(len(count), config.parts)](x, y, x.new_zeros(len(x)), count, N, config.parts, config.block, mistake)
+    return {"y": y[:M]}
+
+
+@triton.jit
 def _product(a_ptr, b_ptr, y_ptr, M, N, PROGRAMS, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     across = tl.cdiv(N, BLOCK)
     total = tl.zeros((16, BLOCK), tl.float32)
@@ -171,6 +196,9 @@ OPERATORS = {
         locked, rows_of, lambda inputs: {"dw": inputs["x"].sum(0)},
         ("no lock", "released before the store", "first for ever"),
         lambda _case, _given, outputs, expected: close("dw", outputs["dw"], expected["dw"], 1e-3, 1e-3),
+    ),
+    "counted": Mistaken(
+        counted, rows_of, lambda inputs: {"y": inputs["x"].sum(1)}, ("last by its id", "relaxed counter")
     ),
     "product": Mistaken(
         product, factors, lambda inputs: {"y": inputs["a"] @ inputs["b"].t()},
