@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -58,17 +59,22 @@ def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
     from kerneltune.adopt.folder import CLASSES, MISSES
     from kerneltune.adopt.serving import MISSED, SERVED
 
-    kernels = {name.partition(" ")[2] for name in counts}
-    rows = [(kernel, counts.get(f"{SERVED} {kernel}", 0), counts.get(f"{MISSED} {kernel}", 0)) for kernel in kernels]
-    rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[2], -row[1], row[0]))
-    served, missed = sum(row[1] for row in rows), sum(row[2] for row in rows)
-    if not rows:
+    served, missed = _by_kernel(counts, SERVED), _by_kernel(counts, MISSED)
+    kernels = sorted(served | missed, key=lambda kernel: (-missed[kernel], -served[kernel], kernel))
+    if not kernels:
         note("no launch of an autotuned kernel was seen")
         return
-    show_table(("kernel", "served", "not tuned"), [(row[0], str(row[1]), str(row[2])) for row in rows[:_SHOWN]], messages)
-    more = f" (the first {_SHOWN} of {len(rows)} kernels are shown)" if len(rows) > _SHOWN else ""
-    note(f"{counted(served, 'launch', 'launches')} served, {missed} not tuned{more}")
+    rows = [(kernel, str(served[kernel]), str(missed[kernel])) for kernel in kernels[:_SHOWN]]
+    show_table(("kernel", "served", "not tuned"), rows, messages)
+    more = f" (the first {_SHOWN} of {len(kernels)} kernels are shown)" if len(kernels) > _SHOWN else ""
+    note(f"{counted(served.total(), 'launch', 'launches')} served, {missed.total()} not tuned{more}")
     if missed and (configs / MISSES / CLASSES).is_dir():
         note(f"launches that were not tuned are recorded: kerneltune tune {configs}")
     elif missed:
         note(f"launches that were not tuned are not recorded: capture the program into {configs} again, then tune it")
+
+
+def _by_kernel(counts: Mapping[str, int], kind: str) -> Counter[str]:
+    """Return kernel -> the count of its launches of a kind, where there are any."""
+    prefix = f"{kind} "
+    return Counter({name.removeprefix(prefix): count for name, count in counts.items() if count and name.startswith(prefix)})

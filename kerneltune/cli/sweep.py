@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -167,20 +167,31 @@ def _measure_stale(ops: Mapping[str, Op], gpu_stale: "Stale") -> None:
         raise typer.Exit(1)
 
 
+class _StaleLine(NamedTuple):
+    """Hold a line about stale configs or cases of an operator or a family."""
+
+    kind: str
+    name: str
+    num_stale: int
+    num_known: int
+    minutes: float
+
+
 def _stale_table(stales: "Sequence[Stale]") -> Table:
     """Return a row per operator with its stale configs and per family with its stale cases."""
     from kerneltune.stale import CONFIG_S
 
     rows = []
     for gpu_stale in stales:
-        num_stale, lines = Counter(entry.op for entry in gpu_stale.configs), []
+        num_stale, lines = Counter(entry.op for entry in gpu_stale.configs), list[_StaleLine]()
         for op, num_cached in sorted(gpu_stale.num_cached.items()):
-            lines.append(("configs", op, num_stale[op], num_cached, CONFIG_S * num_stale[op]))
+            lines.append(_StaleLine("configs", op, num_stale[op], num_cached, CONFIG_S * num_stale[op] / 60))
         for family in gpu_stale.families:
-            seconds = family.seconds_a_case * len(family.stale)
-            lines.append(("cases", family.plan.family, len(family.stale), family.num_cases, seconds))
-        lines.append(("all", "", sum(line[2] for line in lines), sum(line[3] for line in lines), sum(line[4] for line in lines)))
-        rows += [Row((gpu_stale.gpu, *line[:4], line[4] / 60)) for line in lines if line[2]]
+            minutes = family.seconds_a_case * len(family.stale) / 60
+            lines.append(_StaleLine("cases", family.plan.family, len(family.stale), family.num_cases, minutes))
+        num_known, minutes = sum(line.num_known for line in lines), sum(line.minutes for line in lines)
+        lines.append(_StaleLine("all", "", sum(line.num_stale for line in lines), num_known, minutes))
+        rows += [Row((gpu_stale.gpu, *line)) for line in lines if line.num_stale]
     columns = (Column("gpu", shared=True), Column("of", shared=True), Column("op or family"))
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 
