@@ -168,8 +168,11 @@ class Races:
             self.acquire(places)
         if (conflict := self._conflict(shadow, units, ("store", "load", "load of another"))) is not None:
             return conflict
-        self._enter(shadow, "atomic", self._event(line), units)
-        if releases and places:
+        if not places:
+            self._enter(shadow, "atomic", self._event(line), units)
+            return None
+        shadow.of("atomic")[units] = self._event(line)  # atomics on a word have an order, which the value tells
+        if releases:
             self._release(places)
         return None
 
