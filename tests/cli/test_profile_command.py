@@ -40,14 +40,14 @@ def test_profile_without_ncu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_profile_prints_values_of_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
-    def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.ConflictLine]]:
+    def fake(_ncu: Path, command: list[str], _folder: Path) -> ncu.NcuReport:
         commands.append(command[-5:])
         values = {"DRAM % of peak": 40.0 + len(commands), "shared bank conflicts": 1048576.0}
         lines = [
             ncu.ConflictLine("kernels.py:241", "words = tl.trans(q)", 12288),
         ]
         profiled = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
-        return [profiled], lines if len(commands) == 1 else []
+        return ncu.NcuReport([profiled], lines if len(commands) == 1 else [])
 
     monkeypatch.setattr(profile, "find_ncu", lambda: Path("/ncu"))
     monkeypatch.setattr(profile, "profile", fake)
