@@ -1,7 +1,7 @@
 """Compare steps of foreign programs under their authors' autotuners with the same steps served; prints a table.
 
-`python step_table.py --work DIR --json FILE gla blockwise experts` captures and tunes each program of steps.py, then runs it with
-the compiled kernels of all configs in Triton's cache: once unchanged, so that the author's tuning chooses, and once served.
+`python step_table.py --work DIR --json FILE gla blockwise cast experts` captures and tunes each program of steps.py, then runs it
+with the compiled kernels of all configs in Triton's cache: once unchanged, so that the author's tuning chooses, and once served.
 `--lock FILE` lets several of these commands share a GPU: only one of them times at once. `--from FILE…` prints tables of files.
 """
 
@@ -39,18 +39,18 @@ def measure(name: str, work: Path, target: Path, tune: list[str], lock: list[str
 def table(files: list[Path]) -> str:
     """Return the table as Markdown."""
     lines = [
-        "| program | size | author's GPU ms | served | author's / served, 95 % | author's host ms | served | s in all |",
-        "|---|---|---|---|---|---|---|---|",
+        "| program | size | author's GPU ms | served | author's / served, 95 % | its host ms | served | the same | s in all |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for found in map(json.loads, (path.read_text() for path in files)):
         author, served = (found.get(name, {}).get("result") for name in ("author", "served"))
         for size in author["sizes"] if author and served else ():
             one, other = author["sizes"][size], served["sizes"][size]
-            over = ratio_interval(np.array(one["gpu_ms"]), np.array(other["gpu_ms"]))
+            intervals = [ratio_interval(np.array(one[kind]), np.array(other[kind])) for kind in ("gpu_ms", "host_ms")]
+            gpu, host = (f"{over.median:.3f}x ({over.low:.3f}-{over.high:.3f})" for over in intervals)
             medians = [f"{np.median(side[kind]):.3f}" for kind in ("gpu_ms", "host_ms") for side in (one, other)]
-            ratio = f"{over.median:.3f}x ({over.low:.3f}-{over.high:.3f})"
             seconds = f"{author['seconds']:.1f}, {served['seconds']:.1f}"
-            cells = (found["program"], size, *medians[:2], ratio, *medians[2:], seconds)
+            cells = (found["program"], size, *medians[:2], gpu, *medians[2:], host, seconds)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,8 +1,9 @@
-"""Time steps of foreign programs whose kernels are autotuned: `python steps.py gla|blockwise|experts`.
+"""Time steps of foreign programs whose kernels are autotuned: `python steps.py gla|blockwise|cast|experts`.
 
-Prints one line of JSON: seconds from the first launch to the end, and for each size the GPU time and the host's time of 30 steps,
-in ms. Holds the file STEPS_LOCK, if the environment names it, while it launches kernels. Imports no kerneltune. `gla` is a
-layer of flash-linear-attention, `blockwise` torchao's fp8 casts and products, `experts` Liger's fused mixture of experts.
+Prints one line of JSON: seconds from the first launch to the end, and for each size the GPU's and the host's ms of 100 steps.
+Holds the file STEPS_LOCK, if the environment names it, while it launches kernels. Imports no kerneltune. `gla` is a
+layer of flash-linear-attention, `blockwise` torchao's fp8 casts and products, `cast` one of these casts alone, `experts` Liger's
+fused mixture of experts.
 """
 
 import fcntl
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 BF16 = torch.bfloat16
-STEPS = 30
+STEPS = 100
 
 
 def leaf(*sizes: int, scale: float = 1.0) -> torch.Tensor:
@@ -53,6 +54,14 @@ def blockwise(tokens: int) -> Callable[[], Any]:
     return step
 
 
+def cast(tokens: int) -> Callable[[], Any]:
+    """Return a step of a single launch, of torchao's blockwise cast of rows: the time of a launch shows."""
+    from torchao.prototype.blockwise_fp8_training import kernels as k
+
+    x = torch.randn(tokens, 2048, device="cuda", dtype=BF16)
+    return lambda: k.triton_fp8_blockwise_act_quant_lhs(x)
+
+
 def experts(tokens: int) -> Callable[[], Any]:
     """Return a step of Liger's fused mixture of 16 experts, forward and backward."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
@@ -68,7 +77,10 @@ def experts(tokens: int) -> Callable[[], Any]:
     return step
 
 
-PROGRAMS = {"gla": (gla, (4096,)), "blockwise": (blockwise, (1024, 16384)), "experts": (experts, (1024, 8192))}
+PROGRAMS = {
+    "gla": (gla, (4096,)), "blockwise": (blockwise, (1024, 16384)), "cast": (cast, (1024, 4096)),
+    "experts": (experts, (1024, 8192)),
+}  # fmt: skip
 
 
 def times(step: Callable[[], Any]) -> dict[str, list[float]]:
