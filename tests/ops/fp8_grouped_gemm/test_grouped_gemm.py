@@ -129,10 +129,13 @@ def test_grouped_gemm_of_offs_in_disorder_accesses_nothing_outside(ends: tuple[i
 
 
 @pytest.mark.parametrize("ends", [(90, 40, 80), (-5, 500, 20), (2**31 - 1, -(2**31), 100), (50, 100, 129)], ids=str)
-def test_grouped_gemm_of_torch_survives_offs_in_disorder(ends: tuple[int, ...]) -> None:
-    one = torch.ones(1, device=WHERE)
+def test_grouped_gemm_of_torch_survives_offs_in_disorder(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, given, scaled_mm = torch.ones(1, device=WHERE), list[list[int]](), peers.scaled_mm
     a, b = integers(128, 32), integers(len(ends), 48, 32).transpose(1, 2)
+    monkeypatch.setattr(peers, "scaled_mm", lambda *operands: given.append(operands[-1].tolist()) or scaled_mm(*operands))
     gemm.fp8_grouped_gemm(a, b, one, one, ends_of(*ends), config=gemm.CUTLASS)
+    assert given == [sorted(given[0])]
+    assert 0 <= given[0][0] <= given[0][-1] <= 128
     product = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(10, 40, 128), config=gemm.CUTLASS)
     want = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(10, 40, 128), config=config())
     assert torch.equal(product, want)
