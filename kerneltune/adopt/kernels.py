@@ -377,7 +377,7 @@ class LaunchMap(Generic[V]):
 
 
 class MapOfDevices(LaunchMap[V]):
-    """Hold a map for each GPU, of which the launch's GPU chooses: for a process that sees GPUs of several models."""
+    """Hold a map for each GPU, in a process that sees GPUs of several models: a launch uses the map of its own GPU."""
 
     __slots__ = ("_maps", "_options")
 
@@ -392,7 +392,7 @@ class MapOfDevices(LaunchMap[V]):
         return self._maps.get(device) or self._maps.setdefault(device, LaunchMap(**self._options))
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
-        """Return what the map of the present GPU has."""
+        """Return the value of a launch in the map of the present GPU."""
         return self._here().find(args, kwargs)
 
     def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:

@@ -29,8 +29,9 @@ def wrong_far_from_zero(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each own variant that is wrong with an input around _FAR or -_FAR, and right around 0.
 
     The reference's results stay as they are, or move with the input, as in a softmax, a choice of the largest or a maximum. So a
-    constant is found that a kernel takes for infinity. Others are cut to 1, or _EQUAL throughout, where products of two inputs
-    are large and equal. Where a step of bf16 changes the reference, only NaN, infinity and integers count as wrong.
+    constant is found that a kernel takes for infinity. The other inputs are cut to 1; or they are _EQUAL throughout, so that
+    products of two inputs are large and equal. Where a step of bf16 changes the reference, only NaN, infinity and integers count
+    as wrong.
     """
     begun_s, lines = time.thread_time(), dict[str, str]()
     for case in smallest_cases(op, cases, _MOST_CASES):
@@ -68,7 +69,7 @@ def _wrong(op: Op, case: Case, inputs: Callable[..., Inputs], far: int) -> Itera
 def _moved(
     inputs: Callable[..., Inputs], name: str, equal: Sequence[str], far: int, moves: int, blurs: int, *args: Any, **named: Any
 ) -> Inputs:
-    """Return inputs of which one has values between 0 and `far` that every type holds exactly.
+    """Return inputs with one input moved: its values lie between 0 and `far`, and every type holds them exactly.
 
     In each row one value is _TOP steps away from the row's constants, and the next differ, up to _STEPS.
 

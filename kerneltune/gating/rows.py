@@ -143,8 +143,8 @@ def _groups(changes: Sequence[Change]) -> dict[tuple[str, str, str], list[Change
 def _group_shift(rows: Sequence[Change]) -> Shift:
     """Return the geometric mean of the rows' slowdowns.
 
-    Its error has two parts. One is the spread of the process means. The other is a spread over rows: that of the slowdowns, or
-    that of their intervals if this is larger.
+    Its error has two parts: the spread of the process means, and the spread over rows of the slowdowns or of their intervals,
+    whichever is larger.
     """
     logs = np.array([change.log for change in rows])
     bounds = np.array([(change.low, change.high) for change in rows])  # (rows, 2)
