@@ -54,7 +54,7 @@ def lacking(place: Place) -> None:
 @journey(limit_s=60, alone=True)
 def slow(place: Place) -> None:
     """Take long."""
-    Path(os.environ["FAKE_PID"]).write_text("slow")
+    Path(os.environ["FAKE_PID"]).write_text(str(os.getpid()))
     time.sleep(600)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import proof
@@ -31,7 +32,9 @@ def main(command: Sequence[str] = (sys.executable, str(HERE))) -> int:
     if gpu["slug"] == "interpreter" and not options.without_gpu:
         raise ValueError("no NVIDIA GPU that torch can use: journeys run on one")
     print(f"{gpu['name']}, torch {gpu['torch']}, triton {gpu['triton']}; outputs in {out}", flush=True)
-    return _run(Runner(out, gpu, command), chosen, keeps=not options.no_proof and gpu["slug"] != "interpreter")
+    is_kept = not options.no_proof and gpu["slug"] != "interpreter"
+    keep = partial(proof.keep, out, gpu) if is_kept else lambda _: None
+    return _run(Runner(out, gpu, command, keep), chosen)
 
 
 def _options() -> argparse.Namespace:
@@ -60,8 +63,8 @@ def _chosen(only: str) -> list[Journey]:
     return [JOURNEYS[name] for name in names]
 
 
-def _run(runner: Runner, chosen: list[Journey], keeps: bool) -> int:
-    """Run, show the table and keep it; keeps: whether the proof, too."""
+def _run(runner: Runner, chosen: list[Journey]) -> int:
+    """Run, show the table and keep it."""
     began, code = time.monotonic(), 0
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -74,8 +77,6 @@ def _run(runner: Runner, chosen: list[Journey], keeps: bool) -> int:
     (runner.out / "table.txt").write_text(text + "\n")
     summary = {"gpu": dict(runner.gpu), "journeys": [asdict(one) for one in endings]}
     (runner.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    if keeps:
-        proof.keep(runner.out, runner.gpu, endings)
     return code or int(any(one.passed in (FAILED, INTERRUPTED) for one in endings))
 
 

@@ -33,21 +33,16 @@ NUMBERS = re.compile(r"\[[\d,\s]+\]")
 VERSIONS = ("driver", "torch", "triton", "python")
 
 
-def keep(out: Path, gpu: Mapping[str, str], endings: Sequence[Ending]) -> None:
-    """Write what passed and failed into the proof of this GPU model, and a copy beside the outputs."""
+def keep(out: Path, gpu: Mapping[str, str], ending: Ending) -> None:
+    """Write a journey that passed or failed into the proof of this GPU model, and a copy beside the outputs."""
+    if ending.passed not in (PASSED, FAILED):
+        return
     commit = os.environ.get("COMMIT") or gpu["commit"]  # a copy of the tree may lack its history
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {name: gpu[name] for name in VERSIONS}
-    runs = {
-        one.name: (
-            JourneyRun(one.passed == PASSED, commit, versions, date, round(one.seconds, 1), []),
-            digests(JOURNEYS[one.name].code(one.modules)),
-        )
-        for one in endings
-        if one.passed in (PASSED, FAILED)
-    }
+    run = JourneyRun(ending.passed == PASSED, commit, versions, date, round(ending.seconds, 1), [])
     path = ROOT / "results" / gpu["slug"] / PROOF
-    merge_proof(path, gpu["name"], runs, list(JOURNEYS))
+    merge_proof(path, gpu["name"], {ending.name: (run, digests(JOURNEYS[ending.name].code(ending.modules)))}, list(JOURNEYS))
     shutil.copy(path, out)
 
 

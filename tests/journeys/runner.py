@@ -10,13 +10,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 
 from journey import FAILED, HERE, INTERRUPTED, LEFT_OUT, PASSED, ROOT, Journey
 
@@ -91,11 +91,13 @@ def parts(journeys: Sequence[Journey], gpus: Sequence[str]) -> dict[str, list[Jo
 class Runner:
     """Runs journeys; `ended` holds how each of them ended, also after Ctrl-C."""
 
-    def __init__(self, out: Path, gpu: Mapping[str, str], command: Sequence[str]) -> None:
-        """out: folder of the outputs; command: runs a journey, with `--inside NAME --said FILE`."""
-        self.out, self.gpu, self._command = out, gpu, list(command)
+    def __init__(
+        self, out: Path, gpu: Mapping[str, str], command: Sequence[str], keep: Callable[[Ending], None] = lambda _: None
+    ) -> None:
+        """out: folder of the outputs; command: runs a journey, with `--inside NAME --said FILE`; keep: gets each ending."""
+        self.out, self.gpu, self._command, self._keep = out, gpu, list(command), keep
         self.ended: dict[str, Ending] = {}
-        self._stop = Event()
+        self._stop, self._keeping = Event(), Lock()
         self._began = time.monotonic()
 
     def run(self, journeys: Sequence[Journey]) -> None:
@@ -126,7 +128,7 @@ class Runner:
         first = ending.reason.splitlines()[0] if ending.reason else ""
         print(f"{since:5.0f} s  {ending.name}: {ending.passed}, {ending.seconds:.0f} s  {first}"[:200], flush=True)
         if ending.passed == FAILED:
-            print(ending.reason, flush=True)  # now: a machine may be gone before the end
+            print(ending.reason, flush=True)
 
     def _one(self, journey: Journey, gpu: str) -> None:
         if self._stop.is_set():
@@ -138,6 +140,8 @@ class Runner:
             ending = Ending(journey.name, FAILED, reason=f"{type(error).__name__}: {error}")
         ending.seconds = time.monotonic() - began
         self.ended[journey.name] = ending
+        with self._keeping:  # now: a machine may be gone before the end
+            self._keep(ending)
         self._say(ending)
 
     def _run(self, journey: Journey, gpu: str) -> Ending:

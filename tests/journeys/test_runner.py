@@ -28,6 +28,15 @@ def summary(tmp_path: Path) -> dict[str, dict[str, object]]:
     return {one["name"]: one for one in content["journeys"]}
 
 
+def pid_of_slow(tmp_path: Path) -> int:
+    """Wait for the journey `slow`, and return its process."""
+    deadline, file = time.monotonic() + 60, tmp_path / "pid"
+    while not (file.is_file() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return int(file.read_text())
+
+
 def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None:
     process = start(tmp_path, "--only", "fine,broken,hangs,unable,lacking")
     out, errors = process.communicate(timeout=120)
@@ -68,15 +77,25 @@ def test_runner_after_ctrl_c_keeps_results_of_ended_journeys(tmp_path: Path) -> 
     assert process.stdout
     while "unable: not run" not in process.stdout.readline():
         assert process.poll() is None
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    pid_of_slow(tmp_path)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert {name: one["passed"] for name, one in summary(tmp_path).items()} == {"unable": "not run", "slow": "interrupted"}
     assert "slow" in out
+
+
+def test_runner_that_is_killed_keeps_the_proof_of_ended_journeys(tmp_path: Path) -> None:
+    process = start(tmp_path, "--only", "fine,slow")
+    assert process.stdout
+    while "fine: yes" not in process.stdout.readline():
+        assert process.poll() is None
+    pid = pid_of_slow(tmp_path)
+    process.kill()
+    process.wait()
+    os.kill(pid, signal.SIGKILL)
+    kept = load_proof(tmp_path / "out" / "results" / "nvidia_fake" / "proof.json")
+    assert {name: run.passed for name, run in kept.journeys.items()} == {"fine": True}
 
 
 def test_runner_of_an_unknown_journey_fails_with_one_line(tmp_path: Path) -> None:
