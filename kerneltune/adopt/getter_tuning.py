@@ -90,8 +90,10 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named:
     if engine == "sglang":
         fields = re.sub(r"(?<=\d),(?=\d)", ", ", fields)
         folder = f"configs/triton_{device.versions()['triton'].replace('.', '_')}/"
-    elif "H200" in gpu.split("_"):
-        gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
+    else:
+        gpu = re.sub(r"[\s/]+", "_", gpu_name)
+        if "H200" in gpu.split("_"):
+            gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
     tables: dict[str, dict[str, dict[str, int]]] = {}
     for call in sorted(calls, key=lambda call: call.case.sizes.get("tokens", 0)):
         if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.case.sizes]:

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from kerneltune import device
-from kerneltune.adopt.getter import (
-    CallCase,
-)
+from kerneltune.adopt.getter import CallCase
 from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, engine_tables
 
 
@@ -22,6 +20,7 @@ def tuned(tokens: int, **sizes: int) -> TunedCall:
     [
         ("vllm", "NVIDIA GeForce RTX 4090", "", "E=8,N=7168,device_name=NVIDIA_GeForce_RTX_4090.json"),
         ("vllm", "NVIDIA H200 NVL", "", "E=8,N=7168,device_name=NVIDIA_H200.json"),
+        ("vllm", "NVIDIA L40S / MIG 1g", "", "E=8,N=7168,device_name=NVIDIA_L40S_MIG_1g.json"),
         (
             "vllm", "NVIDIA A100-SXM4-80GB", "dtype=fp8_w8a8,block_shape=[128, 128]",
             "E=8,N=7168,device_name=NVIDIA_A100-SXM4-80GB,dtype=fp8_w8a8,block_shape=[128,128].json",
