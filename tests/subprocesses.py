@@ -28,8 +28,8 @@ def commit_all(folder: Path) -> None:
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
-    """Wait until it has happened, a minute at most."""
-    deadline = time.monotonic() + 60.0
+    """Wait until it has happened, four minutes at most: on a busy machine, processes take a minute to import torch."""
+    deadline = time.monotonic() + 240.0
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)
