@@ -149,7 +149,7 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
     gate, measure, measured, stopped = Semaphore(), tuner.measure_config, deque[Config](), Event()
 
     def gated(config: Config) -> Evaluation:
-        assert gate.acquire(timeout=10)
+        assert gate.acquire(timeout=60)
         if stopped.is_set():
             raise WorkerCrashedError
         return measure(config)

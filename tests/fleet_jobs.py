@@ -2,7 +2,8 @@
 
 Environment: LOG, a file that every evaluation is appended to; DIE, a folder of files named after a case, each of which the
 process that first comes to its best config names after itself and dies of; DEADLY, a case whose best config
-every process dies of; STOPPED, a case and what ends at its first config; MODEL, the GPU's name.
+every process dies of; STOPPED, a case and what ends at its first config; MODEL, the GPU's name; TOGETHER, an empty folder, where
+two processes wait for each other; HELD, the number of evaluations after which none ends.
 
 Run as `python fleet_jobs.py FOLDER` it is a whole run on two GPUs, which test_fleet.py interrupts. Like the command line it
 ends with 130 then and says nothing of where it was, so that whatever stands on stderr is of another process.
@@ -30,6 +31,7 @@ from kerneltune.tune.session import TuningSession
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
 DEADLY, STOPPED = "KERNELTUNE_TEST_DEADLY", "KERNELTUNE_TEST_STOPPED"
+TOGETHER, HELD = "KERNELTUNE_TEST_TOGETHER", "KERNELTUNE_TEST_HELD"
 WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
 
 
@@ -39,6 +41,12 @@ class LoggedBench(Bench):
     def measure(self, task: Task, config: Config, best_us: float | None) -> Evaluation:
         """Ten milliseconds of work; a case's best config may be the last that a process evaluates."""
         time.sleep(0.01)
+        if together := os.environ.get(TOGETHER):
+            Path(together, str(os.getpid())).touch()
+            while len(os.listdir(together)) < 2:
+                time.sleep(0.01)
+        if HELD in os.environ and len(Path(os.environ[LOG]).read_text().splitlines()) >= int(os.environ[HELD]):
+            time.sleep(3600)
         deadly = Path(os.environ[DIE]) / task.case.name
         case, _, ended = os.environ.get(STOPPED, "").partition(" ")
         if task.case.name == case:

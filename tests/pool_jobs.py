@@ -46,6 +46,12 @@ def hang(_inputs: Mapping[str, Any], seconds: float) -> None:
     time.sleep(seconds)
 
 
+def wait(_inputs: Mapping[str, Any], file: str) -> None:
+    """Return when a file is there."""
+    while not os.path.exists(file):
+        time.sleep(0.01)
+
+
 def assemble(_inputs: Mapping[str, Any], file: str) -> None:
     """Run a program that does not end, as ptxas may not."""
     with subprocess.Popen(["sleep", "3600"]) as program, open(file, "w") as pid:
@@ -88,7 +94,8 @@ def killed(pool: CompilePool, folder: str) -> list[CompileResult]:
     with open(f"{folder}/pids") as pids:
         for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
-    time.sleep(0.5)
+            while os.path.exists(f"/proc/{pid}"):
+                time.sleep(0.01)
     return results + list(pool.compile([job(fine)] * 3))
 
 
@@ -106,23 +113,27 @@ def broken(pool: CompilePool, timeout_s: float) -> list[CompileResult]:
 
 def assembling(pool: CompilePool, folder: str) -> list[bool]:
     """Return whether the program of a job that hangs still runs after the job was given up."""
-    (compiled,) = pool.compile([job(assemble, f"{folder}/pid")], 1.0)
-    assert compiled.crashed
+    pid, timeout_s = Path(folder, "pid"), 1.0
+    while not (pid.exists() and pid.read_text()):  # given up before the program ran
+        (compiled,) = pool.compile([job(assemble, str(pid))], timeout_s)
+        assert compiled.crashed
+        timeout_s *= 4
     with suppress(OSError):
-        about = Path("/proc", Path(folder, "pid").read_text(), "stat").read_text()
+        about = Path("/proc", pid.read_text(), "stat").read_text()
         return [about.rpartition(")")[2].split()[0] != "Z"]
     return [False]
 
 
-def given_up(pool: CompilePool) -> list[CompileResult]:
+def given_up(pool: CompilePool, file: str) -> list[CompileResult]:
     """Give up a compiling job, which its worker compiles to the end, and a waiting job, which is not begun."""
-    running = [pool.submit(job(hang, 0.5)) for _ in range(pool.workers)]
+    running = [pool.submit(job(wait, file)) for _ in range(pool.workers)]
     waiting = pool.submit(job(boom, "never begun"))
     while not all(one.running() or one.done() for one in running):
         time.sleep(0.01)
     for one in (*running, waiting):
         one.cancel()
     assert waiting.cancelled()
+    Path(file).touch()
     return [one.result() for one in running]
 
 
@@ -206,10 +217,10 @@ def wrong_code(pool: CompilePool) -> list[CompileResult]:
 
 def main() -> None:
     """Print the answers of the pool as JSON."""
-    with CompilePool(TARGETS["sm_90"], workers=2) as pool:
+    with CompilePool(TARGETS["sm_90"], workers=2) as pool, tempfile.TemporaryDirectory() as folder:
         wrong = wrong_code(pool)
         compiled = real(pool)
-        kept = given_up(pool)
+        kept = given_up(pool, f"{folder}/go_on")
         mixed = broken(pool, timeout_s=1.0)
     with CompilePool(TARGETS["gfx942"], workers=2) as pool:
         answers = {"real": compiled, "given up": kept, "broken": mixed, "fnuz": fnuz(pool), "large": too_large(pool)}

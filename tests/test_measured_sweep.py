@@ -105,7 +105,7 @@ def test_launch_that_crashes_the_gpu_worker_fails_only_its_row(
 
     def started(**_: object) -> GpuWorker:
         workers.append(GpuWorker(FakeCompare))
-        workers[0].variant_timeout_s = 5.0 if does == "hang" else 20.0
+        workers[0].variant_timeout_s = 5.0 if does == "hang" else 600.0
         return workers[0]
 
     monkeypatch.setattr(sweep_run, "GpuWorker", started)

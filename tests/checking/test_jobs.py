@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from mistaken_ops import case_of
+from subprocesses import wait_for
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
@@ -53,21 +54,24 @@ def test_job_that_needs_more_than_its_share_of_the_memory_runs_alone(tmp_path: P
     (job,) = [case_job([Run(task_of(""), Rows(1, 1))])]
     log = tmp_path / "log"
 
-    def timed(name: str) -> list[Outcome]:
-        began = time.monotonic()
-        time.sleep(0.3)
+    def note(line: str) -> None:
         with log.open("a") as file:
-            file.write(f"{name} {began} {time.monotonic()}\n")
+            file.write(f"{line}\n")
+
+    def noted(name: str) -> list[Outcome]:
+        note(f"{name} begins")
+        if name in ("a", "b"):  # fit side by side
+            wait_for(lambda: {"a begins", "b begins"} <= {*log.read_text().splitlines()})
+        time.sleep(0.3)  # whoever should wait and does not would begin now
+        note(f"{name} ends")
         return []
 
     needs = {"large": 101, "larger": 300, "a": 100, "b": 0}
-    works = [replace(job, label=name, work=lambda name=name: timed(name), needed=needs[name], runs=()) for name in needs]
+    works = [replace(job, label=name, work=lambda name=name: noted(name), needed=needs[name], runs=()) for name in needs]
     assert {job.label for job, _ in run_jobs(works)} == set(needs)
-    lines = [line.split() for line in log.read_text().splitlines()]
-    spans = {name: (float(began), float(ended)) for name, began, ended in lines}
-    assert spans["b"][0] < spans["a"][1]
-    assert max(spans["a"][1], spans["b"][1]) < spans["large"][0]
-    assert spans["large"][1] < spans["larger"][0]
+    lines = log.read_text().splitlines()
+    assert ({*lines[:2]}, {*lines[2:4]}) == ({"a begins", "b begins"}, {"a ends", "b ends"})
+    assert lines[4:] == ["large begins", "large ends", "larger begins", "larger ends"]
 
 
 @pytest.mark.parametrize("cores", [{0}, {0, 1, 2}], ids=["one core", "three cores"])

@@ -16,7 +16,7 @@ import fleet_jobs
 import pytest
 from fake_gpu import entries_of
 from fake_operator import H200
-from fleet_jobs import DEADLY, DIE, LOG, STOPPED, WORKS
+from fleet_jobs import DEADLY, DIE, HELD, LOG, STOPPED, TOGETHER, WORKS
 from subprocesses import TESTS, environment, interrupted_stops, running, wait_for
 
 from kerneltune import cache, device, ops
@@ -66,7 +66,11 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
 
 
-def test_fleet_of_two_gpus_divides_cases_and_shares_folders(options: Options, log: Path, tmp_path: Path) -> None:
+def test_fleet_of_two_gpus_divides_cases_and_shares_folders(
+    options: Options, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "together").mkdir()
+    monkeypatch.setenv(TOGETHER, str(tmp_path / "together"))
     run = fleet_of(["0", "1"], options, progress := Spoken())
     run.run(WORKS)
     done = evaluations(log)
@@ -104,13 +108,13 @@ def test_fleet_after_an_interrupt_leaves_no_process_and_continues(when: str, opt
     log.touch()
     with (tmp_path / "said").open("w") as errors:
         command = [sys.executable, str(TESTS / "fleet_jobs.py"), str(tmp_path)]
-        process = subprocess.Popen(command, env=environment(), stderr=errors, start_new_session=True)
+        process = subprocess.Popen(command, env=environment(**{HELD: "10"}), stderr=errors, start_new_session=True)
     try:
         wait_for(lambda: (tmp_path / "began").exists() and len(running(process.pid)) > 1)
         wait_for(lambda: when == "starting" or len(evaluations(log)) > 9)
         time.sleep(0.3 if when == "starting" else 0.0)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=240) == 130
         wait_for(lambda: not running(process.pid))
     finally:
         with suppress(ProcessLookupError):

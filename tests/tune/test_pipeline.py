@@ -15,7 +15,7 @@ import pytest
 from asserting import every
 from fake_tuner import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
 from replayed_search import StandIn
-from subprocesses import environment
+from subprocesses import environment, wait_for
 from test_run import H200, Bench, Pool
 
 from kerneltune import device
@@ -96,7 +96,7 @@ def test_search_whose_compilations_hang_ends_at_its_budget() -> None:
             self.evaluation.set_result(Evaluation("passed", 10.0))
             return self.evaluation
 
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
 
     def meanwhile() -> None:
         if time.monotonic() > ends:
@@ -138,9 +138,7 @@ def test_search_measures_while_the_sampler_decides(setting: Setting) -> None:
 
     def on_trial(_config: Config, _trial: Evaluation) -> None:
         if not ahead:
-            patience = time.monotonic() + 10
-            while len(tuner.evaluated) < 2 and time.monotonic() < patience:
-                time.sleep(0.001)
+            wait_for(lambda: len(tuner.evaluated) > 1)
             ahead.append(len(tuner.evaluated))
 
     entry = setting.tune(tuner, on_trial=on_trial)
@@ -274,7 +272,7 @@ print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 
 
 def test_search_imports_scipy_while_the_first_configs_compile() -> None:
-    done = subprocess.run([sys.executable, "-c", SEARCHED], capture_output=True, text=True, env=environment(), timeout=120)
+    done = subprocess.run([sys.executable, "-c", SEARCHED], capture_output=True, text=True, env=environment(), timeout=800)
     assert done.stdout == "\nscipy\n", done.stderr[-2000:]
 
 

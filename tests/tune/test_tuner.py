@@ -148,7 +148,7 @@ def test_tuner_time_limit_begins_after_inputs_are_made(setting: Setting, monkeyp
 
     class MakesInputs(NoBench):
         def prepare(self, *_: object) -> None:
-            assert refused.wait(10)
+            assert refused.wait(60)
             now[0] += 100.0
 
     def slow(config: Any) -> float | None:
