@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import program
 import proof
+import runner
 from journey import NotRun, Place, journey, require
 
 GPU = {
@@ -35,8 +37,8 @@ def broken(place: Place) -> None:
 def hangs(place: Place) -> None:
     """Start a process in a session of its own, then hang, both of them."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    Path(os.environ["FAKE_PID"]).write_text(str(child.pid))
     print("before it hangs", flush=True)
+    Path(os.environ["FAKE_PID"]).write_text(str(child.pid))
     time.sleep(600)
 
 
@@ -58,7 +60,14 @@ def slow(place: Place) -> None:
     time.sleep(600)
 
 
+def seconds() -> float:
+    """Return the time of a clock that the journeys `hangs` and `slow` put on by 3 s as soon as they are on their way."""
+    pid = Path(os.environ["FAKE_PID"])
+    return 3.0 if pid.is_file() and pid.read_text() else 0.0
+
+
 if __name__ == "__main__":
+    runner.time = SimpleNamespace(monotonic=seconds, sleep=time.sleep)
     program.gpu_here = lambda: GPU
     proof.ROOT = Path(os.environ.get("GPU_OUT", "."))
     sys.exit(program.exit_code((sys.executable, __file__)))

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from journey import HERE, ROOT, Journey
 from runner import gpus_of, parts
+from subprocesses import wait_for
 
 from kerneltune.inspection.proof import code_of, load_proof
 
@@ -30,16 +30,14 @@ def summary(tmp_path: Path) -> dict[str, dict[str, object]]:
 
 def pid_of_slow(tmp_path: Path) -> int:
     """Wait for the journey `slow`, and return its process."""
-    deadline, file = time.monotonic() + 60, tmp_path / "pid"
-    while not (file.is_file() and file.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    file = tmp_path / "pid"
+    wait_for(lambda: file.is_file() and bool(file.read_text()))
     return int(file.read_text())
 
 
 def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None:
     process = start(tmp_path, "--only", "fine,broken,hangs,unable,lacking")
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (1, "")
     ended = summary(tmp_path)
     assert {name: one["passed"] for name, one in ended.items()} == {
@@ -79,7 +77,7 @@ def test_runner_after_ctrl_c_keeps_results_of_ended_journeys(tmp_path: Path) -> 
         assert process.poll() is None
     pid_of_slow(tmp_path)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 130
     assert {name: one["passed"] for name, one in summary(tmp_path).items()} == {"unable": "not run", "slow": "interrupted"}
     assert "slow" in out
@@ -100,7 +98,7 @@ def test_runner_that_is_killed_keeps_the_proof_of_ended_journeys(tmp_path: Path)
 
 def test_runner_of_an_unknown_journey_fails_with_one_line(tmp_path: Path) -> None:
     process = start(tmp_path, "--only", "nosuch")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
     assert errors.startswith("error: JOURNEY: 'nosuch': expected one of fine, broken")
     assert errors.count("\n") == 1
