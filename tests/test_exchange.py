@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -308,7 +308,7 @@ NASTY = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30) | st.samp
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(device=NASTY, name=NASTY, variant=NASTY, dtype=NASTY, option=NASTY, knob=NASTY, value=NASTY)
 def test_python_export_of_names_with_code_in_them_runs_no_code(
     device: str, name: str, variant: str, dtype: str, option: str, knob: str, value: str

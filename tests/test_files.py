@@ -4,8 +4,10 @@ import errno
 import fcntl
 import os
 import time
+import warnings
 from pathlib import Path
-from threading import Event, Thread, Timer
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 
@@ -138,17 +140,21 @@ def test_lock_on_a_file_system_without_locks_raises_one_line(tmp_path: Path, mon
 
 def test_lock_that_is_held_raises_with_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "WAIT_S", 0.05)
-    path, done = tmp_path / "a.json", Event()
+    path, done, warn = tmp_path / "a.json", Event(), warnings.warn
 
     def hold() -> None:
         with locked(path):
-            done.wait(5)
+            done.wait(60)
+
+    def warned(*given: Any, **options: Any) -> None:
+        warn(*given, **options)
+        done.set()
 
     holder = Thread(target=hold)
     holder.start()
     while not (tmp_path / ".a.json.lock").exists() or not (tmp_path / ".a.json.lock").read_text():
         time.sleep(0.01)
-    Timer(0.3, done.set).start()
+    monkeypatch.setattr(warnings, "warn", warned)
     with pytest.warns(UserWarning, match=rf"a\.json: locked by process {os.getpid()} \(.*\): waiting$"), locked(path):
         pass
     holder.join()

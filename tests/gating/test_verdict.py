@@ -425,10 +425,14 @@ def test_gate_of_3000_rows_keeps_to_its_time_and_memory() -> None:
     """Per row: 60 µs and 2.5 kB would be 6 s and 250 MB for 100,000 rows; bounds leave room for a busy machine."""
     old = [by_process(100.0, 0, 0.002, -0.002, axes={"M": n, "N": 4096}) for n in range(1, 3001)]
     new = [replace(row, date="2026-11-22T06:00:00Z") for row in old]
-    started = time.process_time()
-    answer = gate(old, new, 0.03)
-    assert (answer.exit_code, answer.compared) == (0, 3000)
-    assert time.process_time() - started < 3.0
+
+    def seconds() -> float:
+        started = time.process_time()
+        answer = gate(old, new, 0.03)
+        assert (answer.exit_code, answer.compared) == (0, 3000)
+        return time.process_time() - started
+
+    assert min(seconds() for _ in range(3)) < 3.0
 
 
 def test_shifts_of_many_rows_equal_shift_of_each() -> None:
