@@ -302,7 +302,7 @@ def test_steps_of_the_static_gate_fail_for_narrower_accesses_only(folder: Path) 
 
     def kerneltune(where: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kerneltune", *words]
-        return subprocess.run(command, cwd=where, env={**os.environ, **job["env"]}, capture_output=True, text=True, timeout=250)
+        return subprocess.run(command, cwd=where, env={**os.environ, **job["env"]}, capture_output=True, text=True, timeout=800)
 
     assert inspects["working-directory"] == base.name
     done = kerneltune(base, inspects["run"].split()[1:])
@@ -455,7 +455,7 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`--quiet` would hide warnings from `--strict` as well."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "commands" / "index.html").read_text(encoding="utf-8")
     assert "kerneltune sweep" in page

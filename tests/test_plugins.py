@@ -52,7 +52,7 @@ def shell(folder: Path, script: str, **environment: str) -> subprocess.Completed
     env |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
     path = [str(ROOT), os.environ.get("PYTHONPATH", ""), environment.pop("PYTHONPATH", "")]
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, path))} | environment
-    return subprocess.run(["sh", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(["sh", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=800)
 
 
 def test_compile_workers_find_a_module_of_the_working_folder(guide: Path) -> None:

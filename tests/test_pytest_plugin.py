@@ -113,7 +113,7 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
     plugin = [] if entry_points(group="pytest11", name="kerneltune") else ["-p", "kerneltune.pytest_plugin"]
     command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-rsf", "test_users.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=200
+        command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=800
     )
     text = done.stdout
     assert "21 failed, 3 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]

@@ -107,7 +107,7 @@ def test_preparation_in_progress_does_not_block_a_forked_process(tmp_path: Path,
     preparation.begin()
     child = os.fork()
     if not child:  # its copy of the thread never goes on
-        signal.alarm(5)
+        signal.alarm(60)
         preparation.wait()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -330,7 +330,7 @@ def test_captured_config_that_fails_in_two_threads_at_once_is_replaced_once(
 
     def run(*args: Any, **options: Any) -> None:
         if (options["BLOCK"], options["num_warps"]) == (first.kwargs["BLOCK"], first.num_warps):
-            both.wait(timeout=30)
+            both.wait(timeout=60)
             raise OutOfResources(1, 0, "shared memory")
         with lock:
             original(*args, **options)

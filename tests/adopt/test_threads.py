@@ -34,7 +34,7 @@ def at_once(work: Callable[[int], object]) -> None:
 
     def begin(number: int) -> None:
         try:
-            together.wait(timeout=30)
+            together.wait(timeout=60)
             work(number)
         except BaseException as error:
             errors.append(error)
@@ -43,7 +43,7 @@ def at_once(work: Callable[[int], object]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=800)
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]

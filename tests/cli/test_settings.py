@@ -17,7 +17,7 @@ SHOW = "import sys; from kerneltune.cli import main; sys.argv[1:] = {arguments!r
 
 def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     code = SHOW.format(arguments=list(arguments))
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=800)
 
 
 def pyproject(folder: Path, text: str) -> None:

@@ -215,7 +215,7 @@ class Turns:
                 def launch(*arguments: Any, **constants: Any) -> None:
                     name = threading.current_thread().name
                     with turns._changed:
-                        assert turns._changed.wait_for(lambda: turns._order[turns._done] == name, timeout=30)
+                        assert turns._changed.wait_for(lambda: turns._order[turns._done] == name, timeout=60)
                         kernel[grid](*arguments, **constants)
                         turns._done += 1
                         turns._changed.notify_all()
