@@ -34,8 +34,8 @@ COMMANDS = [
     "profile",
     "doctor",
 ]
-OF_TYPER = ("typer", "rich", "pygments", "markdown_it", "mdurl", "typing_extensions")
-"""Packages that typer imports to show help."""
+OF_TYPER = ("typer", "rich", "pygments", "markdown_it", "mdurl", "typing_extensions", "attr")
+"""Packages that typer imports to show help; rich imports attr where it is installed."""
 
 
 def test_family_whose_path_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
