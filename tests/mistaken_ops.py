@@ -11,7 +11,7 @@ from kerneltune.checking import pairs
 from kerneltune.checking.addresses import address_errors
 from kerneltune.checking.check import Checker
 from kerneltune.checking.derived import derived_cases
-from kerneltune.checking.program_orders import wrong_in_reverse
+from kerneltune.checking.reruns import wrong_in_reverse
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.check_values import vary_rows
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,18 @@ _FEW_CASES = 3
 
 
 def blind_spots(op: Op, variant: Variant, cases: Sequence[Case]) -> list[str]:
-    """Return a line for each type, mode or option that no check tells apart, for inputs that are the same, and for equal rows."""
+    """Return lines: types, modes and options that no check tells apart, inputs that are the same, equal rows, unread knobs."""
     with_work = sorted((case for case in cases if op.traffic(case).total), key=lambda case: op.traffic(case).total)
     values = {"dtype": op.dtypes, "quant": op.quants, **op.options}
     ignored = [text for name, offered in values.items() for text in _ignored(op, variant, with_work, name, offered)]
     texts = [*ignored, *_one_type(op, variant, with_work), *_constant(op, with_work)]
     plain = [_PLAIN] if _are_plain(op, with_work) else []
-    return [*(f"{text}: a kernel that ignores it passes" for text in texts), *plain]
+    return [
+        *(f"{text}: a kernel that ignores it passes" for text in texts),
+        *plain,
+        *_equal(op, with_work),
+        *_unread(op, with_work),
+    ]
 
 
 def _ignored(op: Op, variant: Variant, cases: Sequence[Case], name: str, offered: Sequence[Any]) -> list[str]:
@@ -148,3 +153,50 @@ def _matters(op: Op, inputs: Inputs, name: str) -> bool:
     with suppress(Exception):  # as an index may be out of range then
         return _leaves(op.reference(inputs)) != _leaves(op.reference({**inputs, name: changed}))
     return False
+
+
+def _equal(op: Op, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield a line for inputs that are equal to each other in all cases, and one if all inputs are equal for two seeds."""
+    are_equal, has_seed = dict[tuple[str, str], bool](), False
+    for case in cases:
+        with suppress(Exception):  # the check of the case says why
+            inputs, others = (op.inputs(case, device="cpu", seed=seed) for seed in (0, 1))
+            has_seed |= _leaves(inputs) != _leaves(others)
+            tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+            for pair in itertools.combinations(tensors, 2):
+                first, second = (tensors[name] for name in pair)
+                is_same = first is not second and (first.dtype, first.shape) == (second.dtype, second.shape)
+                are_equal[pair] = are_equal.get(pair, True) and is_same and _bytes(first) == _bytes(second)
+                if are_equal[pair] and bool((first.reshape(-1) == first.reshape(-1)[0]).all()):
+                    del are_equal[pair]  # constant, of which another line tells
+    for first_name, second_name in (pair for pair, is_equal in are_equal.items() if is_equal):
+        yield f"inputs {first_name} and {second_name} are equal in all check cases: a kernel that reads one twice passes"
+    if cases and not has_seed:
+        yield "inputs are equal for every seed: a kernel that keeps its first results passes"
+
+
+def _unread(op: Op, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield a line for each own variant whose host function reads a knob of its config in none of the smallest cases."""
+    for variant in (variant for variant in op.variants if not variant.is_peer and is_dataclass(variant.config)):
+        read, unread = set[str](), set[str]()
+        for case in [case for case in cases if not variant.unsupported(case)][:_FEW_CASES]:
+            with suppress(Exception):  # the check of the case says why
+                config = variant.default_config(case)
+                Checker(op, case, "cpu").outputs(variant, _watched(config, read))
+                unread = {field.name for field in fields(config)} - read
+        if unread:
+            yield f"{variant.name} reads no {', '.join(sorted(unread))} of its config: all values are checked and timed alike"
+
+
+def _watched(config: Any, read: set[str]) -> Any:
+    """Return a copy of a config that adds the names of its attributes to `read` as they are read."""
+
+    def noted(self: object, name: str) -> Any:
+        read.add(name)
+        return object.__getattribute__(self, name)
+
+    kind = type(config)
+    copy: Any = object.__new__(type(kind.__name__, (kind,), {"__slots__": (), "__getattribute__": noted}))
+    for field in fields(config):
+        object.__setattr__(copy, field.name, getattr(config, field.name))
+    return copy

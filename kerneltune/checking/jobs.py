@@ -11,12 +11,12 @@ from multiprocessing.connection import wait
 
 from kerneltune.checking.addresses import address_errors
 from kerneltune.checking.blind_spots import blind_spots
-from kerneltune.checking.check import check_runs
+from kerneltune.checking.check import check_runs, is_foreign
 from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_cost, check_pairs
-from kerneltune.checking.program_orders import wrong_in_reverse
+from kerneltune.checking.reruns import wrong_by_unwritten, wrong_for_new_values, wrong_in_reverse
 from kerneltune.checking.shifts import wrong_far_from_zero
 from kerneltune.errors import place_of
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
@@ -70,12 +70,14 @@ def case_job(runs: Sequence[Run]) -> Job:
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
-    """Return the job that checks pairs of config and case; see `check_pairs`."""
+    """Return the job that checks pairs of config and case, see `check_pairs`, and what unwritten memory holds."""
     op, variant = task.op, task.variant
 
     def work() -> list[Outcome]:
         fitting = [case for case in cases if why_too_large(op, case) is None]
-        return check_pairs(op, variant, fitting, partial(check_cost, op))
+        outcomes = check_pairs(op, variant, fitting, partial(check_cost, op))
+        is_wrong = any(outcome.status == "failed" for outcome in outcomes)
+        return [*outcomes, *(wrong_by_unwritten(op, variant, fitting) if is_foreign(op) and not is_wrong else ())]
 
     cost = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
     needed = max((needed_bytes(op, case) for case in cases), default=0)
@@ -146,7 +148,11 @@ def compare_job(task: Task, cases: Sequence[Case], quick: bool = False) -> Job:
         lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
         lines += blind_spots(task.op, task.variant, cases)
         with noting(passes_on=False):
-            lines += [*wrong_far_from_zero(task.op, cases), *wrong_in_reverse(task.op, cases)]
+            lines += [
+                *wrong_far_from_zero(task.op, cases),
+                *wrong_in_reverse(task.op, cases),
+                *wrong_for_new_values(task.op, cases),
+            ]
         lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
         named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
         return [Outcome("failed", reason, task.default), *named] if ignored else named

@@ -21,16 +21,28 @@ _INTEGER_STEP = 64
 """Difference of a changed integer: more than a step of int8, which a comparison may accept."""
 MEANING = f"""one element  one value x becomes 2x + 1, an integer differs by {_INTEGER_STEP}
 one row      the last row becomes a copy of the first
+exchange     the first two elements of each row change places
 zeroed tail  the last 1/{_TAIL} of each row becomes 0
 truncation   every second value moves a step towards 0; fp32 is cut to bf16
 scale x F    every value is multiplied by F, in fp8 before the cast"""
 
 
 def _one_element(values: torch.Tensor) -> torch.Tensor:
+    """Change the first value from the middle on, or from the first on, that the change does not leave as it is, as 448 in fp8."""
     flat = values.reshape(-1).clone()
-    middle = flat.numel() // 2
-    flat[middle] = (flat[middle].float() * 2 + 1).to(values.dtype) if values.is_floating_point() else flat[middle] ^ _INTEGER_STEP
+    changed = (flat.float() * 2 + 1).to(values.dtype) if values.is_floating_point() else flat ^ _INTEGER_STEP
+    differ = (changed.float() != flat.float()).nonzero().flatten()
+    for place in [*differ[differ >= flat.numel() // 2], *differ][:1]:
+        flat[place] = changed[place]
     return flat.reshape(values.shape)
+
+
+def _exchanged(values: torch.Tensor) -> torch.Tensor:
+    """Exchange the first two elements of each row."""
+    changed = values.clone()
+    if values.ndim and values.shape[-1] > 1:
+        changed[..., 0], changed[..., 1] = values[..., 1], values[..., 0]
+    return changed
 
 
 def _one_row(values: torch.Tensor) -> torch.Tensor:
@@ -72,6 +84,7 @@ _WRONG = f"scale x {_WRONG_SCALE}"
 _MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one element": _one_element,
     "one row": _one_row,
+    "exchange": _exchanged,
     "zeroed tail": _zeroed_tail,
     "truncation": _truncated,
     f"scale x {_SCALED}": partial(_scaled, _SCALED),
@@ -142,7 +155,7 @@ def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
         if not isinstance(values, torch.Tensor) or not values.numel() or values.dtype == torch.bool:
             continue
         for mutation, change in _MUTATIONS.items():
-            if values.is_floating_point() or mutation in _GROSS:
+            if values.is_floating_point() or mutation in {*_GROSS, "exchange"}:
                 changed = change(values)
                 if not torch.equal(changed.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)):
                     yield name, mutation, changed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mistaken_ops import CASES, values
+from mistaken_ops import CASES, Knobs, values
 from test_pairs import op_with
 
 from kerneltune.checking.blind_spots import blind_spots
@@ -56,6 +56,44 @@ def test_values_that_no_check_tells_apart_are_named(op: Op, texts: list[str]) ->
     assert [(it.status, it.reason) for it in outcomes] == [("checked", f"scaled: {line}") for line in lines]
 
 
+def drawn(case: Case, seed: int, kind: str) -> Inputs:
+    x = values(seed if kind != "seed" else 3, "cpu", case["M"], case["N"])
+    return {
+        "x": x,
+        "residual": x.clone()
+        if kind == "equal" and case["M"] > 1
+        else x + 1
+        if kind == "seed"
+        else values(seed + 1, "cpu", *x.shape),
+    }
+
+
+@pytest.mark.parametrize(("kind", "lines"), [
+    ("drawn", []), ("equal", []), ("seed", ["inputs are equal for every seed: a kernel that keeps its first results passes"]),
+])  # fmt: skip
+def test_equal_inputs_are_named(kind: str, lines: list[str]) -> None:
+    op = replace(
+        op_with(""), inputs=lambda case, *, device, seed=0: drawn(case, seed, kind),
+        reference=lambda given: {"y": given["x"].cumsum(1)}, variants=(Variant("optimized", lambda given, _config: given),),
+    )  # fmt: skip
+    assert blind_spots(op, op.variants[0], CASES) == lines
+    line = "inputs x and residual are equal in all check cases: a kernel that reads one twice passes"
+    assert blind_spots(op, op.variants[0], [case for case in CASES if case["M"] > 1]) == ([line] if kind == "equal" else lines)
+
+
+@pytest.mark.parametrize(("read", "unread"), [("parts", "block"), ("block", "parts"), ("", "block, parts"), ("block parts", "")])
+def test_knobs_that_the_host_function_never_reads_are_named(read: str, unread: str) -> None:
+    def run(given: Inputs, config: Knobs) -> Inputs:
+        return {"y": given["x"] + 0 * sum(getattr(config, name) for name in read.split())}
+
+    space: Any = {"parts": (1, 2), "block": (16, 32)}
+    variant = Variant("optimized", run, Knobs, lambda _case: space, default=lambda _case: Knobs(1, 16))
+    op = replace(biased(), options={}, inputs=lambda case, *, device, seed=0: drawn(case, seed, "drawn"), variants=(variant,))
+    op = replace(op, reference=lambda given: {"y": given["x"].clone()}, dtypes=("float32",))
+    line = f"optimized reads no {unread} of its config: all values are checked and timed alike"
+    assert [it for it in blind_spots(op, variant, CASES) if "config" in it] == [line] * bool(unread)
+
+
 @pytest.mark.parametrize("cast", [torch.Tensor.bfloat16, lambda y: y, torch.Tensor.double])
 @pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16",)])
 def test_output_of_16_bits_for_every_type_of_cases_is_named(cast: Callable[[torch.Tensor], torch.Tensor], types: Any) -> None:
@@ -77,4 +115,5 @@ def test_rows_of_normal_values_alone_are_named_unless_the_reference_is_linear(is
         op_with(""), inputs=inputs, reference=lambda given: {"y": given["x"].cumsum(1) if is_linear else given["x"].exp()}
     )
     line = "no row of an input is constant or has a value above 10: draw rows by `vary_rows`"
-    assert blind_spots(op, op.variants[0], CASES) == [line] * (not is_varied and not is_linear)
+    lines = [it for it in blind_spots(op, op.variants[0], CASES) if "of its config" not in it]
+    assert lines == [line] * (not is_varied and not is_linear)

@@ -7,7 +7,7 @@ import torch
 from planted_kernels import inputs, op_with, reference
 
 from kerneltune.checking.check import Checker
-from kerneltune.checking.mutations import mutate
+from kerneltune.checking.mutations import _mutated, mutate
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.listing import check_case, check_contract
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic
@@ -29,7 +29,7 @@ def outcomes(op: Op) -> list[Outcome]:
 
 
 def test_mutations_list_what_strict_and_tolerant_comparisons_refuse() -> None:
-    refused = "double y: compare refuses one element, one row, zeroed tail"
+    refused = "double y: compare refuses one element, one row, exchange, zeroed tail"
     assert outcomes(op_with(""))[0] == Outcome("checked", f"{refused}, scale x 1.01, scale x 1.1; accepts truncation")
     strict = replace(op_with(""), compare=lambda _c, _i, got, want: close("y", got["y"], want["y"], 1e-4, 0.0))
     assert outcomes(strict)[0] == Outcome("checked", f"{refused}, truncation, scale x 1.01, scale x 1.1")
@@ -66,6 +66,19 @@ def test_mutations_fail_a_comparison_of_the_first_row_alone_though_a_case_has_a_
     first = lambda _c, _i, got, want: close("y", got["y"][:1], want["y"][:1], 1e-2, 0.0)  # noqa: E731
     (outcome, *_) = outcomes(replace(op_with(""), compare=first))
     assert (outcome.status, outcome.reason.partition("accepts ")[2]) == ("failed", "one element, one row, truncation")
+
+
+def test_one_element_changes_though_the_middle_is_the_largest_of_fp8() -> None:
+    y = torch.tensor([1.0, 448.0, 448.0, 448.0]).to(torch.float8_e4m3fn)
+    changed = dict((mutation, it) for _, mutation, it in _mutated({"y": y}))["one element"]
+    assert changed.float().tolist() == [3.0, 448.0, 448.0, 448.0]
+
+
+def test_sorted_integers_accept_an_exchange() -> None:
+    ids = torch.tensor([[3, 1, 2], [5, 4, 6]])
+    changed = dict((mutation, it) for _, mutation, it in _mutated({"ids": ids}))
+    assert changed["exchange"].tolist() == [[1, 3, 2], [4, 5, 6]]
+    assert "truncation" not in changed
 
 
 def test_mutations_of_a_wrong_variant_raise() -> None:

@@ -70,7 +70,9 @@ def _run(mistake: str, inputs: Inputs, config: Rows) -> Outputs:
     M, N = x.shape
     if x.numel():
         block = triton.next_power_of_2(N)
-        _scaled_rows[(triton.cdiv(M, config.rows),)](x, y, M, N, MISTAKE=mistake, ROWS=config.rows, BLOCK=block)
+        _scaled_rows[(triton.cdiv(M, config.rows),)](
+            x, y, M, N, MISTAKE=mistake, ROWS=config.rows, BLOCK=block, num_warps=config.warps
+        )  # fmt: skip
     return {"y": y}
 
 

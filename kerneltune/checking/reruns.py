@@ -1,0 +1,127 @@
+"""Find results that hang on what a launch leaves open: the order of programs, unwritten memory, and what a tensor held before.
+
+The module knows no operator.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kerneltune.checking.check import Checker, smallest_cases
+from kerneltune.checking.pairs import around_default
+from kerneltune.interpreter.faults import NOT_ENDED, reverse_order
+from kerneltune.processes.start import tell
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.task import Outcome
+
+_MOST_CASES, _MOST_S = 2, 4.0
+"""The smallest cases, and the processor seconds after which no further config of a variant runs again."""
+_EMPTY = [getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
+                                                     "new_empty_strided")]  # fmt: skip
+"""Functions of torch that return memory which nothing wrote."""
+
+
+def wrong_in_reverse(op: Op, cases: Sequence[Case]) -> list[str]:
+    """Return a line for each own variant that is wrong if the programs of each launch run in reverse order, and else is right.
+
+    A GPU runs programs in any order, so the last program by its id is not the last to end. A variant whose programs wait for
+    programs with smaller ids is not judged.
+    """
+    return _lines(op, cases, "its programs run in reverse order", partial(_wrong_within, reverse_order))
+
+
+def wrong_by_unwritten(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Return a failure for unwritten memory that holds the largest numbers, and for the least, if the variant else is right.
+
+    Else the memory holds NaN or the largest integers, which minima, maxima and comparisons may pass over.
+    """
+    failures = []
+    for word, sign in (("largest", 1), ("least", -1)):
+        if outcome := _wrong_within(partial(_Filled, sign), op, variant, _supported(op, variant, cases)):
+            failures.append(replace(outcome, reason=f"if memory that nothing wrote holds the {word} numbers: {outcome.reason}"))
+    return failures
+
+
+def wrong_for_new_values(op: Op, cases: Sequence[Case]) -> list[str]:
+    """Return a line for each own variant that is wrong if the tensors of its inputs get new values, and right in new tensors."""
+    return _lines(op, cases, "its inputs get new values in place", _wrong_in_place)
+
+
+def _lines(
+    op: Op, cases: Sequence[Case], condition: str, wrong: Callable[[Op, Variant, Sequence[Case]], Outcome | None]
+) -> list[str]:
+    own = [variant for variant in op.variants if not variant.is_peer]
+    found = {variant.name: wrong(op, variant, _supported(op, variant, cases)) for variant in own}
+    texts = {
+        name: f"in case {outcome.case.name}: {outcome.reason}" for name, outcome in found.items() if outcome and outcome.case
+    }
+    return [f"{name} is wrong if {condition}, {text}" for name, text in texts.items()]
+
+
+def _supported(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Case]:
+    """Return the smallest cases, without cases that a variant does not support."""
+    return [case for case in smallest_cases(op, cases, _MOST_CASES) if not variant.unsupported(case)]
+
+
+def _wrong_within(
+    context: Callable[[], AbstractContextManager[Any]], op: Op, variant: Variant, cases: Sequence[Case]
+) -> Outcome | None:
+    """Return the first failure of a variant within a context, if the same check passes without the context."""
+    begun_s = time.thread_time()
+    with suppress(Exception):  # the check of the case says why
+        for case in cases:
+            checker = Checker(op, case, "cpu")
+            for config in around_default(variant, case):
+                tell(Outcome("failed", "", config, case))
+                with context():
+                    lines = checker.run(variant, config)[1]
+                if any(NOT_ENDED in line for line in lines) or time.thread_time() - begun_s > _MOST_S:
+                    return None
+                if lines and not checker.run(variant, config)[1]:
+                    return Outcome("failed", lines[0], config, case)
+    return None
+
+
+def _wrong_in_place(op: Op, variant: Variant, cases: Sequence[Case]) -> Outcome | None:
+    with suppress(Exception):  # the check of the case says why
+        for case in cases:
+            config = variant.default_config(case)
+            first, second, other = (Checker(op, case, "cpu", seed) for seed in (0, 1, 1))
+            first.run(variant, config)
+            second.inputs = {name: _moved(value, first.inputs.get(name)) for name, value in second.inputs.items()}
+            lines = second.run(variant, config)[1]
+            if lines and not other.run(variant, config)[1]:
+                return Outcome("failed", lines[0], config, case)
+    return None
+
+
+def _moved(value: object, place: object) -> object:
+    """Return `place` with the values of a tensor of the same layout; any other value as it is."""
+    if not isinstance(value, torch.Tensor) or not isinstance(place, torch.Tensor):
+        return value
+    is_same = (value.shape, value.stride(), value.dtype) == (place.shape, place.stride(), place.dtype)
+    return place.copy_(value) if is_same else value
+
+
+class _Filled(TorchDispatchMode):
+    """Fill memory that torch returns unwritten with the largest numbers of its type, or with the least for sign -1."""
+
+    def __init__(self, sign: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sign = sign
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _EMPTY and result.device.type != "meta":
+            if result.is_floating_point():
+                result.fill_(self._sign * torch.finfo(result.dtype).max)
+            elif not result.is_complex() and result.dtype != torch.bool:
+                limits = torch.iinfo(result.dtype)
+                result.fill_(limits.max if self._sign > 0 else limits.min)
+        return result
