@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -199,7 +200,10 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
         now = knobs_of(task.config_of_call(configs, gpu))
     except ValueError as error:  # no config can run the case any more
         return Difference("another config", f"{row.config_label}, here {error}")
-    values = differing(row.config or {}, now)
+    then = row.config or {}
+    with suppress(ValueError):  # a config that this code does not know is compared as it is
+        then = knobs_of(task.variant.config_from(then))
+    values = differing(then, now)
     return Difference("another config", f"{values[0]}, here {values[1]}") if values else None
 
 

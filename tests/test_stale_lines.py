@@ -46,6 +46,18 @@ def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
     assert "(none, here rows=" in line
 
 
+def test_record_from_before_a_knob_has_the_default_of_the_knob() -> None:
+    op = OPS["int4_fp8_grouped_gemm"]
+    entries = {entry.config["maxnreg"]: entry for entry in cache.load_strict(cache.path_of(op.name, "nvidia_h200"))}
+    lines = {}
+    for maxnreg in (0, 128):
+        key, config = entries[maxnreg].key, {name: value for name, value in entries[maxnreg].config.items() if name != "maxnreg"}
+        row = literal(100.0, **key.fields | {"op": op.name, "config": config, "source_hash": op.variant(key.variant).source_hash})
+        lines[maxnreg] = stale_lines([row], OPS, None)
+    assert lines[0] == []
+    assert "(maxnreg=0, here maxnreg=128)" in lines[128][0]
+
+
 def test_records_of_a_variant_that_was_renamed_are_stale() -> None:
     op = OPS["rmsnorm_fwd"]
     renamed = tuple(dataclasses.replace(each, name="tiled") if each.name == "optimized" else each for each in op.variants)
