@@ -202,7 +202,7 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
         return Difference("another config", f"{row.config_label}, here {error}")
     then = row.config or {}
     with suppress(ValueError):  # a config that this code does not know is compared as it is
-        then = knobs_of(task.variant.config_from(then))
+        then = then and knobs_of(task.variant.config_from(then))
     values = differing(then, now)
     return Difference("another config", f"{values[0]}, here {values[1]}") if values else None
 
