@@ -156,7 +156,7 @@ def _matters(op: Op, inputs: Inputs, name: str) -> bool:
 
 
 def _equal(op: Op, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a line for inputs that are equal to each other in all cases, and one if all inputs are equal for two seeds."""
+    """Yield a line for each two inputs that hold the same values in all cases, and a line if `inputs` ignores the seed."""
     are_equal, has_seed = dict[tuple[str, str], bool](), False
     for case in cases:
         with suppress(Exception):  # the check of the case says why
@@ -168,7 +168,7 @@ def _equal(op: Op, cases: Sequence[Case]) -> Iterator[str]:
                 is_same = first is not second and (first.dtype, first.shape) == (second.dtype, second.shape)
                 are_equal[pair] = are_equal.get(pair, True) and is_same and _bytes(first) == _bytes(second)
                 if are_equal[pair] and bool((first.reshape(-1) == first.reshape(-1)[0]).all()):
-                    del are_equal[pair]  # constant, of which another line tells
+                    del are_equal[pair]  # `_constant` names constant inputs
     for first_name, second_name in (pair for pair, is_equal in are_equal.items() if is_equal):
         yield f"inputs {first_name} and {second_name} are equal in all check cases: a kernel that reads one twice passes"
     if cases and not has_seed:

@@ -28,11 +28,13 @@ scale x F    every value is multiplied by F, in fp8 before the cast"""
 
 
 def _one_element(values: torch.Tensor) -> torch.Tensor:
-    """Change the first value from the middle on, or from the first on, that the change does not leave as it is, as 448 in fp8."""
+    """Change a value near the middle that 2x + 1 changes: NaN, infinity and 448 in fp8 may stay as they are."""
     flat = values.reshape(-1).clone()
     changed = (flat.float() * 2 + 1).to(values.dtype) if values.is_floating_point() else flat ^ _INTEGER_STEP
-    differ = (changed.float() != flat.float()).nonzero().flatten()
-    for place in [*differ[differ >= flat.numel() // 2], *differ][:1]:
+    before, after = flat.double(), changed.double()
+    differ = ((before != after) & ~before.isnan()).nonzero().flatten()
+    if differ.numel():
+        place = differ[(differ - flat.numel() // 2).abs().argmin()]
         flat[place] = changed[place]
     return flat.reshape(values.shape)
 
@@ -91,6 +93,7 @@ _MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     _WRONG: partial(_scaled, _WRONG_SCALE),
 }
 _GROSS = {"one element", "one row", "zeroed tail"}
+_OF_INTEGERS = {*_GROSS, "exchange"}
 
 
 def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
@@ -155,7 +158,7 @@ def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
         if not isinstance(values, torch.Tensor) or not values.numel() or values.dtype == torch.bool:
             continue
         for mutation, change in _MUTATIONS.items():
-            if values.is_floating_point() or mutation in {*_GROSS, "exchange"}:
+            if values.is_floating_point() or mutation in _OF_INTEGERS:
                 changed = change(values)
                 if not torch.equal(changed.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)):
                     yield name, mutation, changed

@@ -1,4 +1,4 @@
-"""Find results that hang on what a launch leaves open: the order of programs, unwritten memory, and what a tensor held before.
+"""Run variants again in reverse order of programs, with other values in unwritten memory, and with new values in old inputs.
 
 The module knows no operator.
 """
@@ -22,8 +22,8 @@ from kerneltune.task import Outcome
 
 _MOST_CASES, _MOST_S = 2, 4.0
 """The smallest cases, and the processor seconds after which no further config of a variant runs again."""
-_EMPTY = [getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
-                                                     "new_empty_strided")]  # fmt: skip
+_ATEN = torch.ops.aten
+_EMPTY = [_ATEN.empty, _ATEN.empty_like, _ATEN.empty_permuted, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided]
 """Functions of torch that return memory which nothing wrote."""
 
 

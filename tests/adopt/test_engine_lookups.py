@@ -32,7 +32,7 @@ MODULES = {
         "sglang.srt.layers.moe.moe_runner.triton_utils",
     ),
 }
-"""By engine: the module with the look-up, below the engine's folder, and the package of its override."""
+"""Name, by engine, the module with the look-up below the engine's folder, and the package of its override."""
 
 
 def source_of(engine: str) -> str:
@@ -60,7 +60,7 @@ def no_table(*_: object) -> None:
 
 @pytest.fixture
 def look_up(engine: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return the engine's look-up of a config, on this GPU, in the folder `tmp_path`."""
+    """Return the engine's look-up of a config in the folder `tmp_path`; the GPU's file name is ours, made as in vLLM 0.33.0."""
     source = source_of(engine)
     override = ModuleType(MODULES[engine][1])
     override.__dict__["get_config"] = lambda: None

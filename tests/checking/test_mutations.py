@@ -68,13 +68,21 @@ def test_mutations_fail_a_comparison_of_the_first_row_alone_though_a_case_has_a_
     assert (outcome.status, outcome.reason.partition("accepts ")[2]) == ("failed", "one element, one row, truncation")
 
 
+@pytest.mark.parametrize("values", [
+    torch.tensor([2**31 + 5] * 3), torch.tensor([1.0, torch.nan, torch.nan]), torch.tensor([torch.inf, torch.inf, 3.0]),
+])  # fmt: skip
+def test_one_element_of_large_integers_nan_and_infinity_changes(values: torch.Tensor) -> None:
+    changed = dict((mutation, it) for _, mutation, it in _mutated({"y": values}))["one element"]
+    assert int((changed != values).sum() - values.isnan().sum()) == 1
+
+
 def test_one_element_changes_though_the_middle_is_the_largest_of_fp8() -> None:
     y = torch.tensor([1.0, 448.0, 448.0, 448.0]).to(torch.float8_e4m3fn)
     changed = dict((mutation, it) for _, mutation, it in _mutated({"y": y}))["one element"]
     assert changed.float().tolist() == [3.0, 448.0, 448.0, 448.0]
 
 
-def test_sorted_integers_accept_an_exchange() -> None:
+def test_exchange_changes_the_places_of_two_integers_in_each_row() -> None:
     ids = torch.tensor([[3, 1, 2], [5, 4, 6]])
     changed = dict((mutation, it) for _, mutation, it in _mutated({"ids": ids}))
     assert changed["exchange"].tolist() == [[1, 3, 2], [4, 5, 6]]
