@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,7 +22,6 @@ from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, Task
 SCHEMA = 1
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
-Source = Literal["own", "near", "default"]
 
 _MOST_ELEMENTS = 1 << 48
 """Elements of an axis, at most: no memory holds more."""
@@ -232,13 +232,16 @@ def _file_order(entry: CacheEntry) -> tuple[Any, ...]:
     return entry.variant, entry.policy, case.dtype, case.quant, _json_text(case.options), case.axes
 
 
-class Choice(NamedTuple):
-    """Hold the answer of a look-up: a config and its source.
+class Source(Enum):
+    """Name the sources of configs; the values are words for people, the names stand in evidence."""
 
-    Attributes:
-        source: `own`, `near` for the config of other sizes, options, type or GPU, or `default`.
-        describe: gives the answer in words; empty for `own`.
-    """
+    own = "its own config"
+    near = "of a near case"  # of other sizes, options, type or GPU
+    default = "the default"
+
+
+class Choice(NamedTuple):
+    """Hold the answer of a look-up: a config, its source, and a function that describes the config; empty for an own config."""
 
     config: Any
     source: Source
@@ -271,7 +274,7 @@ class Chooser:
     def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: CaseOptions = (), gpu: str | None = None) -> Any:
         """Return the config of `find`, remembered until `clear`.
 
-        Any source but `own` is a miss, which is warned of once for all sizes of the free axes.
+        Any source but `Source.own` is a miss, which is warned of once for all sizes of the free axes.
 
         gpu: the folder of a device; None for the device at hand.
 
@@ -293,7 +296,7 @@ class Chooser:
         gpu = gpu or device.current_slug()
         own = self.own(case, gpu)
         if own is not None:
-            return Choice(own[1], "own", lambda: "")
+            return Choice(own[1], Source.own, lambda: "")
         nearest = next(self.near(case, gpu, self.op.max_distance), None)
         if nearest is not None:
             entry, config, distance = nearest
@@ -301,12 +304,12 @@ class Chooser:
             fallback_gpu = folder if folder != gpu else ""
             if fallback_gpu:
                 misses.report_fallback(gpu, fallback_gpu)
-            return Choice(config, "near", partial(_described, case, entry, distance, self.policy, fallback_gpu))
+            return Choice(config, Source.near, partial(_described, case, entry, distance, self.policy, fallback_gpu))
         config = self.variant.default_config(case)
         reason = self.variant.invalid(case, config)
         if reason is not None:
             raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
-        return Choice(config, "default", lambda: "the default")
+        return Choice(config, Source.default, lambda: Source.default.value)
 
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly this case, with its config; None without an entry, or if its config is not valid."""
@@ -416,7 +419,7 @@ def _architecture(gpu: str) -> tuple[str, int]:
 def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: CaseOptions) -> Any:
     case = Case("", axes, dtype, quant, options)
     choice = chooser.find(case, gpu)
-    if choice.source != "own":
+    if choice.source is not Source.own:
         key = TaskKey(chooser.op.name, chooser.variant.name, case, chooser.policy)
         misses.report(key, gpu, choice.describe, chooser.op.free_axes)
     return choice.config

@@ -431,7 +431,7 @@ def test_load_and_load_strict_without_a_file_are_empty(tmp_path: Path) -> None:
 def test_look_up_in_a_folder_that_cannot_be_read_warns_and_returns_the_default(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 300)  # fails for every user; the permissions of a folder do not stop root
     with pytest.warns(UserWarning, match=rf"^cannot read {folder}/{GPU}/{OP}.json: .*; not used$"):
-        assert chooser_of(operator(), folder).find(Case("", axes(1, 2), "bfloat16", "fp8", OPTIONS), GPU).source == "default"
+        assert chooser_of(operator(), folder).find(Case("", axes(1, 2), "bfloat16", "fp8", OPTIONS), GPU).source.name == "default"
 
 
 def test_look_up_beside_a_folder_that_cannot_be_read_uses_packaged_configs(

@@ -46,7 +46,7 @@ def operator(max_distance: float) -> Op:
 
 def look_up(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> Found:
     choice = cache.Chooser.of(operator(max_distance), SMALL, "cold", root).find(Case("", (("M", size),), "bfloat16"), gpu)
-    return Found(choice.config, choice.source, choice.describe())
+    return Found(choice.config, choice.source.name, choice.describe())
 
 
 def test_look_up_returns_the_exact_entry_else_a_near_one_else_the_default(tmp_path: Path) -> None:

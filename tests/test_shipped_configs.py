@@ -46,7 +46,7 @@ def test_call_for_the_case_of_a_shipped_config_looks_up_this_config(name: str) -
     for entry in entries_of(name):
         variant, case = op.variant(entry.variant), entry.case
         choice = cache.Chooser.of(op, variant, entry.policy).find(op.case_of_call(case), "nvidia_h200")
-        assert (choice.source, choice.config) == ("own", variant.config_from(entry.config)), case.label
+        assert (choice.source.name, choice.config) == ("own", variant.config_from(entry.config)), case.label
         assert op.case_of_call(case) == case, f"no call looks up {case.label}"
         if variant.name == "optimized":  # the public function; other variants are given a config
             with before_look_ups(end_call), pytest.raises(LookedUpError) as raised:

@@ -4,12 +4,12 @@ import dataclasses
 import inspect
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, assert_never
 
 import typer
 
 from kerneltune import cache, device, misses, sweep_file
-from kerneltune.cache import CacheEntry, Choice, Chooser, load, load_strict
+from kerneltune.cache import CacheEntry, Choice, Chooser, Source, load, load_strict
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, messages, note, show, show_wrapped, width
@@ -106,13 +106,16 @@ def explain(
 
 def _source(chooser: Chooser, choice: Choice, case: Case, gpu: str) -> str:
     """Return where the config of a case comes from: an entry of the cache, a near entry, or the default, and why."""
-    if choice.source == "near":
+    if choice.source is Source.near:
         return f"the cache's nearest entry, {choice.describe().partition(': ')[0]}"
-    own, now = chooser.own(case, gpu), chooser.variant.source_hash
-    if own is not None:
+    if choice.source is Source.own:
+        own, now = chooser.own(case, gpu), chooser.variant.source_hash
+        assert own is not None
         then = own[0].evidence.get("source_hash") or "unknown"
         stale = f"; stale: source_hash {then} is now {now}" if is_stale(chooser.variant, own[0]) else ""
         return f"the cache's entry for exactly this case{stale}"
+    if choice.source is not Source.default:
+        assert_never(choice.source)
     if cache.path_of(chooser.op.name, gpu, chooser.root).exists():
         return f"the default: {gpu} has no entry for this case or near it{_limit(chooser, case, gpu)}"
     cause = "no other GPU's serves this case"

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
 
 
-_FROM: Mapping[cache.Source, str] = {"own": "its own config", "near": "of a near case", "default": "the default"}
 _CASES_AHEAD = 6
 """Cases whose first configs are compiled ahead. Half of these cases are ceiling cases, which compile at once."""
 
@@ -141,7 +140,7 @@ class TuningSession:
         self.queue.look_ahead(self._first_runs(following[:_CASES_AHEAD]))
         entry = tuner.tune()
         gain, before = entry.evidence.get("speedup"), entry.evidence.get("before")
-        over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain and before else ""
+        over = f", {gain:.2f}x what calls ran with before ({cache.Source[before].value})" if gain and before else ""
         return TuningResult("tuned", entry, best=pairs(entry.config) + over)
 
     def _first_runs(self, tasks: Sequence[Task]) -> Iterator[Run]:

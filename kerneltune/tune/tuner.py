@@ -167,7 +167,7 @@ class Tuner:
             final = self._crash_safe_final(finalists, default)
         evidence = dict(final.evidence)
         if final.incumbent == before.config:
-            evidence["before"] = before.source
+            evidence["before"] = before.source.name
         evidence |= {"trials": num_trials, **provenance(task.variant)}
         entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(final.best), evidence=evidence)
         cache.store(device.current().slug, entry, self.options.configs)

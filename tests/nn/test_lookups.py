@@ -50,7 +50,7 @@ def sources() -> Iterator[dict[tuple[str, Any], str]]:
     source_of: dict[tuple[str, Any], str] = {}
 
     def end_call(chooser: Chooser, case: Case) -> None:
-        source_of[chooser.op.name, case.axes] = chooser.find(case, "nvidia_h200").source
+        source_of[chooser.op.name, case.axes] = chooser.find(case, "nvidia_h200").source.name
         raise LookedUpError
 
     with before_look_ups(end_call):

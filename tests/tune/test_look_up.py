@@ -99,8 +99,7 @@ def test_look_up_of_random_sizes_returns_a_valid_config_and_its_source(name: str
             continue
         choice = chooser.find(case)
         assert variant.invalid(case, choice.config) is None, case.label
-        assert choice.source in ("own", "near", "default")
-        assert bool(choice.describe()) == (choice.source != "own")
+        assert bool(choice.describe()) == (choice.source.name != "own")
         served += 1
     assert served >= 8
 
