@@ -12,7 +12,7 @@ from kerneltune.listing import check_case
 from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Case, Op, TaskKey, Variant
 from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase, cases_by_op
-from kerneltune.task import Task
+from kerneltune.task import Task, runs_folder
 
 RunFile = Literal["check", "check.journal", "journal"]
 """Kind of a file of a run, the part of its name behind the family."""
@@ -107,9 +107,9 @@ class Options:
 
     @property
     def records_folder(self) -> Path:
-        """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
+        """Return the folder of this device's records; the interpreter's are not kept in git."""
         gpu = device.current()
-        return self.results / (gpu.slug if gpu.is_gpu else f"runs/{gpu.slug}")
+        return self.results / gpu.slug if gpu.is_gpu else runs_folder(self.results, gpu.slug)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Plan:
 
     def scratch_file(self, kind: RunFile) -> Path:
         """Return the file of checks on this device, or the journal of a stage, which the stage removes when it ends."""
-        return self.options.results / "runs" / device.current().slug / f"{self.family}.{kind}.jsonl"
+        return runs_folder(self.options.results, device.current().slug) / f"{self.family}.{kind}.jsonl"
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options) -> Plan:

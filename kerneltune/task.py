@@ -201,12 +201,17 @@ def is_outdated(variant: Variant, entry: CacheEntry) -> bool:
     return any(entry.evidence.get(name) != value for name, value in fingerprint(variant).items() if name != "source_hash")
 
 
+def runs_folder(results: Path, part: str = "") -> Path:
+    """Return the folder of what runs keep beside the records, not in git; part: a device's slug, `trials` or `models`."""
+    return results / "runs" / part
+
+
 def trials_folder(results: Path, gpu: str) -> Path:
     """Return the folder of the trials on a GPU model; results: folder of the records, gpu: folder name of the model.
 
     The paths are made here, because `search/trials.py` imports Optuna, which commands that only look for files do without.
     """
-    return results / "runs" / "trials" / gpu
+    return runs_folder(results, "trials") / gpu
 
 
 def trials_file(results: Path, gpu: str, op: str) -> Path:

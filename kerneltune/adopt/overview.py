@@ -23,7 +23,7 @@ from kerneltune.adopt.folder import (
 )
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, grouped, load
-from kerneltune.task import trials_file
+from kerneltune.task import runs_folder, trials_file
 from kerneltune.wording import counted
 
 
@@ -215,7 +215,7 @@ def _chosen_configs(root: Path) -> dict[str, set[StoredConfig]]:
 def _check_records(root: Path) -> dict[str, dict[str, Record]]:
     """Return the record of the last check of each variant and config that `sweep` has made, by class."""
     last: dict[str, dict[str, Record]] = {}
-    for path in sorted((root / "results" / "runs").glob("*/captured.check.jsonl")):
+    for path in sorted(runs_folder(root / "results").glob("*/captured.check.jsonl")):
         with suppress(ValueError):
             for record in load(path):
                 last.setdefault(str(record.options.get("launch")), {})[f"{record.variant} {record.config}"] = record

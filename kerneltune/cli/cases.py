@@ -7,6 +7,7 @@ from typing import Annotated
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note
 from kerneltune.files import replace_text
+from kerneltune.task import runs_folder
 
 _MOST_TOKENS = 1 << 24
 
@@ -28,11 +29,11 @@ def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batche
 
 
 def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
-    """Write the sweep of a model under `runs/models` of the results, print the facts of the model, and return the path."""
+    """Write the sweep of a model for a run, print the facts of the model, and return the path."""
     sweep = text(model, tokens, ep, batch)
     _, read_as, family, *_ = sweep.splitlines()
     note(f"{model}: {read_as.removeprefix('# ')}")
-    path = results / "runs" / "models" / f"{family.removeprefix('family: ')}.yaml"
+    path = runs_folder(results, "models") / f"{family.removeprefix('family: ')}.yaml"
     replace_text(path, sweep)
     return path
 

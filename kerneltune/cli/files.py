@@ -19,6 +19,7 @@ from kerneltune.records import Record, grouped, load, parse
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
 from kerneltune.sweep_file import Section
 from kerneltune.table import Column, Table
+from kerneltune.task import runs_folder
 from kerneltune.workloads import own_tables
 
 SUFFIX = ".jsonl"
@@ -69,7 +70,7 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
             "`compare --family NAME` and `report FILE`"
         )
     pattern = f"{device.slug(model) if is_gpu else '*'}/{family or '*'}.jsonl"
-    files = [path for path in sorted(root.glob(pattern)) if path.parent.name not in (device.INTERPRETER, "runs")]
+    files = [path for path in sorted(root.glob(pattern)) if path.parent not in (root / device.INTERPRETER, runs_folder(root))]
     if not files:
         owner = f"of {model} in" if is_gpu else "of any GPU in"
         others = sorted({path.stem for folder in (root, sweep_file.recorded_root(results)) for path in folder.glob("*/*.jsonl")})

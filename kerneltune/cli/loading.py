@@ -16,7 +16,7 @@ from kerneltune.files import in_checkout
 from kerneltune.listing import OpSummary, summary_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.spec import PLUGINS, Case, Op
-from kerneltune.task import trials_folder
+from kerneltune.task import runs_folder, trials_folder
 
 _USUAL_SIZE, _DIGITS = 4096, 15
 
@@ -77,7 +77,7 @@ def require_writable(folder: Path) -> None:
 def require_folders(options: Options) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
     gpu = device.current()
-    folders = [options.results / "runs" / gpu.slug]
+    folders = [runs_folder(options.results, gpu.slug)]
     if gpu.is_gpu and options.mode != "check":
         folders.append(options.results / gpu.slug)
     if gpu.is_gpu and options.mode == "tune":
