@@ -104,7 +104,7 @@ def payload(sources: Sources) -> dict[str, Any]:
 
 def _measures(records: Iterable[Record]) -> list[dict[str, Any]]:
     """Return the columns of A's and B's measurements in a family's table."""
-    columns = tables.with_bound(tables.AB_COLUMNS, [bound_of(record) for record in records if record.time_us is not None])
+    columns = tables.ab_columns(bound_of(record) for record in records if record.time_us is not None)
     return [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in columns]
 
 

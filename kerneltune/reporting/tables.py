@@ -21,6 +21,8 @@ _MUCH_SLOWER = 0.8
 _NAMED = 5
 INTERPRETER_NOTE = "device: interpreter (no GPU): correctness is checked, no timing"
 _RUN_WORDS = {"unit": "GPU serial"}
+_CASE, _INTERVAL, _SHARE, _NOISE, _GBPS = range(1, 6)
+"""Ranks of columns: the last leaves a narrow table first."""
 
 
 def _interval(row: Comparison) -> str | None:
@@ -33,18 +35,27 @@ def _measure(name: str, value: Callable[[Comparison], CellValue], **form: Any) -
     return Column(name, value=lambda row: None if row.note else value(row), **form)
 
 
-AB_COLUMNS = (
-    _measure("A µs", lambda row: row.a.time_us, digits=2, key="A_us"),
-    _measure("B µs", lambda row: row.b.time_us, digits=2, key="B_us"),
-    _measure("speedup", lambda row: row.speedup, digits=2, suffix="x"),
-    _measure("", lambda row: row.mark, key="mark"),
-    _measure("A GB/s", lambda row: row.a.gbps, digits=0, key="A_gbps", rank=6),
-    _measure("B GB/s", lambda row: row.b.gbps, digits=0, key="B_gbps", rank=6),
-    _measure("B % ceiling", lambda row: share(row.b), digits=1, key="B_pct_bound", rank=4),
-    _measure("95 % interval", _interval, key="interval", rank=3, only=("text", "markdown", "page")),
-    _measure("noise %", lambda row: None if row.aa_floor is None else 100 * row.aa_floor, digits=1, key="noise_pct", rank=5),
-)
-"""The columns of A's and B's measurements, in print, in CSV and on the page."""
+def _bound_word(bounds: Iterable[Bound]) -> str:
+    """Return the bound of the rows, for the heading of their shares; `bound` where another column says which."""
+    kinds = set(bounds)
+    return "bound" if len(kinds) > 1 else next(iter(kinds), "ceiling")
+
+
+def ab_columns(bounds: Iterable[Bound]) -> tuple[Column, ...]:
+    """Return the columns of A's and B's measurements, in print, in CSV and on the page, of rows with these bounds."""
+    return (
+        _measure("A µs", lambda row: row.a.time_us, digits=2, key="A_us"),
+        _measure("B µs", lambda row: row.b.time_us, digits=2, key="B_us"),
+        _measure("speedup", lambda row: row.speedup, digits=2, suffix="x"),
+        _measure("", lambda row: row.mark, key="mark"),
+        _measure("A GB/s", lambda row: row.a.gbps, digits=0, key="A_gbps", rank=_GBPS),
+        _measure("B GB/s", lambda row: row.b.gbps, digits=0, key="B_gbps", rank=_GBPS),
+        _measure(f"B % {_bound_word(bounds)}", lambda row: share(row.b), digits=1, key="B_pct_bound", rank=_SHARE),
+        _measure("95 % interval", _interval, key="interval", rank=_INTERVAL, only=("text", "markdown", "page")),
+        _measure("noise %", lambda row: row.aa_floor and 100 * row.aa_floor, digits=1, key="noise_pct", rank=_NOISE),
+    )
+
+
 _CSV_COLUMNS = (
     *(Column(name, only=("csv",), value=attrgetter(f"a.{name}")) for name in ("op", "case")),
     Column("options", only=("csv",), value=lambda row: pairs(row.a.options)),
@@ -75,7 +86,7 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
         Column("A", wraps=True),
         Column("B"),
         Column("compared", wraps=True),
-        Column("B % bound", digits=0, key="B_pct_bound", rank=1),
+        Column("B % bound", digits=0, key="B_pct_bound", rank=_SHARE),
     )
     lines = []
     for family, members in families.items():
@@ -114,8 +125,8 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
     sides = [Column(f"{side} is", key=f"{side}_is", value=attrgetter(f"{side.lower()}.variant")) for side in "AB"]
     measures = (
         *(column for column in sides if len(set(map(column.value, rows))) > 1),
-        *with_bound(AB_COLUMNS, bounds),
-        _measure("bound", lambda row: bound_of(row.b), rank=4, only=() if is_mixed else ("csv",)),
+        *ab_columns(bounds),
+        _measure("bound", lambda row: bound_of(row.b), rank=_SHARE, only=() if is_mixed else ("csv",)),
         *_CSV_COLUMNS,
     )
     lines = [Row((*values(case_part, name), *values(measures, row)), row.note) for name, row in zip(names, rows, strict=True)]
@@ -151,17 +162,18 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     groups = list(grouped(kept, case_key).values())
     rows = [list(_sweep_rows(group)) for group in groups]
     bounds = [row.bound for group in rows for row in group if row.bound]
-    op_and_case = Column("op", shared=True), Column("case", rank=1)
+    op_and_case = Column("op", shared=True), Column("case", rank=_CASE)
     case_part, names = case_columns([group[0] for group in groups], *op_and_case, sizes_first=True)
-    reached = Column("% ceiling", digits=1, key="pct_bound", rank=2, value=lambda row: share(row.record) if row.bound else None)
     measures = (
         Column("", key="best", value=lambda row: "*" if row.is_best else ""),
         Column("variant", value=attrgetter("record.variant")),
         Column("µs", digits=2, key="time_us", value=attrgetter("record.time_us")),
-        Column("GB/s", digits=0, key="gbps", rank=3, value=lambda row: row.record.gbps if row.bound else None),
-        *with_bound([reached], bounds),
+        Column("GB/s", digits=0, key="gbps", rank=_GBPS, value=lambda row: row.record.gbps if row.bound else None),
+        Column(
+            f"% {_bound_word(bounds)}", digits=1, key="pct_bound", rank=_SHARE, value=lambda row: row.bound and share(row.record)
+        ),
         Column("vs baseline", digits=2, suffix="x", key="vs_baseline", value=attrgetter("speedup")),
-        Column("bound", rank=2, only=() if len(set(bounds)) > 1 else ("csv",), value=attrgetter("bound")),
+        Column("bound", rank=_SHARE, only=() if len(set(bounds)) > 1 else ("csv",), value=attrgetter("bound")),
         Column("config", only=("markdown", "csv", "page"), value=attrgetter("record.config_label")),
         *(
             Column(name, only=("csv",), value=attrgetter(f"record.{name}"))
@@ -286,13 +298,6 @@ def _reached(rows: Sequence[Comparison]) -> list[str]:
 def _shares(rows: Iterable[Comparison]) -> list[float]:
     """Return the share of its bound that B reaches in each row where it is known."""
     return [part for part in (share(row.b) for row in rows) if part is not None]
-
-
-def with_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
-    """Return the columns, with the bound of the rows in the heading of the shares; `bound` where another column says which."""
-    kinds = set(bounds)
-    word = "bound" if len(kinds) > 1 else next(iter(kinds), "ceiling")
-    return [replace(c, name=c.name.replace("ceiling", word)) if c.key.endswith("pct_bound") else c for c in columns]
 
 
 def _count(values: Sequence[object]) -> str:
