@@ -450,9 +450,10 @@ def plan_key(
             parts.append(f"other({source})" if is_deciding else f"{source}.base.dtype")
         elif is_tensor(value):
             shape = [f"{source}.shape"] if is_deciding and hasattr(value, "shape") else []
-            layout = [f"{source}.stride()", f"{source}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
+            pointer, aligned = f"p{len(pointers)}", f"% {arguments.ALIGNMENT} == 0"
+            layout = [f"{source}.stride()", f"({pointer} := {source}.data_ptr()) {aligned}"] if has_layout else []
             parts += [f"{source}.dtype", *shape, *layout]
-            pointers.append(f"{source}.data_ptr()")
+            pointers.append(pointer)
         elif is_deciding and type(value) in arguments.SCALAR_TYPES:
             parts += [source, f"{source}.__class__"] if isinstance(value, int | float) else [source]  # because True == 1 == 1.0
         elif is_deciding and is_function(value):
@@ -464,8 +465,8 @@ def plan_key(
             if has_signs and isinstance(value, float):
                 parts += [f"{source} > 0", f"{source} < 0"]
     if has_layout:
-        parts.append(f"places([{', '.join(pointers)}])")
-    names = {"other": _other_key, "places": lambda pointers: tuple(map(pointers.index, pointers))}
+        parts.append(f"shared([{', '.join(pointers)}])")
+    names = {"other": _other_key, "shared": _shared}
     key_of: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", names)
     return key_of
 
@@ -473,6 +474,11 @@ def plan_key(
 def all_but_floats(launch: Launch) -> set[str]:
     """Return the arguments that may make classes: all but floats, because scales and step sizes change with every launch."""
     return {name for name, value in launch.named.items() if not isinstance(value, float)}
+
+
+def _shared(pointers: list[int]) -> tuple[int, ...]:
+    """Return for each address the place where it is first, nothing for addresses that all differ, as they do in most launches."""
+    return () if len(set(pointers)) == len(pointers) else tuple(map(pointers.index, pointers))
 
 
 def _other_key(value: Any) -> Any:

@@ -63,6 +63,14 @@ def test_key_with_layout_depends_on_strides_and_alignment(other: torch.Tensor) -
     assert key(call.args, {}) == key((torch.zeros(4, 4),), {}) != key((other,), {})
 
 
+def test_key_with_layout_depends_on_which_tensors_begin_at_the_same_byte() -> None:
+    x, y, z = (torch.ones(4) for _ in range(3))
+    key = plan_key(launch(x, y, z), {"x"}, has_layout=True)
+    keys = [key(tensors, {}) for tensors in ((x, y, z), (x, x, y), (x, y, x), (x, y, y), (x, x, x))]
+    assert len(set(keys)) == 5
+    assert keys == [key(tensors, {}) for tensors in ((z, y, x), (y, y, z), (z, x, z), (z, x, x), (y, y, y))]
+
+
 def test_keys_of_equal_values_of_other_types_differ() -> None:
     """A constexpr of 1, True and 1.0 compiles to other code."""
     keys = LaunchMap[str]()
