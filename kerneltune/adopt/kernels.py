@@ -29,8 +29,8 @@ _MOST_LAYERS = 16
 """Most decorators around a kernel."""
 _MOST_KEYS, _MOST_PLANS, _MOST_LISTS = 4096, 32, 1024
 """Most keys of a plan, most plans of a kernel, most lists of configs of an autotuner that are remembered."""
-_OTHER_KIND = (LookupError, AttributeError, TypeError)
-"""Errors of a plan's keys for launches with other names or types of arguments."""
+_OTHER_KIND = (LookupError, AttributeError, TypeError, ValueError)
+"""Errors of a plan's keys for launches with other names, types or numbers of arguments."""
 
 
 V = TypeVar("V")
@@ -428,10 +428,10 @@ def plan_key(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
-    The key has the element types of all tensors and the types of all other arguments. The function is compiled from an expression
-    with an item for each part of the key, such as `(len(args), len(kwargs), args[0].dtype, args[1], args[1].__class__)`, because
-    a loop over the arguments takes 2.5 times as long. For a launch with other
-    names or types it raises an error of `_OTHER_KIND`, or returns a key that none of its own launches has.
+    The key has the element types of all tensors and the types of all other arguments. The function is compiled from text, such as
+    `[v0, v1] = args`, then `v2 = kwargs['N']`, then `return (len(kwargs), v0.dtype, v1, v1.__class__, v2, v2.__class__)`, because
+    a loop over the arguments takes 2.5 times as long. For a launch with other names or types it raises an error of `_OTHER_KIND`,
+    or returns a key that none of its own launches has.
 
     Args:
         launch: a launch.
@@ -440,8 +440,7 @@ def plan_key(
             are part of the key.
         has_signs: whether the signs of floats whose values are no part of the key are.
     """
-    parts, pointers = ["len(args)", "len(kwargs)"], list[str]()
-    sources = [*(f"args[{place}]" for place in range(len(launch.args))), *(f"kwargs[{name!r}]" for name in launch.kwargs)]
+    parts, pointers, sources = ["len(kwargs)"], list[str](), [f"v{place}" for place in range(len(launch.values))]
     for name, value, source in zip(launch.names, launch.values, sources, strict=True):
         is_deciding = name in deciding
         if name in NO_ARGUMENT:
@@ -450,10 +449,9 @@ def plan_key(
             parts.append(f"other({source})" if is_deciding else f"{source}.base.dtype")
         elif is_tensor(value):
             shape = [f"{source}.shape"] if is_deciding and hasattr(value, "shape") else []
-            pointer, aligned = f"p{len(pointers)}", f"% {arguments.ALIGNMENT} == 0"
-            layout = [f"{source}.stride()", f"({pointer} := {source}.data_ptr()) {aligned}"] if has_layout else []
-            parts += [f"{source}.dtype", *shape, *layout]
-            pointers.append(pointer)
+            pointers.append(pointer := f"p{source}")
+            is_aligned = f"({pointer} := {source}.data_ptr()) % {arguments.ALIGNMENT} == 0"
+            parts += [f"{source}.dtype", *shape, *([f"{source}.stride()", is_aligned] if has_layout else ())]
         elif is_deciding and type(value) in arguments.SCALAR_TYPES:
             parts += [source, f"{source}.__class__"] if isinstance(value, int | float) else [source]  # because True == 1 == 1.0
         elif is_deciding and is_function(value):
@@ -466,8 +464,11 @@ def plan_key(
                 parts += [f"{source} > 0", f"{source} < 0"]
     if has_layout:
         parts.append(f"shared([{', '.join(pointers)}])")
-    names = {"other": _other_key, "shared": _shared}
-    key_of: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", names)
+    num_args, names = len(launch.args), {"other": _other_key, "shared": _shared}
+    given = [f"{source} = kwargs[{name!r}]" for source, name in zip(sources[num_args:], launch.kwargs, strict=True)]
+    lines = [f"[{', '.join(sources[:num_args])}] = args", *given, f"return ({', '.join(parts)},)"]
+    exec("\n ".join(["def key_of(args, kwargs):", *lines]), names)
+    key_of: Callable[..., tuple[Any, ...]] = names["key_of"]
     return key_of
 
 
