@@ -81,7 +81,7 @@ def _is_limited() -> bool:
 def begin_time() -> None:
     """Give the program that begins, within `time_limit`, `PROGRAM_SECONDS` of processor time; in reverse order fewer."""
     if _is_limited():
-        signal.setitimer(signal.ITIMER_VIRTUAL, _seconds())
+        signal.setitimer(signal.ITIMER_VIRTUAL, _seconds(), 1.0)  # again after a second: Python drops an exception of a `__del__`
 
 
 def _seconds() -> float:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -288,6 +289,27 @@ def test_program_that_does_not_end_is_a_fault_with_kernel_and_line() -> None:
     lines = [f"_endless: program (0, 0, 0) has not ended after 0.3 s, test_undefined.py:{first + 3 + line}" for line in (0, 1)]
     assert {fault(lambda: _endless[(2,)](torch.zeros(1), 1)) for _ in range(3)} <= set(lines)
     assert fault(lambda: _endless[(2,)](torch.zeros(1), 0)) == ""
+
+
+def _compute(seconds: float) -> None:
+    ends = time.process_time() + seconds
+    while time.process_time() < ends:
+        pass
+
+
+class _SlowToEnd:
+    def __del__(self) -> None:
+        _compute(5.0)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_time_limit_that_falls_into_a_destructor_is_not_lost() -> None:
+    """Python prints an exception of a destructor, and goes on."""
+    with pytest.raises(faults.KernelFaultError, match=r"^here has not ended after 0\.3 s"), faults.time_limit(lambda: "here"):
+        faults.begin_time()
+        _SlowToEnd()
+        _compute(5.0)
 
 
 @triton.jit
