@@ -132,7 +132,16 @@ def end(process: BaseProcess, grace_s: float = 0.0) -> int | None:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join(_EXIT_GRACE_S)
+        if process.exitcode is None and (stat := _stat(process.pid)):  # the server, which tells exit codes, stalls
+            return os.waitstatus_to_exitcode(int(stat[-1])) or None
     return process.exitcode
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the state, the parent, … and the exit status of a process, as the system tells them; empty of a missing process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:

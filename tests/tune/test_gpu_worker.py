@@ -158,10 +158,11 @@ def test_worker_stopped_by_another_thread_raises(
     worker.close()
 
 
-@pytest.mark.parametrize(("served", "exit_code"), [(True, -15), (False, 255)])
+@pytest.mark.parametrize(("to_server", "exit_code"), [(0, -15), (signal.SIGSTOP, -15), (signal.SIGKILL, 255)])
 def test_worker_sent_sigterm_raises(
-    served: bool, exit_code: int, worker: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    to_server: int, exit_code: int, worker: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The server of processes, which tells their exit codes, may stall, or may be ended as well."""
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(worker.measure, TASK, Knobs("hang", 0), None)
@@ -169,13 +170,16 @@ def test_worker_sent_sigterm_raises(
         assert worker.state is State.ANSWERING
         assert worker.process is not None
         assert worker.process.pid is not None
-        if not served:  # as where all processes are sent it
-            server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-            os.kill(server, signal.SIGKILL)
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(server, to_server)
+        if to_server == signal.SIGKILL:
             os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
         os.kill(worker.process.pid, signal.SIGTERM)
-        with pytest.raises(WorkerStoppedError, match=f"^the GPU worker was ended from outside: exit code {exit_code}$"):
-            running.result(timeout=60)
+        try:
+            with pytest.raises(WorkerStoppedError, match=f"^the GPU worker was ended from outside: exit code {exit_code}$"):
+                running.result(timeout=60)
+        finally:
+            os.kill(server, signal.SIGCONT)
     assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
 
 
