@@ -239,19 +239,19 @@ def _bind(parent: int, folder: str) -> None:
 
     if folder:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sys.excepthook = functools.partial(_show_error, os.getpid())
+    sys.excepthook = functools.partial(_show_error, os.getpid(), parent)
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
 
 
-def _show_error(server: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the error that ended a process of the server, unless the server ends as well.
+def _show_error(server: int, command: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the error that ended a process of the server, unless its command ends as well, which the server may notice late.
 
     A process that starts while its command ends finds its files removed. This error is not printed.
     """
     ends = time.monotonic() + 4 * _LOOK_S
     while os.getpid() != server and time.monotonic() < ends:
-        if os.getppid() != server:
+        if os.getppid() != server or _stat(server)[1:2] not in ([], [str(command)]):
             return
         time.sleep(_LOOK_S / 25)
     sys.__excepthook__(kind, error, trace)

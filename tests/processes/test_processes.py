@@ -77,20 +77,24 @@ def test_measuring_process_without_a_gpu_raises() -> None:
         list(in_fresh_processes(1, _measure, load_ops, Selection("rmsnorm"), Options(), None))
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_error_of_a_process_is_printed_unless_the_server_ends(stays: bool) -> None:
+@pytest.mark.parametrize("ends", ["nothing", "the server", "the command"])
+def test_error_of_a_process_is_printed_unless_the_server_or_its_command_ends(ends: str) -> None:
+    """A server that stalls does not notice that its command has ended."""
     code = f"""if True:
         import functools, os, sys
         from kerneltune.processes import start
-        start._LOOK_S = 0.05 if {stays} else 10.0
-        sys.excepthook = functools.partial(start._show_error, os.getpid())
+        start._LOOK_S = 0.05 if {ends == "nothing"} else 10.0
+        command = os.getpid()
         if os.fork() == 0:
-            raise FileNotFoundError
-        os.wait() if {stays} else os._exit(3)
+            sys.excepthook = functools.partial(start._show_error, os.getpid(), command)
+            if os.fork() == 0:
+                raise FileNotFoundError
+            os._exit(0) if {ends == "the server"} else os.wait()
+        os._exit(0) if {ends == "the command"} else os.wait()
     """
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=800)
-    assert done.returncode == (0 if stays else 3)
-    assert ("FileNotFoundError" in done.stderr) == stays
+    assert done.returncode == 0
+    assert ("FileNotFoundError" in done.stderr) == (ends == "nothing")
 
 
 def test_process_that_starts_while_its_command_ends_prints_no_traceback() -> None:
