@@ -28,7 +28,7 @@ _HELD_AGAINST = (
 )
 Baseline = Annotated[str, typer.Argument(help=_HELD_AGAINST)]
 New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl file; or measure them with --run.")]
-_PROCESSES, _BAD_INPUT = 3, 2
+_PROCESSES = 3
 
 
 @o.selection()
@@ -175,7 +175,7 @@ def _keep(path: Path, measured: list[Record]) -> None:
 
 
 def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
-    """Write and print the answer in every requested form; exit with its code, with 2 for an unwritten pass."""
+    """Write and print the answer in every requested form; exit with its code, or with 2 where a pass cannot be written."""
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = markdown == STDOUT
@@ -192,7 +192,7 @@ def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annot
             writer()
         except ValueError as error:
             error_line(f"error: {error}")
-            code = code or _BAD_INPUT
+            code = code or 2
     if code == verdict.exit_code:  # a file that cannot be written is no pass
         show(gate_markdown(verdict) if is_printed else gate_text(verdict, width()))
         if annotations:
