@@ -39,8 +39,10 @@ _LONGEST_GAP_S = 300.0
 """Seconds between two records of a run, at most: the longest case measured, a step of a model with seven variants, took 179 s."""
 _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
-_DIGITS, _NAMED = 8, 2
-"""Digits of a digest of code, and rows, that a line about stale records names."""
+_DIGITS = 8
+"""Digits of a digest of code that a line about stale records shows."""
+_NAMED = 2
+"""Rows that a line about stale records names."""
 _HEADLINE, _RECORDED, _UNMEASURED = range(3)
 """Ranks of stale cases: headline cases are measured first, then cases with records, then cases that nobody measured."""
 _Ranks = Mapping[tuple[str, Case], int]
