@@ -17,8 +17,12 @@ from kerneltune.spec import Case, Op
 
 _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
-_MOST_PAIRED, _MOST_PAIRS, _TRIED = 8, 16, 8
-"""Most cases of an operator in which values of settings meet, most pairs of values that are tried, and cases tried for a pair."""
+_MOST_PAIRED = 8
+"""Most cases that are derived for pairs of values."""
+_MOST_PAIRS = 16
+"""Most pairs of values that a case is sought for."""
+_TRIED = 8
+"""Most cases that are tried for a pair."""
 
 ValuePair = tuple[Setting, Setting]
 

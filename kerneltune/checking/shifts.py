@@ -15,8 +15,12 @@ from kerneltune.spec import Case, Inputs, Op
 
 _FAR = 28672
 """Distance from 0: beyond usual stand-ins for infinity, 1000 and 10000."""
-_STEP, _STEPS, _TOP = 128, 62, 95
-"""The step of bf16 between 16384 and 32768, the number of steps between most values of a row, and the steps to the outermost."""
+_STEP = 128
+"""The distance of two values of bf16 between 16384 and 32768."""
+_STEPS = 62
+"""Most steps between a row's constant and its other values, but for one value."""
+_TOP = 95
+"""Steps between a row's constant and this one value."""
 _EQUAL = 0.125
 """Products with it stay far below 1e6, which is enough for infinity."""
 _NEAR, _STABLE, _GROSS = 1e-3, 0.05, 0.2
