@@ -127,15 +127,17 @@ class _PairChecks:
     def _wrong_declarations(self) -> Iterator[Outcome]:
         """Yield a note for a `traffic` far from the bytes of the largest case, and for seeds without an effect.
 
-        Small tensors count little in the largest case.
+        Small tensors count little in the largest case, which has the largest product of sizes. Because bytes may depend on an
+        option, such as the number of experts that a token takes, the largest case of each value of an option is judged.
         """
-        case = max(self.checkers, key=num_elements, default=None)
-        checker = self.checkers[case] if case else None
-        if case is None or checker is None or not num_elements(case) or self._op.origin is not None:
-            return
+        usable = {case: it for case, it in self.checkers.items() if it and num_elements(case) and self._op.origin is None}
+        largest = dict[object, Case]()
+        for case in sorted(usable, key=lambda case: (num_elements(case), self._op.traffic(case).total), reverse=True):
+            for setting in case.options or [("", "")]:
+                largest.setdefault(setting, case)
         for field, judge in {"traffic": wrong_traffic, "inputs": seeds_without_effect}.items():
-            texts = judge(checker, self._variant, self._configs[case][0])
-            if texts:
+            judged = (judge(usable[case], self._variant, self._configs[case][0]) for case in dict.fromkeys(largest.values()))
+            if texts := next(filter(None, judged), None):
                 yield Outcome("checked", f"{self._name}: {field}: {'; '.join(texts)}")
 
     def _coverage(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from mistaken_ops import CASES, case_of, values
+from mistaken_ops import CASES, all_close, case_of, values
 from row_sums import summing
 from test_pairs import op_with
 
@@ -63,6 +63,26 @@ def test_traffic_of_a_launch_that_loads_a_part_of_an_input_may_count_the_part() 
     cases = [case_of("odd", 14, 34), case_of("wide", 8, 260)]
     outcomes = check_pairs(half, half.variants[0], cases, partial(check_cost, half))
     assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == []
+
+
+def test_traffic_that_ignores_an_option_is_named_though_the_largest_case_has_its_first_value() -> None:
+    def copies(given: Inputs, y: Callable[[Inputs], Outputs]) -> Outputs:
+        return {f"y{number}": y(given)["y"] for number in range(given["copies"])}
+
+    op, options = op_with(""), {"copies": (1, 3)}
+    flat = op.variants[0]
+    copying = replace(
+        op, options=options, compare=all_close, reference=lambda given: copies(given, op.reference),
+        inputs=lambda case, *, device, seed=0: op.inputs(case, device=device, seed=seed) | {"copies": case.option("copies")},
+        variants=(replace(flat, run=lambda given, config: copies(given, lambda its: flat.run(its, config))),),
+    )  # fmt: skip
+    cases = [
+        replace(case_of("odd", 13, 34), options=(("copies", 3),)),
+        replace(case_of("wide", 8, 260), options=(("copies", 1),)),
+    ]
+    outcomes = check_pairs(copying, copying.variants[0], cases, partial(check_cost, copying))
+    named = "scaled optimized: traffic: write=1,768 in case odd, and kernels store 5,304"
+    assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == [named]
 
 
 def attention(given: Inputs) -> torch.Tensor:
