@@ -106,7 +106,7 @@ def _clamp_texts(text: str, local: Mapping[str, Any], numbers: Any, *limits: obj
     sizes = {name: value for name, value in local.items() if type(value) is int}
     for name, tensor in ((name, value) for name, value in local.items() if hasattr(value, "data_ptr")):
         sizes |= {f"{name}.shape[{axis}]": size for axis, size in enumerate(tensor.shape)}
-    for limit in (_MOST_IN_TYPES.get(str(it), it) for it in limits if not numbers.is_floating_point()):
+    for limit in (_MOST_IN_TYPES.get(str(given), given) for given in limits if not numbers.is_floating_point()):
         if type(limit) is int and limit >= _LEAST_OF_SIZES:
             yield from (f"{name} - 1 > {limit} beside `{text}`" for name, size in sizes.items() if size - 1 > limit)
 
@@ -119,9 +119,9 @@ def limits_of(file: str) -> Mapping[int, list[_Limit]]:
         for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
             is_statement = isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case)
             for part in (part for part in ast.iter_child_nodes(node) if is_statement and isinstance(part, ast.expr)):
-                for limit in _limits_within(part, isinstance(node, ast.If)):
-                    for line in range(getattr(node, "lineno", part.lineno), (part.end_lineno or part.lineno) + 1):
-                        of_line[line].append(limit)
+                limits = list(_limits_within(part, isinstance(node, ast.If)))
+                for line in range(getattr(node, "lineno", part.lineno), (part.end_lineno or part.lineno) + 1):
+                    of_line[line] += limits
     return of_line
 
 
