@@ -207,10 +207,7 @@ def runs_folder(results: Path, part: str = "") -> Path:
 
 
 def trials_folder(results: Path, gpu: str) -> Path:
-    """Return the folder of the trials on a GPU model; results: folder of the records, gpu: folder name of the model.
-
-    The paths are made here, because `search/trials.py` imports Optuna, which commands that only look for files do without.
-    """
+    """Return the folder of a GPU model's trials; `search/trials.py` imports Optuna, which a look for files does without."""
     return runs_folder(results, "trials") / gpu
 
 

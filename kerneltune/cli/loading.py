@@ -79,7 +79,7 @@ def require_folders(options: Options) -> None:
     gpu = device.current()
     folders = [runs_folder(options.results, gpu.slug)]
     if gpu.is_gpu and options.mode != "check":
-        folders.append(options.results / gpu.slug)
+        folders.append(options.records_folder)
     if gpu.is_gpu and options.mode == "tune":
         folders += [configs_root(options.configs) / gpu.slug, trials_folder(options.results, gpu.slug)]
     for folder in folders:
