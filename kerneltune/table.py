@@ -164,17 +164,8 @@ class Table:
         return [self.columns[i] for i in shown], rows
 
 
-class _Places(NamedTuple):
-    """Hold the numbers of the columns that a text shows as columns, states above all rows or above some rows, and hides."""
-
-    shown: list[int]
-    shared: list[int]
-    stated: list[int]
-    hidden: list[int]
-
-
-def _places(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> _Places:
-    """Return the places of columns in a text of at most `width` characters, see `Column.rank` and `Column.shared`."""
+def _places(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], ...]:
+    """Return the columns, by number, that a text of `width` characters shows, states above all rows or some, and hides."""
     cells_of = [[cells[i] for cells in rows] for i in range(len(columns))]
     least = [max(_lengths(column, [column.name, *cells])) for column, cells in zip(columns, cells_of, strict=True)]
     shown = [i for i, column in enumerate(columns) if column.rank == 0 or any(cells_of[i])]
@@ -186,7 +177,7 @@ def _places(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
             shown = [i for i in shown if i not in moved]
     stated = [i for i in sorted(moved) if columns[i].shared]
     hidden = [i for i in sorted(moved) if not columns[i].shared]
-    return _Places(shown, shared, stated, hidden)
+    return shown, shared, stated, hidden
 
 
 def _wrapped_lines(lines: Iterable[str], width: int) -> str:
