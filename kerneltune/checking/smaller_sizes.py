@@ -125,6 +125,7 @@ class _SizeSearch:
            example of ids, hides mistakes that further rows show. Beside that, cheaper copies come first.
         2. Least copies have all sizes of a base, except the least size of an axis with a new fact.
         3. Far copies are like near copies, and one of their sizes is far above the sizes of all bases.
+        4. Copies of a case with equal sizes have sizes of a base, and equal sizes where the case has them.
 
         For even blocks, least copies come first: their loops are the shortest. Their search counts in the time of `facts_of`.
 
@@ -137,7 +138,10 @@ class _SizeSearch:
         for copy in sorted(_with_sizes_of(case, self.bases), key=partial(self._order, case)):
             (far if any(size > _FAR * longest[axis] for axis, size in copy.axes) else near).append(copy)
         least = self._with_least_sizes(case, is_new)
-        order = [sorted(least, key=self._doublings), near, far] if wants_even_blocks else [near, least, far]
+        order: list[Iterable[Case]] = [near, least, far]
+        if wants_even_blocks:
+            order = [sorted(least, key=self._doublings), near, far]
+        order.append(_with_equal_sizes(case, self.bases))
         yield from (copy for copy in itertools.chain(*order) if self._cost(copy) <= MOST_COST * self.costliest)
 
     def _order(self, case: Case, copy: Case) -> tuple[bool, int]:
@@ -177,6 +181,14 @@ def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
         for other, kept in itertools.product(others, itertools.combinations(dict(case.axes), num_kept)):
             sizes = {axis: size if axis in kept else min(size, other[axis]) for axis, size in case.axes}
             yield resized(case, sizes, [axis for axis in sizes if axis not in kept])
+
+
+def _with_equal_sizes(case: Case, others: Iterable[Case]) -> Iterator[Case]:
+    """Yield copies of a case with smaller sizes of another case, the same size for axes that have the same size."""
+    for other, (axis, tied) in itertools.product(others, case.axes):
+        sizes = {its: min(size, other[axis if size == tied else its]) for its, size in case.axes}
+        if list(dict(case.axes).values()).count(tied) > 1:
+            yield resized(case, sizes, sizes)
 
 
 def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:

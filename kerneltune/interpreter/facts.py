@@ -3,6 +3,7 @@
 `kernel_code` reads facts from code and arguments; other facts are noted while a launch runs.
 """
 
+import ast
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
-    "lossy cast",
+    "lossy cast", "equal", "equal at 1", "unequal",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -32,6 +33,7 @@ _TEXTS: Mapping[str, str] = {
     "not judged": "{text}",
     "even blocks": "{text}, {block}",
     "lossy cast": "integers that {text} does not hold at {where}",
+    "equal": "equal sizes above 1 at {text} in {where}",
 }
 """Texts of the kinds that users and tests see."""
 _ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
@@ -57,6 +59,7 @@ class Fact(NamedTuple):
     | last stored, last not stored | whether the programs that run store it | argument | kernel |
     | even blocks | several blocks of `block` elements, none of them ragged | text | |
     | lossy cast | integers that a cast to 8 or 16 bits changes | element type | PATH:LINE |
+    | equal, equal at 1, unequal | how two sizes compare in `M == N`; at 1x1 all are equal | text | kernel, function |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 
@@ -107,6 +110,21 @@ def note_here(kind: Kind, text: str = "") -> None:
     note(Fact(kind, text, f"{file}:{line}"))
 
 
+def compared_for_equality(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
+    """Yield each comparison of two expressions for equality within an expression, and the two, neither of which is a constant."""
+    for part in ast.walk(node):
+        match part:
+            case ast.Compare(one, [ast.Eq() | ast.NotEq()], [other]) if not {type(one), type(other)} & {ast.Constant}:
+                yield part, one, other
+
+
+def comparison(text: str, one: object, other: object) -> list[Fact]:
+    """Return the fact of a comparison for equality, whose place is left empty; none unless two integers are compared."""
+    if not type(one) is type(other) is int:
+        return []
+    return [Fact("unequal" if one != other else "equal" if one > 1 else "equal at 1", f"`{text}`")]
+
+
 def iterations_of(loop: range) -> Sequence[int]:
     """Note how many iterations a loop has, and return the iterations to run: without memory the first and last of many."""
     note_here(_ITERATIONS[min(len(loop), 2)])
@@ -118,10 +136,14 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     """Return loops without two iterations in any check, axes without two programs in any check, and facts of bench cases alone.
 
     Loops and axes with one iteration or program in the largest cases are left out. Because launches without memory load zeros, a
-    loop without an iteration there may have any number of iterations.
+    loop without an iteration there may have any number of iterations. Sizes that are compared and are equal in checks, but never
+    above 1, are returned if they are unequal in another check, or equal above 1 in the largest cases.
     """
     loops = (fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS)
     wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}
+    at_1 = [fact for fact in checks if fact.kind == "equal at 1"]
+    wanted |= {fact._replace(kind="equal") for fact in at_1 if fact._replace(kind="unequal") in checks}
+    wanted |= largest & {fact._replace(kind="equal") for fact in at_1}
     few = (wanted | {fact for fact in largest if fact.kind in ("two programs", "lossy cast", *_OF_CODE)}) - checks
     unknown = {fact.text for fact in few if fact.kind in ("launch", "call")}
     hidden = "call" if any(fact.kind == "launch" for fact in few) else ""

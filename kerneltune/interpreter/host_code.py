@@ -12,13 +12,13 @@ import linecache
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from kerneltune.errors import is_own
-from kerneltune.interpreter.facts import Fact, note
+from kerneltune.interpreter.facts import Fact, compared_for_equality, comparison, note
 
 _CALLS = {"min", "max", "len", "cdiv", "next_power_of_2", "size", "numel", "dim", "slice", "locals"}
 """Functions and methods that are called again to compute the operands of a limit: they change nothing."""
@@ -32,8 +32,8 @@ _LEAST_OF_SIZES = 16
 """Least limit of a `clamp` that is compared with sizes: smaller limits are of bits and flags."""
 _LOCAL_NAMES = ast.Call(ast.Name("locals"), [], [])
 _UNREPEATED = (ast.NamedExpr, ast.Lambda, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom)
-_Limit = Callable[[FrameType], list[str]]
-"""Function of a frame that returns the texts of facts about the value of an expression in the frame."""
+_Limit = Callable[[FrameType], list[Fact]]
+"""Function of a frame that returns facts about the value of an expression in the frame, without their place."""
 
 
 def noting_host(folder: str) -> AbstractContextManager[None]:
@@ -48,9 +48,9 @@ def noting_host(folder: str) -> AbstractContextManager[None]:
         def step(frame: FrameType, event: str, _arg: object) -> Any:
             nonlocal condition
             if event == "line":
-                texts = [f"line {frame.f_lineno} after `{condition}`"] if condition else []
-                texts += [text for limit in limits.get(frame.f_lineno, ()) for text in limit(frame)]
-                note(*(Fact("branch", text, function) for text in texts))
+                facts = [Fact("branch", f"line {frame.f_lineno} after `{condition}`")] if condition else []
+                facts += [fact for limit in limits.get(frame.f_lineno, ()) for fact in limit(frame)]
+                note(*(fact._replace(where=function) for fact in facts))
                 condition = _condition(code.co_filename, frame.f_lineno)
             return step
 
@@ -113,13 +113,14 @@ def _clamp_texts(text: str, local: Mapping[str, Any], numbers: Any, *limits: obj
 
 @functools.cache
 def limits_of(file: str) -> Mapping[int, list[_Limit]]:
-    """Return the limits in a file by each line of their statements, without the conditions of `if`."""
+    """Return the limits in a file by each line of their statements; of conditions of `if`, those of equality alone."""
     of_line: dict[int, list[_Limit]] = defaultdict(list)
     with suppress(SyntaxError):
         for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
             is_statement = isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case)
             for part in (part for part in ast.iter_child_nodes(node) if is_statement and isinstance(part, ast.expr)):
-                limits = list(_limits_within(part, isinstance(node, ast.If)))
+                equalities = (_limit(comparison, *compared) for compared in compared_for_equality(part))
+                limits = [*_limits_within(part, isinstance(node, ast.If)), *itertools.chain.from_iterable(equalities)]
                 for line in range(getattr(node, "lineno", part.lineno), (part.end_lineno or part.lineno) + 1):
                     of_line[line] += limits
     return of_line
@@ -149,11 +150,11 @@ def _limits_within(node: ast.AST, is_condition: bool = False) -> Iterator[_Limit
         yield from _limits_within(child, is_condition and isinstance(node, ast.BoolOp | ast.UnaryOp))
 
 
-def _limit(texts: Callable[..., Iterator[str]], node: ast.expr, *operands: ast.expr) -> Iterator[_Limit]:
+def _limit(texts: Callable[..., Iterable[Fact | str]], node: ast.expr, *operands: ast.expr) -> Iterator[_Limit]:
     """Yield the limit of an expression if its operands can be computed again.
 
     Args:
-        texts: function of the expression's text and the operands that yields the texts of facts.
+        texts: function of the expression's text and the operands that yields facts, or the texts of branches.
     """
     parts = [part for operand in operands for part in ast.walk(operand)]
     called = {ast.unparse(part.func).rpartition(".")[2] for part in parts if isinstance(part, ast.Call)}
@@ -161,9 +162,10 @@ def _limit(texts: Callable[..., Iterator[str]], node: ast.expr, *operands: ast.e
         return
     code = compile(f"({', '.join(map(ast.unparse, operands))},)", "<limit>", "eval")
 
-    def of_frame(frame: FrameType) -> list[str]:
+    def of_frame(frame: FrameType) -> list[Fact]:
         with suppress(Exception):  # a name that the statement itself binds, or an operand of another kind
-            return list(texts(text, *eval(code, frame.f_globals, frame.f_locals)))
+            facts = texts(text, *eval(code, frame.f_globals, frame.f_locals))
+            return [fact if isinstance(fact, Fact) else Fact("branch", fact) for fact in facts]
         return []
 
     yield of_frame

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.facts import Fact, compared_for_equality, comparison
 from kerneltune.rounding import cdiv
 
 _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": max, "bool": bool}
@@ -163,6 +163,8 @@ class _Reading:
     def _decide(self, test: ast.AST) -> Any:
         """Return the value of a condition, or _UNKNOWN; note it as a fact unless it is a flag."""
         value = self._value(test)
+        for node, *compared in compared_for_equality(test):
+            self.facts.update(fact._replace(where=self._name) for fact in comparison(_text(node), *map(self._value, compared)))
         if value is _UNKNOWN:
             self._expression(test)
         elif (
