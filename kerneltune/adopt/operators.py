@@ -232,9 +232,11 @@ def _run(inputs: Inputs, stored: StoredConfig) -> Outputs:
 def reference(inputs: Inputs) -> Outputs:
     """Learn from the author's first config which arguments a launch writes, and how much their values vary."""
     from kerneltune.adopt.effects import learn
+    from kerneltune.interpreter.modes import corrected
 
     replay = inputs[_LAUNCH]
-    learn(replay, replay.launch_class.first_config)
+    with corrected():
+        learn(replay, replay.launch_class.first_config)
     return dict(replay.expected)
 
 

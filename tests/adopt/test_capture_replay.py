@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -52,6 +53,15 @@ def scaled(x_ptr, y_ptr, N, dtype, launch, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) * dtype * launch, mask=places < N)
 
 
+@triton.autotune(configs=configs(32, 64), key=["N"])
+@triton.jit
+def divided(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Divide x (N,) by itself, and the elements of a last block beyond N, 0 by 0."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < N, other=0.0)
+    tl.store(y_ptr + places, x / x, mask=places < N)
+
+
 def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Replay, list[dict[str, Any]]]:
     """Capture a launch of a kernel; returns its arguments made anew, and the author's configs."""
     startup.capture(folder)
@@ -78,6 +88,15 @@ def test_argument_named_like_a_field_of_a_case_is_no_axis(tmp_path: Path) -> Non
     assert op.axes == ("N",)
     (entry, *_) = sweep_file.load(write_capture_sweep(read_capture(tmp_path)), {op.name: op}).check
     assert (entry.case["N"], entry.case.dtype) == (128, "float32")
+
+
+def test_reference_of_a_capture_is_silent_where_a_launch_computes_nan(tmp_path: Path) -> None:
+    replayed(tmp_path, divided, torch.ones(100), torch.ones(100), 100)
+    (op,) = operators(str(tmp_path))
+    (entry, *_) = sweep_file.load(write_capture_sweep(read_capture(tmp_path)), {op.name: op}).check
+    with np.errstate(all="raise"):  # in place of a warning for each launch
+        expected = op.reference(op.inputs(entry.case, device="cpu"))
+    assert bool((expected["y_ptr"] == 1).all())
 
 
 def test_replay_poisons_outputs_and_reports_unwritten_elements(tmp_path: Path) -> None:
