@@ -162,9 +162,9 @@ def load_op(name: str) -> Op:
 
 
 def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, complete: bool = False) -> Case:
-    """Make the case of sizes and options such as `M=8192`: every other axis is 4096, every other option its default.
+    """Make the case of sizes and options such as `M=8192`: every other option has its default, without a size all axes are 4096.
 
-    complete: refuse a case that lacks a size.
+    complete: refuse a case without a size; a case that lacks some sizes is always refused.
     """
     axes = dict.fromkeys(op.axes, _USUAL_SIZE)
     options = {name: values[0] for name, values in op.options.items()}
@@ -180,7 +180,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, compl
         else:
             axes[name] = int(value)
     missing = [axis for axis in op.axes if axis not in dict(values)]
-    if complete and missing:
+    if missing and (complete or len(missing) < len(op.axes)):
         raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
     choice("dtype", dtype, op.dtypes)
     choice("quant", quant, op.quants)

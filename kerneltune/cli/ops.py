@@ -20,7 +20,7 @@ _KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
 
 def command(
     name: Annotated[str | None, o.argument("[OP]", "Show this operator's variants and knobs.")] = None,
-    sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "Knobs for this size, like M=8192.")] = None,
+    sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "Knobs for these sizes, like M=8192 N=4096.")] = None,
     dtype: o.Dtype = None,
     quant: o.Quant = None,
     index: Annotated[bool, typer.Option("--index", hidden=True, help="Write the index of operators that is shipped.")] = False,

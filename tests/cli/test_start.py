@@ -80,7 +80,7 @@ def test_every_command_has_help_with_names_of_values_and_no_types(command: str) 
 
 
 def test_ops_of_sizes_without_valid_knobs_fails_with_the_reason() -> None:
-    error = refused("ops", "int4_gemm", "K=7")
+    error = refused("ops", "int4_gemm", "N=4096", "M=4096", "K=7")
     assert error.startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
     assert error.endswith(": k must be a multiple of the group and of 32, got k=7 group=64")
 
@@ -182,7 +182,7 @@ def test_ops_lists_operators_with_peers() -> None:
 
 
 def test_ops_shows_knobs_for_a_case() -> None:
-    result = run("ops", "rmsnorm_fwd", "M=8192", "--quant", "fp8", "--dtype", "float16")
+    result = run("ops", "rmsnorm_fwd", "M=8192", "N=4096", "--quant", "fp8", "--dtype", "float16")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].startswith("rmsnorm_fwd: M=8192 N=4096 float16 fp8")
@@ -209,7 +209,8 @@ def test_ops_and_inspect_of_unknown_names_fail_with_known_names() -> None:
     assert refused("ops", "softmax") == refused("cache", "explain", "softmax", "M=1") == message
     options = "zero_centered, fp8_format, row_pad"
     assert refused("ops", "rmsnorm_fwd", "K=3") == f"error: axis: 'K': expected one of M, N, or an option: {options}"
-    assert refused("inspect", "rmsnorm_fwd", "M=8192") == "error: N: not given: expected a size for each of M, N"
+    for command in ("ops", "inspect"):
+        assert refused(command, "rmsnorm_fwd", "M=8192") == "error: N: not given: expected a size for each of M, N"
     assert refused("ops", "rmsnorm_fwd", "M=-3") == "error: M: '-3': expected a size, like M=4096"
     assert refused("ops", "rmsnorm_fwd", "M") == "error: M: '': expected a size, like M=4096"
     assert refused("ops", "rmsnorm_bwd", "--quant", "fp8") == "error: quant: 'fp8': expected one of none"
@@ -271,7 +272,7 @@ def test_unknown_option_names_the_commands_that_have_it() -> None:
 
 
 def test_ops_and_inspect_accept_options_beside_sizes() -> None:
-    shown = run("ops", "rmsnorm_fwd", "M=8192", "zero_centered=True")
+    shown = run("ops", "rmsnorm_fwd", "M=8192", "N=4096", "zero_centered=True")
     assert shown.stdout.splitlines()[0].split()[:6] == [
         "rmsnorm_fwd:", "M=8192", "N=4096", "bfloat16", "none", "zero_centered=True",
     ]  # fmt: skip
