@@ -268,10 +268,12 @@ def check(configs: o.ReadConfigs = None) -> None:
     """
     files = _chosen(None, None, configs)
     entries = [entry for path in files for entry in fitting_entries(path)]
-    folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
+    folders, own = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files)), loading.configs_root(configs)
     if not entries:
         raise ValueError(f"no cached configs in {counted(len(files), 'file')} of {folders}")
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
+    if own not in {path.parents[1] for path in files}:
+        show_wrapped(f"none of them is yours: no file in {own.absolute()}, where `tune` and `cache import` store configs")
     timed = [(entry.key.label, *entry.evidence["over_default"]) for entry in entries if entry.evidence.get("over_default")]
     slower = [f"{label}: {low:.3f} to {high:.3f} of its default's speed" for label, low, high in timed if high < 1.0]
     if timed:

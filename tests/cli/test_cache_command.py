@@ -65,6 +65,13 @@ def test_cache_check_lists_configs_slower_than_their_default(stored: Path) -> No
     assert listed.endswith(": 0.910 to 0.950 of its default's speed")
 
 
+def test_cache_check_in_a_folder_without_configs_says_that_none_is_yours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KERNELTUNE_CONFIGS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    where = f"none of them is yours: no file in {tmp_path}/configs, where `tune` and `cache import` store configs"
+    assert where in " ".join(run("cache", "check").stdout.split())
+
+
 def test_cache_check_of_an_empty_or_missing_folder_fails(configs_dir: Path) -> None:
     """Neither may pass: a gate of somebody's CI may name a missing folder by mistake."""
     assert run("cache", "list").stdout == f"no entries in {configs_dir}\n"
