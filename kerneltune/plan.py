@@ -144,11 +144,11 @@ class Plan:
         count = min(_HEADLINES, len(sweep_cases))
         return [sweep_cases[at * len(sweep_cases) // count] for at in range(count)]
 
-    def variants(self, op: str) -> list[Variant]:
-        """Return the selected variants of an operator whose packages are installed."""
+    def variants(self, op: str, *, installed: bool = True) -> list[Variant]:
+        """Return the selected variants of an operator whose packages are installed, or else those that lack a package."""
         matches, peers = self.selection.matches_variant, self.options.peers
         selected = [variant for variant in self.ops[op].variants if matches(variant.name, peers or not variant.is_peer)]
-        return [variant for variant in selected if not variant.missing()]
+        return [variant for variant in selected if installed is not bool(variant.missing())]
 
     def without(self, variants: Collection[tuple[str, str]]) -> "Plan":
         """Return the plan without some variants, named by operator and variant."""

@@ -80,6 +80,14 @@ def test_kernel_that_python_runs_and_triton_refuses_fails_its_check(guide: Path)
     assert "simultaneous multiple comparison is not supported" in failures
 
 
+def test_variant_whose_package_is_misspelt_is_named(guide: Path) -> None:
+    plugin = guide / "swiglu.py"
+    plugin.write_text(plugin.read_text().replace('"baseline", run_eager', '"baseline", run_eager, requires=("torhc",)'))
+    done = shell(guide, "kerneltune --plugin swiglu.py sweep ./swiglu.yaml --check-only --quick --case one")
+    assert done.returncode == 0, done.stderr
+    assert "swiglu baseline: left out: its requires are not installed: torhc" in done.stdout
+
+
 def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: pytest.MonkeyPatch, configs_dir: Path) -> None:
     monkeypatch.setenv(ops.PLUGINS, str(guide / "swiglu.py"))
     monkeypatch.setattr(sys, "path", [*sys.path])

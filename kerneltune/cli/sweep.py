@@ -90,6 +90,7 @@ def command(
 
 def _run(plan: Plan, asked: str, capture: str) -> None:
     """Run the stages of a sweep, named by a family or by the folder of a capture, and show records and files."""
+    from kerneltune.checking.check import is_foreign
     from kerneltune.sweep_run import run_sweep
 
     with Reporter() as progress:
@@ -102,6 +103,9 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
         _show_recorded(plan, asked)
     for line in swept.coverage:
         show_wrapped(line)
+    for op in (plan.ops[name] for name in dict.fromkeys(record.op for record in swept.records)):
+        for variant in plan.variants(op.name, installed=False) if is_foreign(op) else ():
+            show_wrapped(f"{op.name} {variant.name}: left out: its requires are not installed: {', '.join(variant.missing())}")
     for path in swept.files:
         show(f"wrote {path}", messages)
     if all(record.status == "skipped" for record in swept.records):
