@@ -300,7 +300,8 @@ class Op:
         memory_factor: bytes of memory that a case needs per byte of traffic: inputs, outputs, the fp32 reference, its comparison.
         variants: implementations and peers, baseline first.
         module: package or module that holds the operator's source.
-        origin: arguments with which the module's `operators` makes the operator; None for an operator in `OP` or `OPS`.
+        origin: arguments with which the module's `operators` makes the operator; None for an operator in `OPS`, or in
+            `OP` of a module of this package.
     """
 
     name: str
