@@ -5,9 +5,12 @@ command `kerneltune ops --index` writes the index. A module that the index lacks
 registration. A mistake in a contract is an error when the operator loads, not a failure after a sweep.
 """
 
+import ast
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -96,12 +99,27 @@ def _read(path: Path) -> dict[str, tuple[OpSummary, ...]]:
 
 
 def check_contract(op: Op) -> None:
-    """Raise ValueError with operator, variant, field and value if an operator contradicts itself."""
+    """Raise ValueError with file, line, operator, variant, field and value if an operator contradicts itself."""
     for mistake in chain(_mistaken_types(op), _mistaken_forms(op), _missing_functions(op), _mistaken_names(op)):
-        raise ValueError(f"{op.name}: {mistake}")
+        raise ValueError(f"{_place(op, mistake.partition(':')[0])}{op.name}: {mistake}")
     for variant in op.variants:
         if variant.config is not None:
             _check_variant(op, variant)
+
+
+def _place(op: Op, field: str) -> str:
+    """Return `FILE:LINE: ` of a field in the call of the operator's module that gives the operator's name, such as `Op(…)`.
+
+    For a call without the field the line is the call's. The text is empty if no call gives the name as a literal.
+    """
+    file = Path(getattr(sys.modules.get(op.module), "__file__", None) or "")
+    with suppress(OSError, SyntaxError, ValueError):
+        for call in (node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, ast.Call)):
+            fields = {word.arg: word.value for word in call.keywords}
+            name = fields.get("name", next(iter(call.args), None))
+            if isinstance(name, ast.Constant) and name.value == op.name:
+                return f"{file.name}:{fields.get(field, call).lineno}: "
+    return ""
 
 
 def _mistaken_types(op: Op) -> Iterator[str]:
@@ -176,9 +194,11 @@ def _check_variant(op: Op, variant: Variant) -> None:
     assert variant.config is not None
     mistake = _mistake_in_config(variant.config)
     if mistake is not None:
-        raise ValueError(f"{where}: config: {mistake}")
+        raise ValueError(f"{_place(op, 'variants')}{where}: config: {mistake}")
     if variant.default is None:
-        raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
+        raise ValueError(
+            f"{_place(op, 'variants')}{where}: default: None: expected a function of the case, for {variant.config.__name__}"
+        )
     reasons, options = [], tuple((name, values[0]) for name, values in op.options.items())
     for size in _SIZES:
         case = Case("contract", tuple((axis, size) for axis in op.axes), op.dtypes[0], op.quants[0], options)
