@@ -16,7 +16,7 @@ from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.processes.start import start_server
-from kerneltune.records import Record, load
+from kerneltune.records import Record, grouped, load
 from kerneltune.reporting.pairing import BEST_PEER, ab_rows, side
 from kerneltune.reporting.tables import ab_table, check_table, sweep_table
 from kerneltune.spec import Op
@@ -97,6 +97,10 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
         swept = run_sweep(plan, progress, lambda rows: show(sweep_table(rows, brief=True).text(width()) + "\n"))
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
+    skipped = [record for record in swept.records if record.status == "skipped" and not timed]
+    for (op_name, variant_name), rows in grouped(skipped, lambda record: (record.op, record.variant)).items():
+        reasons = first_of(dict.fromkeys(record.reason for record in rows), 2)
+        show_wrapped(f"{op_name} {variant_name}: skipped {counted(len(rows), 'case')}: {reasons}")
     if capture and not timed:
         _show_unchecked(plan, swept.records, Path(capture))
     if not timed and plan.options.mode != "check":

@@ -113,6 +113,14 @@ def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(engine: dict[str, 
     assert result.exit_code == 2
 
 
+def test_check_says_why_cases_are_skipped(engine: dict[str, Any], tmp_path: Path) -> None:
+    reasons = ["N=33 is odd", "N=35 is odd", "N=35 is odd"]
+    skipped = [record(**{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
+    engine["answer"] = [record(**{**NO_TIMES, "status": "checked"}), *skipped]
+    result = run("sweep", "rmsnorm", "--check-only", "--results", tmp_path)
+    assert "rmsnorm_fwd baseline: skipped 3 cases: N=33 is odd, N=35 is odd\n" in result.stdout
+
+
 def test_sweep_exits_with_1_if_an_own_variant_fails(engine: dict[str, Any], tmp_path: Path) -> None:
     failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
     engine["answer"] = [record(), record(variant="optimized", **failed)]
