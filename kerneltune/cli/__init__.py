@@ -174,6 +174,7 @@ app = typer.Typer(
     "misses are appended to), KERNELTUNE_TRACEBACK=1 (errors with their place in the code), NO_COLOR.",
 )
 _WORK, _LOOK, _SHIP = "Work", "Look", "Ship"
+_ROOT_OPTIONS = "Also here: --plugin MODULE, which loads operators, and --captured DIR; see kerneltune --help."
 for _name, _function, _panel in (
     ("sweep", sweep.command, _WORK),
     ("tune", tune.command, _WORK),
@@ -189,7 +190,7 @@ for _name, _function, _panel in (
     ("doctor", doctor.command, _LOOK),
     ("gate", gate.command, _SHIP),
 ):
-    app.command(_name, rich_help_panel=_panel)(_function)
+    app.command(_name, rich_help_panel=_panel, epilog=_ROOT_OPTIONS)(_function)
 app.add_typer(cache.app, name="cache", rich_help_panel=_SHIP)
 app.add_typer(adopt.app, name="adopt", rich_help_panel=_LOOK)
 _groups = (app, cache.app, adopt.app)

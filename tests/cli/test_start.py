@@ -181,6 +181,11 @@ def test_ops_lists_operators_with_peers() -> None:
         assert word in result.stdout
 
 
+def test_help_of_commands_names_the_options_before_the_command() -> None:
+    for command in ("gate", "sweep"):
+        assert "Also here: --plugin MODULE" in " ".join(run(command, "--help").stdout.split())
+
+
 def test_ops_shows_knobs_for_a_case() -> None:
     result = run("ops", "rmsnorm_fwd", "M=8192", "N=4096", "--quant", "fp8", "--dtype", "float16")
     assert result.exit_code == 0
