@@ -328,8 +328,8 @@ class LaunchMap(Generic[V]):
     """Hold a value for each key of a kernel's launches.
 
     There is a plan for each combination of names and types of arguments, the newest first: names and types, the function that
-    returns the key of a launch from its arguments, and the values by key. A plan is a tuple, because a launch unpacks it in 20 ns
-    less than it reads two attributes.
+    returns the key of a launch from its arguments, the values by key, and a list of the last launch's key and value. Because the
+    layers of a model repeat launches, `find` compares the last key first, in half the time of a look-up.
     """
 
     __slots__ = ("_has_layout", "_has_signs", "_is_kept", "_plans")
@@ -343,14 +343,18 @@ class LaunchMap(Generic[V]):
             has_layout, has_signs: whether the layout of tensors and the signs of floats are part of the keys, see `plan_key`.
             is_kept: whether a value stays when the map forgets values, because it has very many keys or plans.
         """
-        self._plans: list[tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]], dict[tuple[Any, ...], V]]] = []
+        self._plans: list[tuple[tuple[Any, ...], Callable[..., Any], dict[tuple[Any, ...], V], list[tuple[Any, V | None]]]] = []
         self._has_layout, self._has_signs, self._is_kept = has_layout, has_signs, is_kept
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
         """Return the value of a launch's key, None for a key without a value. The hot path of serving."""
-        for _kind, key_of, values in self._plans:
+        for _kind, key_of, values, last in self._plans:
             try:  # in place of `suppress`, which costs more than the key
-                return values[key_of(args, kwargs)]
+                key, (last_key, value) = key_of(args, kwargs), last[0]
+                if key != last_key:
+                    value = values[key]
+                    last[0] = key, value
+                return value
             except _OTHER_KIND:
                 pass
         return None
@@ -358,21 +362,23 @@ class LaunchMap(Generic[V]):
     @property
     def num_keys(self) -> int:
         """Return the number of keys that have a value."""
-        return sum(len(values) for _kind, _key_of, values in self._plans)
+        return sum(len(values) for _kind, _key_of, values, _last in self._plans)
 
     def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:
         """Hold a value for the key of a launch, and return the value; `deciding`: see `plan_key`."""
         kind = (*launch.kwargs, *map(type, launch.values))
         plan = next((plan for plan in self._plans if plan[0] == kind), None)
         if plan is None:
-            plan = (kind, plan_key(launch, deciding, self._has_layout, self._has_signs), {})
+            plan = (kind, plan_key(launch, deciding, self._has_layout, self._has_signs), {}, [(None, None)])
             newest, oldest = self._plans[: _MOST_PLANS - 1], self._plans[_MOST_PLANS - 1 :]
             self._plans = [plan, *newest, *(old for old in oldest if any(map(self._is_kept, old[2].values())))]
-        _kind, key_of, values = plan
+        _kind, key_of, values, last = plan
         if values and len(values) % _MOST_KEYS == 0:
             for forgotten in [key for key, held in values.items() if not self._is_kept(held)]:
                 del values[forgotten]
-        values[key_of(launch.args, launch.kwargs)] = value
+        key = key_of(launch.args, launch.kwargs)
+        values[key] = value
+        last[0] = key, value
         return value
 
 
@@ -429,9 +435,9 @@ def plan_key(
     """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
     The key has the element types of all tensors and the types of all other arguments. The function is compiled from text, such as
-    `[v0, v1] = args`, then `v2 = kwargs['N']`, then `return (len(kwargs), v0.dtype, v1, v1.__class__, v2, v2.__class__)`, because
+    `[v0, v1] = args`, then `v2 = kwargs['N']`, then `return (len(kwargs), v0.dtype, v1.__class__, v1, v2.__class__, v2)`, because
     a loop over the arguments takes 2.5 times as long. For a launch with other names or types it raises an error of `_OTHER_KIND`,
-    or returns a key that none of its own launches has.
+    or returns a key that none of its own launches has. Types come before values, because a tensor may not be compared with a key.
 
     Args:
         launch: a launch.
@@ -453,7 +459,7 @@ def plan_key(
             is_aligned = f"({pointer} := {source}.data_ptr()) % {arguments.ALIGNMENT} == 0"
             parts += [f"{source}.dtype", *shape, *([f"{source}.stride()", is_aligned] if has_layout else ())]
         elif is_deciding and type(value) in arguments.SCALAR_TYPES:
-            parts += [source, f"{source}.__class__"] if isinstance(value, int | float) else [source]  # because True == 1 == 1.0
+            parts += [f"{source}.__class__", *([] if value is None else [source])]  # because True == 1 == 1.0
         elif is_deciding and is_function(value):
             parts.append(f"{source}.fn")
         elif is_deciding or arguments.holds_tensor(value):

@@ -24,13 +24,13 @@ def test_key_holds_deciding_arguments_and_the_types_of_all_arguments() -> None:
     x = torch.ones(2)
     key = plan_key(launch(x, 3, 0.5, grid=(1,)), {"N"})
     first = key((x, 3, 0.5), {"grid": (1,)})
-    assert first == key((torch.ones(9), 3, 2.0), {"grid": (7,)}) == (1, torch.float32, 3, int, float, tuple)
+    assert first == key((torch.ones(9), 3, 2.0), {"grid": (7,)}) == (1, torch.float32, int, 3, float, tuple)
     assert key((x, 4, 0.5), {"grid": (1,)}) != first != key((x.half(), 3, 0.5), {"grid": (1,)})
 
 
 def test_key_of_keyword_arguments_is_the_same_in_any_order() -> None:
     key = plan_key(launch(torch.ones(2), N=3, BLOCK=64), {"N", "BLOCK"})
-    assert key((torch.ones(2),), {"BLOCK": 64, "N": 3}) == (2, torch.float32, 3, int, 64, int)
+    assert key((torch.ones(2),), {"BLOCK": 64, "N": 3}) == (2, torch.float32, int, 3, int, 64)
     with pytest.raises(KeyError, match="BLOCK"):
         key((torch.ones(2),), {"N": 3, "WIDTH": 64})
 
@@ -90,7 +90,7 @@ def test_key_of_a_pointer_without_a_shape_has_its_type() -> None:
     """Triton takes any object that has `data_ptr` and `dtype` for a pointer."""
     pointer = SimpleNamespace(data_ptr=lambda: 0, dtype=torch.float32)
     call = launch(pointer, 3)
-    assert plan_key(call, {"x", "N"})(call.args, {}) == (0, torch.float32, 3, int)
+    assert plan_key(call, {"x", "N"})(call.args, {}) == (0, torch.float32, int, 3)
     assert call.sizes() == {"N": 3}
 
 
@@ -114,6 +114,29 @@ def test_keys_of_launches_with_other_names_or_types_differ() -> None:
     assert keys.find((torch.ones(2), 3), {"BLOCK": 128}) == "tensor"
     assert keys.find((torch.ones(3), 3), {"BLOCK": 64}) is None
     assert keys.find((x, [3]), {"BLOCK": 64}) is None
+
+
+def test_find_after_launches_with_other_keys_or_orders_of_names_returns_the_value_of_the_own_key() -> None:
+    keys = LaunchMap[dict[str, int]]()
+    launches = [{"N": 1, "BLOCK": 2}, {"BLOCK": 1, "N": 2}, {"N": 3, "BLOCK": 1}, {"BLOCK": 3, "N": 1}]
+    for named in launches:
+        keys.remember(launch(**named), {"N", "BLOCK"}, named)
+    for before in launches:
+        for named in launches:
+            assert (keys.find((), before), keys.find((), named)) == (before, named)
+    assert keys.find((), {"N": 2, "BLOCK": 2}) is None
+    keys.remember(launch(**launches[0]), {"N", "BLOCK"}, {})
+    assert keys.find((), launches[0]) == {}
+
+
+@pytest.mark.parametrize("value", [None, 3, "relu"])
+def test_find_compares_no_tensor_with_the_value_of_another_launch(value: Any) -> None:
+    """The comparison launches a kernel, and takes 20 µs."""
+    keys, compared = LaunchMap[str](), list[Any]()
+    keys.remember(launch(value), {"x"}, "plain")
+    tensor = type("Compared", (torch.Tensor,), {"__eq__": compared.append, "__ne__": compared.append, "__hash__": id})()
+    assert keys.find((tensor,), {}) is None
+    assert compared == []
 
 
 def test_keys_beyond_their_limit_are_forgotten() -> None:
