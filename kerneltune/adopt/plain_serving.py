@@ -99,7 +99,8 @@ def _deciding_values(launch: Launch) -> list[Any] | None:
     return held if are_known and None not in held else None
 
 
-class LaunchChoice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LaunchChoice:
     """Hold a config and the keyword arguments of a launch with it.
 
     Attributes:

@@ -280,7 +280,8 @@ class Server:
             served = self._resolve(launch, served_list)
             if served is None:
                 return self._by_author(original, launch, served_list)
-        config, options, _ = choice = served.choices[0]
+        choice = served.choices[0]
+        config, options = choice.config, choice.options
         kwargs.update(options)
         try:
             if config.pre_hook is not None:
