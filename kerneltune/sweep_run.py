@@ -211,7 +211,8 @@ class _SweepStages:
         for op, rows in records.grouped(checked, lambda row: row.op).items():
             variants = {row.variant for row in rows}
             if len(variants) > 1 and all(row.status == "failed" for row in rows) and self.plan.ops[op].origin is None:
-                self.progress.note(f"{op}: all {len(variants)} variants fail in all cases: are inputs and reference right?")
+                cause = "is compare" if all("compare: " in row.reason for row in rows) else "are inputs and reference"
+                self.progress.note(f"{op}: all {len(variants)} variants fail in all cases: {cause} right?")
 
     def show_first_table(self, sweep_cases: Sequence[SweepCase]) -> None:
         """Measure the headline cases without variants that compile for seconds, and show them as the first table.
