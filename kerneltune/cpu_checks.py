@@ -101,13 +101,15 @@ class _JobRunner:
     def failures_and_coverage(self, jobs: Sequence[Job]) -> tuple[list[Record], list[str]]:
         """Return the failures of jobs that no record of a case has, and a line for each covered fact.
 
-        A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now.
+        A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now; of
+        an operator with a failure, all others may not have run.
         """
         known = [_failure_key(row) for row in self.case_records()]
         rows = [row for job in jobs for row in self.records[job]]
         failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in known]
         coverage = [row.reason for row in rows if row.status != "failed"]
-        return failures, coverage if self.kept else [*coverage, *coverage_lines(list(self.records))]
+        failed = {row.op for its in self.records.values() for row in its if row.status == "failed"}
+        return failures, coverage if self.kept else [*coverage, *coverage_lines(list(self.records), failed)]
 
     def compile_refusals(self) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.

@@ -349,16 +349,18 @@ def raising(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("broken", "is_noted"),
+    ("broken", "named"),
     [
-        ({"compare": lambda *_: ["y: 1 of 2 wrong"]}, True),
-        ({"reference": raising}, True),
-        ({"inputs": raising}, True),
-        ({"compare": lambda *_: []}, False),
+        ({"compare": lambda *_: ["y: 1 of 2 wrong"]}, "are inputs and reference"),
+        ({"reference": raising}, "are inputs and reference"),
+        ({"inputs": raising}, "are inputs and reference"),
+        ({"compare": raising}, "is compare"),
+        ({"compare": lambda *_: None}, "is compare"),
+        ({"compare": lambda *_: []}, ""),
     ],
 )
-def test_check_asks_for_inputs_and_reference_where_all_variants_fail(
-    options: Options, tmp_path: Path, broken: dict[str, Any], is_noted: bool
+def test_check_asks_for_inputs_reference_or_compare_where_all_variants_fail(
+    options: Options, tmp_path: Path, broken: dict[str, Any], named: str
 ) -> None:
     notes: list[str] = []
 
@@ -368,8 +370,9 @@ def test_check_asks_for_inputs_and_reference_where_all_variants_fail(
 
     (tmp_path / "norm.yaml").write_text(RMSNORM)
     selection = Selection(str(tmp_path / "norm.yaml"), ops=("rmsnorm_fwd",), cases=("small",), variants=("baseline", "pr593"))
-    run_sweep(load_plan({**OPS, "rmsnorm_fwd": replace(OPS["rmsnorm_fwd"], **broken)}, selection, options), Notes())
-    assert notes == ["rmsnorm_fwd: all 2 variants fail in all cases: are inputs and reference right?"] * is_noted
+    swept = run_sweep(load_plan({**OPS, "rmsnorm_fwd": replace(OPS["rmsnorm_fwd"], **broken)}, selection, options), Notes())
+    assert any("no check has" in line for line in swept.coverage) is not bool(named)
+    assert notes == [f"rmsnorm_fwd: all 2 variants fail in all cases: {named} right?"] * bool(named)
 
 
 def test_case_larger_than_free_memory_is_skipped(

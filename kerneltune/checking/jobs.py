@@ -207,12 +207,15 @@ def _facts(jobs: Iterable[Job]) -> set[Fact]:
     return set[Fact]().union(*(job.facts for job in jobs))
 
 
-def coverage_lines(jobs: Sequence[Job]) -> list[str]:
-    """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached."""
+def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[str]:
+    """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached.
+
+    failed: operators with a failed check, after which further checks may not have run: what no check reached is unknown.
+    """
     lines = []
     for op, op_jobs in grouped(jobs, lambda job: job.task.op.name).items():
         checked, largest = (_facts(job for job in op_jobs if job.is_largest is wanted) for wanted in (False, True))
-        if names := unreached(checked, largest):
+        if names := unreached(checked, largest) if op not in failed else []:
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
         if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):

@@ -180,6 +180,7 @@ def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, la
     assert outcomes(*work) == [[Outcome("checked")], []]
     named = "; ".join(coverage_lines(work))
     assert named.startswith("summed: no check has ") == bool(missing)
+    assert coverage_lines(work, failed=["summed"]) == []
     assert {name for name in ("iterations of the loop", "programs of _sums along axis 0") if name in named} == missing
     assert ("test_jobs.py:" in named) == ("iterations of the loop" in missing)
 
