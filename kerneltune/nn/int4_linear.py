@@ -195,7 +195,16 @@ class Int4Linear(nn.Module):
         if (x.depth, x.dtype) != (self.in_features, self.scales.dtype):
             raise ValueError(f"Int4Linear takes (N, {self.in_features}) {self.scales.dtype}, got (N, {x.depth}) {x.dtype}")
         y: Tensor = int4_fp8_linear(
-            x.q, x.scale, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.in_features, self.group
+            x.q,
+            x.scale,
+            x.sums,
+            self.packed,
+            self.scales,
+            self.zeros,
+            self.bias,
+            self.out_features,
+            self.in_features,
+            self.group,
         )
         return y
 
@@ -267,13 +276,16 @@ def _(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Ten
 
 @custom_op("kerneltune::int4_fp8_linear")
 def int4_fp8_linear(
-    q: Tensor, scale: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    q: Tensor, scale: Tensor, sums: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
     rows: int, depth: int, group: int,
 ) -> Tensor:  # fmt: skip
-    """Multiply the q and scale of `Fp8Tokens` and a packed weight (rows, depth) to y (N, rows) of the scales' type."""
-    return int4_fp8_gemm(Fp8Tokens(q, scale, depth, scales.dtype), Int4Weight(packed, scales, zeros, rows, depth, group), bias)
+    """Multiply the q, scale and sums of `Fp8Tokens` and a packed weight (rows, depth) to y (N, rows) of the scales' type."""
+    tokens, weight = Fp8Tokens(q, scale, sums, depth, scales.dtype), Int4Weight(packed, scales, zeros, rows, depth, group)
+    return int4_fp8_gemm(tokens, weight, bias)
 
 
 @int4_fp8_linear.register_fake
-def _(q: Tensor, _scale: Tensor, _packed: Tensor, scales: Tensor, _zeros: Any, _bias: Any, rows: int, *_others: Any) -> Tensor:
+def _(
+    q: Tensor, _s: Tensor, _sums: Tensor, _packed: Tensor, scales: Tensor, _z: Any, _b: Any, rows: int, *_others: Any
+) -> Tensor:
     return scales.new_empty((q.shape[0], rows))

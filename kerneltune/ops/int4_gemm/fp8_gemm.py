@@ -38,6 +38,11 @@ _SPLITS = (1, 2, 3, 4, 6, 8)
 _EARLY = 24
 """Tokens up to which programs begin early. H100, 2026-11-26, medians of 4,153 pairs of configs: 0.8 µs less for 12 and 16 tokens;
 from 40 tokens on 4 to 28 µs more where an SM could hold further programs."""
+_RAW = 64
+"""Tokens up to which raw codes win: H200, 2026-11-29, fastest configs of 15 cases, 1.01x to 1.43x; with 128 they lose 3 %."""
+_HELD_OF_RAW = {(16, False): 5, (32, False): 4, (64, False): 3, (16, True): 4, (32, True): 3, (64, True): 3}
+"""Programs of raw codes with one block of rows of w and steps of two blocks of k that an SM holds, by rows of x and whether there
+are zero points (`inspect int4_fp8_gemm`, sm_90)."""
 _MOST_PROGRAMS = 2048
 """Most programs of a product of several splits, because each split has memory for its part."""
 
@@ -53,6 +58,9 @@ class Int4Fp8Config:
         splits: programs that share a row of w.
         stages: stages of the load pipeline.
         early: whether the kernel begins while the cast of x still runs, and asks L2 for the first blocks of w.
+        k_blocks: blocks of 128 k per step.
+        rest: groups of k whose rest is added at once, 16 or 32, to the product of raw codes; 0, where there are no zero points,
+            makes q - 8 of each code instead.
     """
 
     tokens: int
@@ -61,6 +69,8 @@ class Int4Fp8Config:
     splits: int
     stages: int
     early: bool
+    k_blocks: int = 1
+    rest: int = 0
 
 
 class Fp8Tokens(NamedTuple):
@@ -69,12 +79,15 @@ class Fp8Tokens(NamedTuple):
     Attributes:
         q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; each 32 k are in the order `kernels.fp8.ORDER`.
         scale: (N,) or (1,) float32: an element of x is its q times its scale.
+        sums: (N, 2, 5, ⌈K/128⌉) float32, sums of q / 512 over k: [n, 1, i, b] over quarter i of block b, [n, 1, 4, b] over the
+            whole block; [n, 0] the same with q times 7 where k & 2, else times -8.
         depth: K.
         dtype: type of x and of y: fp16 or bf16.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
+    sums: torch.Tensor
     depth: int
     dtype: torch.dtype
 
@@ -92,13 +105,13 @@ def cast_tokens(x: torch.Tensor) -> Fp8Tokens:
 
 def cast_in_order(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast x (N, K) as `cast_tokens` does, to q (N, K) and scale (N,), for products that read k in the order of x."""
-    q, scale = _cast(x, reorder=False)
+    q, scale, _ = _cast(x, reorder=False)
     return q[:, : x.shape[1]], scale
 
 
 @on_its_device
-def _cast(x: torch.Tensor, *, reorder: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q, padded to whole blocks of k, and scale; `reorder` puts k into `kernels.fp8.ORDER`."""
+def _cast(x: torch.Tensor, *, reorder: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, padded to whole blocks of k, scale and sums; `reorder` puts k into `kernels.fp8.ORDER` and writes the sums."""
     check_matrix("x", x)
     if x.dtype == torch.float32:
         raise ValueError(f"x must be float16 or bfloat16, got {x.dtype}")
@@ -106,13 +119,14 @@ def _cast(x: torch.Tensor, *, reorder: bool) -> tuple[torch.Tensor, torch.Tensor
     padded = cdiv(K, DEPTH) * DEPTH
     q = torch.empty((N, padded), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((N,), dtype=torch.float32, device=x.device)
+    sums = torch.empty((N if reorder else 0, 2, 5, padded // DEPTH), dtype=torch.float32, device=x.device)
     if N:
         block = min(next_power_of_2(padded), _CAST_BLOCK)
         cast_rows[(N,)](
-            x, q, scale, x.stride(0), K, REORDER=reorder, STEPS=cdiv(padded, block), BLOCK=block, num_warps=max(1, block // 256),
-            **({"launch_pdl": True} if since_sm_90() else {}),
+            x, q, scale, sums, x.stride(0), K, REORDER=reorder, STEPS=cdiv(padded, block), BLOCK=block,
+            num_warps=max(1, block // 256), **({"launch_pdl": True} if since_sm_90() else {}),
         )  # fmt: skip
-    return q, scale
+    return q, scale, sums
 
 
 @overload
@@ -153,8 +167,8 @@ def norm_tokens(
         check_like("residual", residual, tuple(x.shape), x.dtype, x.device)
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, got {eps=}")
-    q, scale, total = _norm_tokens(x, residual, weight, eps, zero_centered)
-    tokens = Fp8Tokens(q, scale, x.shape[1], x.dtype)
+    q, scale, sums, total = _norm_tokens(x, residual, weight, eps, zero_centered)
+    tokens = Fp8Tokens(q, scale, sums, x.shape[1], x.dtype)
     return tokens if residual is None else (tokens, total)
 
 
@@ -162,25 +176,26 @@ def norm_tokens(
 @on_its_device
 def _norm_tokens(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q and scale of `Fp8Tokens`, and x + residual, without elements where there is no residual."""
-    (q, scale, total), (N, K) = _empty_norm(x, residual), x.shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, scale and sums of `Fp8Tokens`, and x + residual, without elements where there is no residual."""
+    (q, scale, sums, total), (N, K) = _empty_norm(x, residual), x.shape
     if N:
         block = next_power_of_2(q.shape[1])
         norm_rows[(N,)](
-            x, residual, weight, None if residual is None else total, q, scale,
+            x, residual, weight, None if residual is None else total, q, scale, sums,
             x.stride(0), 0 if residual is None else residual.stride(0), K, 1 / K, eps,
             ZERO_CENTERED=zero_centered, BLOCK=block, num_warps=min(32, max(1, block // 256)),
             **({"launch_pdl": True} if since_sm_90() else {}),
         )  # fmt: skip
-    return q, scale, total
+    return q, scale, sums, total
 
 
 @_norm_tokens.register_fake
-def _empty_norm(x: Tensor, residual: Tensor | None, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_norm(x: Tensor, residual: Tensor | None, *_others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, K = x.shape
-    q = x.new_empty((N, cdiv(K, DEPTH) * DEPTH), dtype=torch.float8_e4m3fn)
-    return q, x.new_empty((N,), dtype=torch.float32), x.new_empty(0 if residual is None else (N, K))
+    padded = cdiv(K, DEPTH) * DEPTH
+    q, sums = x.new_empty((N, padded), dtype=torch.float8_e4m3fn), x.new_empty((N, 2, 5, padded // DEPTH), dtype=torch.float32)
+    return q, x.new_empty((N,), dtype=torch.float32), sums, x.new_empty(0 if residual is None else (N, K))
 
 
 def descriptors(tokens: Fp8Tokens, weight: Int4Weight, c: Any) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -198,7 +213,12 @@ def descriptors(tokens: Fp8Tokens, weight: Int4Weight, c: Any) -> tuple[TensorDe
             raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
     return (
         TensorDescriptor(q, list(q.shape), [q.shape[1], 1], [c.tokens, DEPTH // weight.scales.shape[3]]),
-        TensorDescriptor(w, [w.numel() // DEPTH, DEPTH], [DEPTH, 1], [ROWS // 2 * c.blocks, DEPTH]),
+        TensorDescriptor(
+            w,
+            [w.shape[0], w.shape[1] * (ROWS // 2), DEPTH],
+            [w.shape[1] * (ROWS // 2 * DEPTH), DEPTH, 1],
+            [1, ROWS // 2 * c.blocks, DEPTH],
+        ),
     )
 
 
@@ -222,9 +242,9 @@ def int4_fp8_gemm(
     if not N:
         return y
     c: Int4Fp8Config = gemm.look_up(_choose, N, weight, x.dtype, bias=bias is not None) if config is None else config
-    steps = cdiv(depth, c.splits)
+    steps = _steps(depth, c)
     if (c.splits - 1) * steps >= depth:
-        raise ValueError(f"config={c}: {c.splits} programs along {depth} blocks of k")
+        raise ValueError(f"config={c}: {c.splits} programs along {depth} blocks of k, {c.k_blocks} to a step")
     tokens = x if isinstance(x, Fp8Tokens) else cast_tokens(x)
     scale, scales = tokens.scale, weight.scales
     tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
@@ -232,13 +252,21 @@ def int4_fp8_gemm(
     early = c.early and since_sm_90()
     with counters(cdiv(words, 2), y.device) if words else nullcontext(y) as parts:
         kernel[(c.splits, tiles, token_tiles)](
-            *descriptors(tokens, weight, c), scale, weight.packed.view(torch.uint8), scales,
+            *descriptors(tokens, weight, c), scale, tokens.sums, weight.packed.view(torch.uint8), scales,
             scales if weight.zeros is None else weight.zeros, y if bias is None else bias, y, parts,
             N, M, weight.depth, steps, int(scale.shape[0] > 1), WEIGHT=gemm.constants(weight, bias is not None),
-            WORK=Fp8Work.of(tokens=c.tokens, blocks=c.blocks, splits=c.splits, stages=c.stages),
+            WORK=Fp8Work.of(
+                tokens=c.tokens, blocks=c.blocks, splits=c.splits, stages=c.stages, k_blocks=c.k_blocks,
+                rest=rest_of(weight, c.rest),
+            ),
             EARLY=early, LEAD=_LEAD, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return y
+
+
+def rest_of(weight: Int4Weight, rest: int) -> int:
+    """Return the `rest` of a launch: zero points need one."""
+    return rest or (0 if weight.zeros is None else 16)
 
 
 def check(op: str, x: torch.Tensor | Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None) -> int:
@@ -265,6 +293,7 @@ def _check_tokens(x: Fp8Tokens) -> None:
     check_like("x.q", x.q, (x.q.shape[0], padded), torch.float8_e4m3fn, x.q.device)
     scales = 1 if isinstance(x.scale, torch.Tensor) and x.scale.shape == (1,) else x.q.shape[0]
     check_like("x.scale", x.scale, (scales,), torch.float32, x.q.device)
+    check_like("x.sums", x.sums, (x.q.shape[0], 2, 5, padded // DEPTH), torch.float32, x.q.device)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x.dtype must be float16 or bfloat16, got {x.dtype}")
 
@@ -276,9 +305,16 @@ def space(case: Case) -> Space:
         "blocks": (1, 2),
         "warps": (4, 8),
         "splits": _SPLITS,
-        "stages": (3, 4, 5),
+        "stages": (3, 4),
         "early": (True, False),
+        "k_blocks": (1, 2, 4),
+        "rest": (16, 32) if case.option("zeros") else (0, 16, 32),
     }
+
+
+def _steps(depth: int, c: Int4Fp8Config) -> int:
+    """Return the blocks of k of each split but the last, out of `depth` blocks."""
+    return cdiv(cdiv(depth, c.splits), c.k_blocks) * c.k_blocks
 
 
 def _token_tiles(tokens: int) -> tuple[int, ...]:
@@ -293,24 +329,40 @@ def invalid(case: Case, config: Int4Fp8Config) -> str | None:
         return f"programs of {c.tokens} tokens where there are {case['N']}"
     if c.warps > 4 * c.blocks:
         return f"{c.warps} warps to {c.blocks} blocks of rows"
+    if c.rest > 16 >= (groups := sizes_of(case)[3] * _steps(depth, c)):
+        return f"rests of {c.rest} groups where a program has {groups}"
+    if c.k_blocks * c.tokens > 128:
+        return f"steps of {c.k_blocks} blocks of k for {c.tokens} tokens"
     sums = ROWS * c.blocks * c.tokens // (32 * c.warps)
     if sums > 64:
         return f"{sums} sums to a thread, and as many of a group"
-    if (c.splits - 1) * cdiv(depth, c.splits) >= depth:
-        return f"{c.splits} programs along {depth} blocks of k"
+    if (c.splits - 1) * _steps(depth, c) >= depth or c.k_blocks > depth:
+        return f"{c.splits} programs along {depth} blocks of k, {c.k_blocks} to a step"
     programs = c.splits * cdiv(case["M"], ROWS * c.blocks) * cdiv(case["N"], c.tokens)
     if c.splits > 1 and (sums > 32 or programs > _MOST_PROGRAMS):
         return f"{programs} programs of {sums} sums to a thread whose parts are added up"
-    return too_much_shared(c.stages * DEPTH * (c.tokens + ROWS // 2 * c.blocks))
+    return too_much_shared(c.stages * c.k_blocks * DEPTH * (c.tokens + ROWS // 2 * c.blocks))
 
 
 def default(case: Case) -> Int4Fp8Config:
-    """Return a config for any shape: the config of the shortest time that `estimate` gives.
+    """Return a config for any shape: of the shortest time that `estimate` gives, or with raw codes and as many tokens.
 
-    H100, 2026-11-26: 0.975 of the speed of the fastest of all configs over 96 cases, each with its size of w left out of the
-    fit, worst 0.897; see docs/untuned_shapes.md.
+    H200, 2026-11-29: 0.965 of the speed of the fastest known config over 59 cases, worst 0.868; see docs/untuned_shapes.md.
     """
-    return shortest(sizes_of(case), sms())
+    N, rows, depth, groups = sizes_of(case)
+    c = shortest((N, rows, depth, groups), sms())
+    zeros = bool(case.option("zeros"))
+    if not zeros and (N > _RAW or (c.tokens == 64 and groups > 1)):
+        return c
+    tiles, most = rows * cdiv(N, c.tokens), _HELD_OF_RAW.get((c.tokens, zeros), 1) * sms()
+    # Where an SM holds not all programs at once, it does with two blocks of rows.
+    is_wide = tiles > most and c.tokens <= (32 if zeros else 16)
+    blocks, splits = (2, 1) if is_wide else (1, min(c.splits, max(1, most // tiles)))
+    steps = cdiv(depth, splits)
+    fits = c.tokens == 32 or (c.tokens < 128 and tiles * splits <= most)
+    k_blocks = 2 if fits and steps > 1 and (splits - 1) * 2 * cdiv(steps, 2) < depth else 1
+    rest = 32 if 16 < steps * groups <= 32 and (c.tokens == 16 or blocks == 2) else 16
+    return Int4Fp8Config(c.tokens, blocks, 4, splits, 3, True, k_blocks, rest)
 
 
 def sizes_of(case: Case) -> tuple[int, int, int, int]:

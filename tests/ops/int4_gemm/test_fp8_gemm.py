@@ -12,6 +12,7 @@ from kerneltune.ops.int4_gemm import estimate, fp8_gemm
 from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, cast_in_order, cast_tokens, int4_fp8_gemm
 from kerneltune.ops.int4_gemm.kernels.fp8 import ORDER
 from kerneltune.ops.int4_gemm.packing import pack
+from kerneltune.rounding import cdiv
 
 SHAPES = [
     (1, 64, 128, 128, False, (16, 1, 4, 1, 3)),
@@ -33,8 +34,11 @@ def test_int4_fp8_gemm_of_whole_numbers_is_exact(
     codes = some_codes(rows, depth, group, zeros, dtype)
     x, bias = tokens_of(tokens, depth, dtype), whole_numbers(1, rows, dtype)[0]
     tolerance = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0.0
-    for early in (False, True) if DEVICE == "cuda" else (True,):
-        got = int4_fp8_gemm(x, pack(*codes), bias, config=Int4Fp8Config(*knobs, early=early))
+    for early, k_blocks, rest in ((True, 1, 0), (False, 1, 16), (True, 2, 32), (True, 4, 16)):
+        config = Int4Fp8Config(*knobs, early=early, k_blocks=k_blocks, rest=rest)
+        if (config.splits - 1) * cdiv(cdiv(cdiv(depth, 128), config.splits), k_blocks) * k_blocks >= cdiv(depth, 128):
+            continue  # the last split would have no block of k
+        got = int4_fp8_gemm(x, pack(*codes), bias, config=config)
         torch.testing.assert_close(got, exact(x, codes, bias), rtol=tolerance, atol=0)
 
 
@@ -109,11 +113,34 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int) -> N
     assert fp8_gemm.default(case) in list(variant.configs(case))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "zeros", "group", "knobs"),
+    [
+        (16, 4096, False, 128, (1, 2, 16)),  # blocks of rows, blocks of k to a step, rest
+        (16, 28672, False, 128, (1, 2, 32)),
+        (16, 57344, False, 128, (2, 1, 32)),  # more programs of one block than the SMs hold
+        (32, 28672, True, 128, (2, 2, 32)),
+        (64, 4096, False, 128, (1, 2, 16)),
+        (64, 4096, False, 32, (1, 1, 0)),  # a rest costs more for each group
+        (128, 4096, False, 128, (1, 1, 0)),
+        (128, 4096, True, 128, (1, 2, 16)),  # only raw codes take zero points
+    ],
+)
+def test_default_config_takes_raw_codes_for_few_tokens_and_zero_points(
+    tokens: int, rows: int, zeros: bool, group: int, knobs: tuple[int, int, int]
+) -> None:
+    case = case_of(tokens, rows, 4096, group)
+    case = dataclasses.replace(case, options=(("group", group), ("zeros", zeros), ("bias", False)))
+    config = fp8_gemm.default(case)
+    assert (config.blocks, config.k_blocks, config.rest) == knobs
+    assert fp8_gemm.invalid(case, config) is None
+
+
 @pytest.mark.parametrize(("gpu", "sms"), [(NO_GPU, 132), (Device("half an H100", "sm_90", 66, 1 << 25, "none"), 66)])
 def test_default_config_has_splits_that_fill_the_sms(monkeypatch: pytest.MonkeyPatch, gpu: Device, sms: int) -> None:
     monkeypatch.setattr(estimate, "current", lambda: gpu)
     case = case_of(64, 4096, 4096, 128)
-    assert fp8_gemm.default(case) == fp8_gemm.shortest(fp8_gemm.sizes_of(case), sms)
+    assert fp8_gemm.shortest(fp8_gemm.sizes_of(case), sms).splits == (4 if sms == 132 else 2)
     assert fp8_gemm.default(case).splits == (4 if sms == 132 else 2)
 
 
@@ -124,6 +151,7 @@ def test_invalid_refuses_too_many_registers_and_empty_splits() -> None:
     for changed, reason in (
         ({"blocks": 2}, "128 sums"), ({"splits": 2}, "whose parts"), ({"tokens": 64, "splits": 3}, "along 4 blocks"),
         ({"tokens": 16}, "16 tokens where there are 128"), ({"warps": 8}, "8 warps to 1 blocks"),
-        ({"stages": 12}, "bytes of shared"),
+        ({"stages": 12}, "bytes of shared"), ({"tokens": 64, "k_blocks": 4}, "4 blocks of k for 64"),
+        ({"rest": 32}, "32 groups where a program has 4"),
     ):  # fmt: skip
         assert reason in (fp8_gemm.invalid(case, dataclasses.replace(good, **changed)) or ""), changed

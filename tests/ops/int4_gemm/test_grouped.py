@@ -65,7 +65,7 @@ def test_steps_are_as_wide_as_a_group_needs_and_large_groups_come_first(
     codes, x = some_codes(6 * 64, 128, 128), tokens_of(122, 128)
 
     def step(*args: Any) -> None:
-        first_token, end, work = args[10], args[11], args[-1]
+        first_token, end, work = args[11], args[12], args[-1]
         seen.append((int(work.tokens), int(end) - int(first_token)))
 
     monkeypatch.setattr(fp8, "_step_of_group", step)

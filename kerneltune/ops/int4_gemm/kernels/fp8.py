@@ -4,7 +4,9 @@ TMA copies both operands to shared memory. A thread reads bytes of two codes, an
 e4m3 elements: the lower codes of the bytes, and the upper codes. So the k of a register are not neighbours. `cast_rows`
 writes each 32 k of x in the order that the registers have, `ORDER`, so that neither operand is reordered here.
 
-The byte u <= 16 is the e4m3 element u / 512. So a code q becomes (q - z) / 512 exactly, for every zero point z from 0 to 16.
+The byte u <= 16 is the e4m3 element u / 512. So a code q becomes (q - 8) / 512 exactly. With a rest, codes become q / 512 and
+(q - 15) / 512, which takes three instructions for eight codes, not ten, for every zero point. What is left out of the product,
+scales times sums of x over their groups, is added at the end, the sums from the kernel that cast x.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the
 next codes become elements, and all configs must multiply integers exactly before they are timed.
@@ -53,35 +55,15 @@ _PTX = tl.constexpr(
 )
 """PTX from eight codes q to bytes of q - 8, sign and size. negative: 1 in each of eight nibbles if q < 8. size: |q - 8|, as
 q ^ 8 or as (q ^ 7) + 1. Then the sign goes to bit 7 of its byte."""
-
-
-def _less_zero_points(register: str) -> str:
-    """Return PTX from four codes q in the lower halves of the bytes of `t` to bytes of q - z, sign and size, in a register.
-
-    128 + q - z has bit 7 if q >= z. If not, the size is 127 less the lower bits, and 1 more.
-    """
-    return f"""
-    and.b32 t, t, 0x0f0f0f0f;
-    or.b32 t, t, 0x80808080;
-    sub.u32 t, t, $3;
-    not.b32 sign, t;
-    and.b32 sign, sign, 0x80808080;
-    shr.u32 one, sign, 7;
-    sub.u32 flip, sign, one;
-    and.b32 t, t, 0x7f7f7f7f;
-    xor.b32 t, t, flip;
-    add.u32 t, t, one;
-    or.b32 {register}, t, sign;"""
-
-
-_PTX_ZEROS = tl.constexpr(
-    "{ .reg .b32 t, sign, one, flip; mov.b32 t, $2;"
-    + _less_zero_points("$0")
-    + "shr.u32 t, $2, 4;"
-    + _less_zero_points("$1")
-    + "}"
+_PTX_RAW = tl.constexpr(
+    """{
+    .reg .b32 upper;
+    lop3.b32 $0, $2, 0x0f0f0f0f, 0, 0xc0;
+    shr.u32 upper, $2, 4;
+    lop3.b32 $1, upper, 0x0f0f0f0f, 0x80808080, 0xae;
+    }"""
 )
-"""PTX from eight codes, and their zero point four times, to bytes of q - z."""
+"""PTX from eight codes q to bytes of q, of the lower half of each byte, and of q - 15, sign and size, of the upper half."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,118 +75,196 @@ class Fp8Work(Constants):
         blocks: blocks of 64 rows of w.
         splits: programs that share a tile's k.
         stages: stages of the load pipeline.
+        k_blocks: blocks of 128 k of a step.
+        rest: groups of k whose rest is added at once; 0 where codes become q - 8.
     """
 
     tokens: int
     blocks: int
     splits: int
     stages: int
+    k_blocks: int
+    rest: int
 
 
 @triton.jit
-def _elements(codes, zeros, ZEROS: tl.constexpr):
-    """Return (q - z) / 512 in e4m3, (…, 2), of bytes (…) with two codes each.
-
-    zeros: (…) uint8, equal for all bytes of a group of k. Without ZEROS each zero point is 8.
-    """
+def _elements(codes, IS_RAW: tl.constexpr):
+    """Return (q - 8) / 512 in e4m3, (…, 2), of bytes (…) with two codes each; under IS_RAW q / 512 and (q - 15) / 512."""
     if is_cuda():
-        if ZEROS:
-            lower, upper = tl.inline_asm_elementwise(
-                _PTX_ZEROS, "=&r,=&r,r,r", [codes, zeros], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
-            )
-        else:
-            lower, upper = tl.inline_asm_elementwise(
-                _PTX, "=&r,=&r,r", [codes], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
-            )
+        lower, upper = tl.inline_asm_elementwise(
+            _PTX_RAW if IS_RAW else _PTX, "=&r,=&r,r", [codes], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        )
         return tl.join(lower, upper)
     else:
-        steps = tl.join(codes & 15, codes >> 4).to(tl.float32)
-        if ZEROS:
-            steps -= tl.join(zeros, zeros).to(tl.float32)
-        else:
-            steps -= 8.0
-        return (steps * _UNIT).to(tl.float8e4nv)
+        codes = tl.join(codes & 15, codes >> 4).to(tl.float32)
+        codes -= tl.arange(0, 2) * 15.0 if IS_RAW else 8.0
+        return (codes * _UNIT).to(tl.float8e4nv)
 
 
 @triton.jit
 def _part(e, g: tl.constexpr, GROUPS: tl.constexpr):
-    """Return group g of e (4 c, 8 j, W, 2 i, 4 q, 4, 2 h) as (c, j, W, i, 4 / GROUPS, 4, h)."""
+    """Return group g of e (4 c, 8 j, W, 2 i, Q, 4, 2 h) as (c, j, W, i, Q / GROUPS, 4, h)."""
     if GROUPS == 1:
         return e
     else:
-        split = tl.reshape(e, (4, 8, e.shape[2], 2, 2, 2, 4, 2))
+        split = tl.reshape(e, (4, 8, e.shape[2], 2, 2, e.shape[4] // 2, 4, 2))
         first, second = tl.split(tl.permute(split, (0, 1, 2, 3, 5, 6, 7, 4)))
-        half = first if g < GROUPS // 2 else second  # (c, j, W, i, 2, 4, h)
-        if GROUPS == 2:
-            return half
-        else:
-            even, odd = tl.split(tl.permute(half, (0, 1, 2, 3, 5, 6, 4)))
-            return tl.reshape(even if g % 2 == 0 else odd, (4, 8, e.shape[2], 2, 1, 4, 2))
+        return _part(first if g < GROUPS // 2 else second, g % (GROUPS // 2), GROUPS // 2)
 
 
 @triton.jit
 def _row_scales(scales, g: tl.constexpr, GROUPS: tl.constexpr):
     """Return group g of scales (8 j, W, 2 i, GROUPS) as fp32 (16 W)."""
-    W: tl.constexpr = scales.shape[1]
     if GROUPS == 1:
-        of_group = tl.reshape(scales, (8, W, 2))
-    elif GROUPS == 2:
-        first, second = tl.split(scales)
-        of_group = first if g == 0 else second
+        W: tl.constexpr = scales.shape[1]
+        return tl.reshape(tl.permute(tl.reshape(scales.to(tl.float32), (8, W, 2)), (1, 2, 0)), (16 * W,))
     else:
-        even, odd = tl.split(tl.reshape(scales, (8, W, 2, 2, 2)))
-        first, second = tl.split(even if g % 2 == 0 else odd)
-        of_group = first if g < 2 else second
-    return tl.reshape(tl.permute(of_group.to(tl.float32), (1, 2, 0)), (16 * W,))
+        split = tl.reshape(scales, (8, scales.shape[1], 2, 2, GROUPS // 2))
+        first, second = tl.split(tl.permute(split, (0, 1, 2, 4, 3)))
+        return _row_scales(first if g < GROUPS // 2 else second, g % (GROUPS // 2), GROUPS // 2)
 
 
 @triton.jit
-def _of_bytes(zeros, GROUPS: tl.constexpr):
-    """Return zero points (8 j, W, 2 i, GROUPS) as uint8 of every byte of codes (4 c, 8 j, W, 2 i, 16)."""
-    W: tl.constexpr = zeros.shape[1]
-    repeated = tl.broadcast_to(zeros.to(tl.uint8)[:, :, :, :, None], (8, W, 2, GROUPS, 16 // GROUPS))
-    return tl.broadcast_to(tl.reshape(repeated, (1, 8, W, 2, 16)), (4, 8, W, 2, 16))
+def _multiply_twice(a, b, y):
+    """Add a · b to y; a is exact in its type, b in fp32 is taken for the sum of two of that type."""
+    high = b.to(a.dtype)
+    return dot(a, (b - high.to(tl.float32)).to(a.dtype), dot(a, high, y))
+
+
+@triton.jit
+def _sums_of_x(sum_ptr, step, stride, is_inside, GROUPS: tl.constexpr):
+    """Return sums of x over groups of k, (tokens, groups); sum_ptr: where those of each token begin. step: block of a group.
+
+    The sums of the first quarters of all blocks of k lie together, then those of further quarters, then those of whole blocks.
+    """
+    place = tl.arange(0, step.shape[0]) % GROUPS
+    if GROUPS == 1:
+        return tl.load(sum_ptr[:, None] + (4 * stride + step)[None, :], mask=is_inside, other=0.0)
+    elif GROUPS == 4:
+        return tl.load(sum_ptr[:, None] + (place * stride + step)[None, :], mask=is_inside, other=0.0)
+    else:
+        first = sum_ptr[:, None] + (place * 2 * stride + step)[None, :]
+        return tl.load(first, mask=is_inside, other=0.0) + tl.load(first + stride, mask=is_inside, other=0.0)
+
+
+@triton.jit
+def _load_rest(
+    sum_ptr, scale_ptr, zero_ptr, first, first_token, end, row_block, row_blocks, kb, steps, K,
+    WEIGHT: tl.constexpr, WORK: tl.constexpr,
+):  # fmt: skip
+    """Return what `_add_rest` takes, of WORK.rest groups from step `first` on: scales (64 blocks, groups), x (tokens, groups).
+
+    x: sums over each group. With zero points also these, and the sums that they multiply.
+    """
+    GROUPS: tl.constexpr = WEIGHT.groups
+    W: tl.constexpr = 4 * WORK.blocks
+    stride = tl.cdiv(K, 128)
+    group = tl.arange(0, WORK.rest)
+    row = tl.arange(0, 16 * W)
+    block = tl.reshape(tl.broadcast_to(row_block[:, None], (W, 16)), (16 * W,))
+    at = row % 8 * (8 * GROUPS) + row // 16 % 4 * 2 + row // 8 % 2
+    token = first_token + tl.arange(0, WORK.tokens)
+    x_sums = sum_ptr + wide(token) * (10 * stride)
+    step = first + group // GROUPS
+    is_step = (step < steps)[None, :]
+    s_block = block[:, None] + 0 * step[None, :] if WEIGHT.one_group else wide(kb + step)[None, :] * row_blocks + block[:, None]
+    offsets = s_block * (64 * GROUPS) + at[:, None] + (group % GROUPS * 8)[None, :]
+    is_inside = (token < end)[:, None] & is_step
+    scales = tl.load(scale_ptr + offsets, mask=is_step, other=0.0)
+    sums = _sums_of_x(x_sums, kb + step, stride, is_inside, GROUPS)
+    if WEIGHT.zeros:
+        zeros = tl.load(zero_ptr + offsets, mask=is_step, other=8.0)
+        return scales, sums, zeros, _sums_of_x(x_sums + 5 * stride, kb + step, stride, is_inside, GROUPS)
+    else:
+        return scales, sums
+
+
+@triton.jit
+def _add_rest(y, rest, ZEROS: tl.constexpr):
+    """Add to 1 / 512 of a product, (64 blocks, tokens), what raw codes leave out: scales times sums of x."""
+    # Triton copies an operand to shared memory as soon as it is loaded: as integers the scales are waited for here, not there.
+    scales = rest[0].to(tl.int16, bitcast=True).to(rest[0].dtype, bitcast=True)
+    y = _multiply_twice(scales, tl.trans(rest[1]), y)
+    if ZEROS:
+        shifts = scales.to(tl.float32) * (8.0 - rest[2].to(tl.float32))
+        high = shifts.to(scales.dtype)
+        sums = tl.trans(rest[3])
+        y = _multiply_twice(high, sums, y)
+        y = dot((shifts - high.to(tl.float32)).to(scales.dtype), sums.to(scales.dtype), y)
+    return y
 
 
 @triton.jit
 def _sums(
-    x_desc, w_desc, scale_ptr, zero_ptr, first_token, row_block, tile, row_blocks, kb, steps,
+    x_desc, w_desc, sum_ptr, scale_ptr, zero_ptr, first_token, end, row_block, tile, row_blocks, kb, steps, K,
     WEIGHT: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
     """Return 1 / 512 of the product of a tile over `steps` blocks of k from kb on: fp32 (64 WORK.blocks, WORK.tokens).
 
-    row_block: the block's index of each 16 rows of the program, at most the last block. Scales are loaded a step ahead.
+    row_block: the block's index of each 16 rows of the program, at most the last block. Scales are loaded a step ahead, and
+    the first part of the rest ahead of all steps where registers suffice.
     """
-    GROUPS: tl.constexpr = WEIGHT.groups
+    PER_BLOCK: tl.constexpr = WEIGHT.groups
+    DEPTH: tl.constexpr = 128 // PER_BLOCK
+    GROUPS: tl.constexpr = WORK.k_blocks * PER_BLOCK
     TOKENS: tl.constexpr = WORK.tokens
-    DEPTH: tl.constexpr = 128 // GROUPS
     W: tl.constexpr = 4 * WORK.blocks
+    AT_ONCE: tl.constexpr = WORK.rest // PER_BLOCK
+    IS_AHEAD: tl.constexpr = TOKENS * WORK.blocks <= 2 * WORK.rest
     warp = tl.arange(0, W)
+    group = tl.arange(0, GROUPS)
     s_block = row_block if WEIGHT.one_group else wide(kb) * row_blocks + row_block
-    s_offsets = (s_block * (64 * GROUPS) + warp % 4 * 2)[None, :, None, None] + tl.arange(0, 8)[:, None, None, None] * (
-        8 * GROUPS
+    s_offsets = (s_block * (64 * PER_BLOCK) + warp % 4 * 2)[None, :, None, None] + tl.arange(0, 8)[:, None, None, None] * (
+        8 * PER_BLOCK
     )
-    s_offsets += tl.arange(0, 2)[None, None, :, None] + tl.arange(0, GROUPS)[None, None, None, :] * 8
-    s_step = 0 if WEIGHT.one_group else wide(row_blocks) * (64 * GROUPS)
-    w_row = (kb * row_blocks + tile * WORK.blocks) * 32
+    s_block_step = 0 if WEIGHT.one_group else wide(row_blocks) * (64 * PER_BLOCK)
+    s_offsets += tl.arange(0, 2)[None, None, :, None]
+    s_offsets += (group // PER_BLOCK * s_block_step + group % PER_BLOCK * 8)[None, None, None, :]
+    of_step = (group // PER_BLOCK)[None, None, None, :] + 0 * warp[None, :, None, None]
     y = tl.zeros((16 * W, TOKENS), dtype=tl.float32)
-    s0 = tl.load(scale_ptr + s_offsets)
-    z0 = tl.load(zero_ptr + s_offsets) if WEIGHT.zeros else s0
-    for step in tl.range(steps, num_stages=WORK.stages):
-        s_offsets += s_step
-        more = (step + 1 + 0 * warp < steps)[None, :, None, None]
-        s1 = tl.load(scale_ptr + s_offsets, mask=more, other=0.0)
-        z1 = tl.load(zero_ptr + s_offsets, mask=more, other=0.0) if WEIGHT.zeros else s1
-        codes = tl.reshape(w_desc.load([w_row + step * (row_blocks * 32), 0]), (W, 2, 8, 4, 16))
-        e = _elements(tl.permute(codes, (3, 2, 0, 1, 4)), _of_bytes(z0, GROUPS) if WEIGHT.zeros else 0, WEIGHT.zeros)
-        e = tl.reshape(e, (4, 8, W, 2, 4, 4, 2))
-        for g in tl.static_range(GROUPS):
-            x = tl.trans(x_desc.load([first_token, (kb + step) * 128 + g * DEPTH]))
-            w = tl.reshape(tl.permute(_part(e, g, GROUPS), (2, 3, 1, 4, 6, 0, 5)), (16 * W, DEPTH))
-            sums = dot(w, x, tl.zeros((16 * W, TOKENS), dtype=tl.float32))
-            y += sums * _row_scales(s0, g, GROUPS)[:, None]
-        s0, z0 = s1, z1
+    if IS_AHEAD:
+        rest = _load_rest(sum_ptr, scale_ptr, zero_ptr, 0, first_token, end, row_block, row_blocks, kb, steps, K, WEIGHT, WORK)
+    s0 = tl.load(scale_ptr + s_offsets, mask=of_step < steps, other=0.0)
+    for step in tl.range(0, steps, WORK.k_blocks, num_stages=WORK.stages):
+        s_offsets += WORK.k_blocks * s_block_step
+        s1 = tl.load(scale_ptr + s_offsets, mask=step + WORK.k_blocks + of_step < steps, other=0.0)
+        words = _codes(w_desc, kb + step, tile * (WORK.blocks * 32), WORK.k_blocks)
+        xs = _loads(x_desc, first_token, (kb + step) * 128, DEPTH, GROUPS)
+        for block in tl.static_range(WORK.k_blocks):
+            codes = tl.reshape(words[block], (W, 2, 8, 4, 16))
+            e = tl.reshape(_elements(tl.permute(codes, (3, 2, 0, 1, 4)), WORK.rest > 0), (4, 8, W, 2, 4, 4, 2))
+            for g in tl.static_range(PER_BLOCK):
+                w = tl.reshape(tl.permute(_part(e, g, PER_BLOCK), (2, 3, 1, 4, 6, 0, 5)), (16 * W, DEPTH))
+                sums = dot(w, tl.trans(xs[block * PER_BLOCK + g]), tl.zeros((16 * W, TOKENS), dtype=tl.float32))
+                y += sums * _row_scales(s0, block * PER_BLOCK + g, GROUPS)[:, None]
+        s0 = s1
+    if IS_AHEAD:
+        y = _add_rest(y, rest, WEIGHT.zeros)
+    if WORK.rest:
+        for first in tl.range(AT_ONCE if IS_AHEAD else 0, steps, AT_ONCE, num_stages=1):
+            rest = _load_rest(
+                sum_ptr, scale_ptr, zero_ptr, first, first_token, end, row_block, row_blocks, kb, steps, K, WEIGHT, WORK
+            )
+            y = _add_rest(y, rest, WEIGHT.zeros)
     return y
+
+
+@triton.jit
+def _codes(w_desc, block, row, BLOCKS: tl.constexpr):
+    """Return the codes of blocks of k, a tuple; loads that follow each other share a barrier."""
+    if BLOCKS == 1:
+        return (w_desc.load([block, row, 0]),)
+    else:
+        return _codes(w_desc, block, row, BLOCKS // 2) + _codes(w_desc, block + BLOCKS // 2, row, BLOCKS // 2)
+
+
+@triton.jit
+def _loads(x_desc, token, k, DEPTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Return x of each group of a step, a tuple; loads that follow each other share a barrier."""
+    if GROUPS == 1:
+        return (x_desc.load([token, k]),)
+    else:
+        return _loads(x_desc, token, k, DEPTH, GROUPS // 2) + _loads(x_desc, token, k + GROUPS // 2 * DEPTH, DEPTH, GROUPS // 2)
 
 
 @triton.jit
@@ -218,7 +278,8 @@ def _scaled_tokens(y, token_scale_ptr, first_token, N, token_scale_stride, WORK:
 
 @triton.jit(do_not_specialize=["N", "share"])
 def int4_fp8_gemm(
-    x_desc, w_desc, token_scale_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, share, token_scale_stride,
+    x_desc, w_desc, token_scale_ptr, sum_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, share,
+    token_scale_stride,
     WEIGHT: tl.constexpr, WORK: tl.constexpr, EARLY: tl.constexpr, LEAD: tl.constexpr,
 ):  # fmt: skip
     """Write y (N, M); x (N, ⌈K/128⌉ 128) in `ORDER`, zeros past K; w as rows of 128 bytes.
@@ -239,7 +300,9 @@ def int4_fp8_gemm(
             at = (wide(kb + step) * row_blocks + row_block) * 4096 + warp % 4 * 1024
             into_l2(w_ptr + at[None, None, :], lane, (step + 0 * warp < steps)[None, None, :], 1024)
         gdc_wait()
-    y = _sums(x_desc, w_desc, scale_ptr, zero_ptr, first_token, row_block, tile, row_blocks, kb, steps, WEIGHT, WORK)
+    y = _sums(
+        x_desc, w_desc, sum_ptr, scale_ptr, zero_ptr, first_token, N, row_block, tile, row_blocks, kb, steps, K, WEIGHT, WORK
+    )
     if EARLY:
         gdc_launch_dependents()
     y = _scaled_tokens(y, token_scale_ptr, first_token, N, token_scale_stride, WORK)
@@ -263,18 +326,22 @@ def _group_of(place, end_ptr, E, GROUPS: tl.constexpr):
 
 @triton.jit
 def _step_of_group(
-    x_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end, M, K,
-    token_scale_stride, WEIGHT: tl.constexpr, WORK: tl.constexpr,
+    x_desc, w_desc, token_scale_ptr, sum_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end,
+    M, K, token_scale_stride, WEIGHT: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of y for WORK.tokens of a group from first_token on, or fewer at its end."""
-    y = _sums(x_desc, w_desc, scale_ptr, zero_ptr, first_token, row_block, at, row_blocks, 0, tl.cdiv(K, 128), WEIGHT, WORK)
+    y = _sums(
+        x_desc, w_desc, sum_ptr, scale_ptr, zero_ptr, first_token, end, row_block, at, row_blocks, 0, tl.cdiv(K, 128), K,
+        WEIGHT, WORK,
+    )  # fmt: skip
     y = _scaled_tokens(y, token_scale_ptr, first_token, end, token_scale_stride, WORK)
     finish(y_ptr, y_ptr, y_ptr, 0, tile, first_token, y, end, M, 1, False)
 
 
 @triton.jit(do_not_specialize=["E", "N"])
 def int4_fp8_groups(
-    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, E, N, token_scale_stride,
+    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, sum_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, E, N,
+    token_scale_stride,
     WEIGHT: tl.constexpr, WORK: tl.constexpr, WORK32: tl.constexpr, WORK16: tl.constexpr, GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -296,23 +363,42 @@ def int4_fp8_groups(
         left = end - first_token
         if (WORK.tokens > 32) & (left > 32):
             _step_of_group(
-                x_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end,
-                M, K, token_scale_stride, WEIGHT, WORK,
+                x_desc, w_desc, token_scale_ptr, sum_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks,
+                first_token, end, M, K, token_scale_stride, WEIGHT, WORK,
             )  # fmt: skip
         elif (WORK.tokens > 16) & (left > 16):
             _step_of_group(
-                x32_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end,
-                M, K, token_scale_stride, WEIGHT, WORK32,
+                x32_desc, w_desc, token_scale_ptr, sum_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks,
+                first_token, end, M, K, token_scale_stride, WEIGHT, WORK32,
             )  # fmt: skip
         else:
             _step_of_group(
-                x16_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks, first_token, end,
-                M, K, token_scale_stride, WEIGHT, WORK16,
+                x16_desc, w_desc, token_scale_ptr, sum_ptr, scale_ptr, zero_ptr, y_ptr, tile, at, row_block, row_blocks,
+                first_token, end, M, K, token_scale_stride, WEIGHT, WORK16,
             )  # fmt: skip
 
 
 @triton.jit
-def cast_rows(x_ptr, q_ptr, scale_ptr, stride, K, REORDER: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+def _store_sums(q, is_upper, sum_ptr, first, blocks):
+    """Write the sums of each 32 and each 128 of q (BLOCK), in units of 512, as `_sums_of_x` reads them.
+
+    first: the first block of 128 k among the blocks of the row. The sums are of 7 q where is_upper, else of -8 q; then of q.
+    """
+    COUNT: tl.constexpr = q.shape[0] // 128
+    q = q.to(tl.float32) * _UNIT
+    block, quarter = first + tl.arange(0, COUNT), tl.arange(0, 4)
+    at = sum_ptr + block
+    for values in tl.static_range(2):
+        sums = tl.sum(tl.reshape(q if values else tl.where(is_upper, 7.0, -8.0) * q, (COUNT, 4, 32)), 2)
+        tl.store(at[:, None] + quarter[None, :] * blocks, sums, (block < blocks)[:, None])
+        tl.store(at + 4 * blocks, tl.sum(sums, 1), block < blocks)
+        at += 5 * blocks
+
+
+@triton.jit
+def cast_rows(
+    x_ptr, q_ptr, scale_ptr, sum_ptr, stride, K, REORDER: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Write a row of x in e4m3, and its scale: an element of x is its e4m3 element times the scale.
 
     REORDER writes each 32 k in `ORDER`. Elements from K to a multiple of 128 are zeros.
@@ -334,6 +420,8 @@ def cast_rows(x_ptr, q_ptr, scale_ptr, stride, K, REORDER: tl.constexpr, STEPS: 
         x = tl.load(x_ptr + row * stride + step * BLOCK + k, step * BLOCK + k < K, 0.0)
         q = quantize(x.to(tl.float32), scale, 448.0, tl.float8e4nv)
         tl.store(q_ptr + row * padded + step * BLOCK + place, q, step * BLOCK + place < padded)
+        if REORDER:
+            _store_sums(q, (place & 16) > 0, sum_ptr + row * (padded // 128 * 10), step * (BLOCK // 128), padded // 128)
     tl.store(scale_ptr + row, reciprocal(scale))
 
 
@@ -346,7 +434,7 @@ def _in_order(q):
 
 @triton.jit
 def norm_rows(
-    x_ptr, add_ptr, g_ptr, sum_ptr, q_ptr, scale_ptr, stride_x, stride_add, K, inverse, eps,
+    x_ptr, add_ptr, g_ptr, sum_ptr, q_ptr, scale_ptr, sums_ptr, stride_x, stride_add, K, inverse, eps,
     ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the RMSNorm of a row of x, rounded to x's type, as `cast_rows` writes a row in `ORDER`.
@@ -373,6 +461,7 @@ def norm_rows(
     q = quantize(y.to(tl.float32), scale, 448.0, tl.float8e4nv)
     padded = tl.cdiv(K, 128) * 128
     tl.store(q_ptr + row * padded + k, _in_order(q), k < padded)
+    _store_sums(q, (k & 2) > 0, sums_ptr + row * (padded // 128 * 10), 0, padded // 128)
     tl.store(scale_ptr + row, reciprocal(scale))
 
 
