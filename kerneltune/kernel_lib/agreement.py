@@ -35,7 +35,13 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: f
 
     Integers must be equal within atol. Values in float64 are compared in float64, all other values in float32. Results in
     16 bits that are truncated where the cast of the expected values rounds them up fail, whatever the tolerance.
+
+    Raises:
+        ValueError: a tolerance is negative or NaN.
     """
+    for limit, value in (("rtol", rtol), ("atol", atol)):
+        if not isinstance(value, torch.Tensor) and not value >= 0:
+            raise ValueError(f"close: {limit} of {name}: {value!r}: expected 0 or more")
     for value in (got, want):
         if not isinstance(value, torch.Tensor):
             return [f"{name}: {type(value).__name__}: expected a tensor"]
@@ -76,11 +82,11 @@ def _truncated(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
     return [f"{name}: {int(((got == below) & (is_up > 0)).sum())} of {int(is_up.sum())} elements that round up are truncated"]
 
 
-def check_tolerance(rtol: object, atol: object) -> None:
-    """Raise ValueError for a tolerance that is no number, or that accepts any values."""
+def check_tolerance(rtol: object, atol: object, place: str = "") -> None:
+    """Raise ValueError, with the place first, for a tolerance that is no number, or that accepts any values."""
     for name, value, most in (("rtol", rtol, 1.0), ("atol", atol, float("inf"))):
         if not isinstance(value, float | int) or not 0 <= value < most:
-            raise ValueError(f"{name}: {value!r}: expected a number from 0 to below {most:g}")
+            raise ValueError(f"{place}{name}: {value!r}: expected a number from 0 to below {most:g}")
 
 
 def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:

@@ -92,6 +92,12 @@ def test_values_that_differ_in_the_last_place_are_named_with_all_digits(dtype: t
     assert got != expected
 
 
+@pytest.mark.parametrize(("rtol", "atol", "named"), [(-1e-4, 0.0, "rtol of y: -0.0001"), (1e-4, NAN, "atol of y: nan")])
+def test_close_refuses_a_tolerance_below_0(rtol: float, atol: float, named: str) -> None:
+    with pytest.raises(ValueError, match=f"close: {named}: expected 0 or more"):
+        close("y", torch.ones(1), torch.ones(1), rtol, atol)
+
+
 def test_close_compares_64_bit_integers_exactly() -> None:
     want = torch.tensor([1 << 60, 5])
     assert same_bits("y", want, want.clone()) == close("y", want, want.clone(), 0.0, 0.0) == []
