@@ -13,6 +13,7 @@ from kerneltune.adopt.configs import misnamed
 from kerneltune.adopt.kernels import jit_of, kernel_name
 from kerneltune.adopt.startup import recorder, start_from_environment
 from kerneltune.device import may_have_gpu, wants_interpreter
+from kerneltune.errors import place_of
 
 
 class AutotuneError(RuntimeError, ValueError, SystemExit):
@@ -71,6 +72,7 @@ def autotune(
     Raises:
         AutotuneError: the kernel lacks a name of an argument.
         TypeError: the installed Triton does not know an argument, the reference is no function, or a tolerance has no reference.
+        ValueError: a tolerance is no number, or accepts any values.
     """
     import triton
 
@@ -82,8 +84,6 @@ def autotune(
     if reference is not None and not callable(reference):
         raise TypeError(f"autotune: reference: {reference!r}: expected a function of the arguments")
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
-    if tolerance is not None:
-        check_tolerance(*tolerance)
     known = inspect.signature(triton.autotune)
     try:
         given = known.bind(configs, key, *args, **kwargs).arguments
@@ -95,6 +95,8 @@ def autotune(
     decorate = triton.autotune(configs, key, *args, **kwargs)
 
     def decorator(fn: Any) -> Any:
+        if tolerance is not None:
+            check_tolerance(*tolerance, f"{place_of(jit_of(fn).fn)}autotune: ")
         # before Triton's own check, which names no place (3.9)
         described = SimpleNamespace(arg_names=fn.arg_names, configs=configs, base_fn=jit_of(fn).fn)
         if problem := misnamed(described, key, space or ()):

@@ -236,14 +236,14 @@ def test_autotune_with_a_tolerance_but_no_reference_raises() -> None:
     ("changes", "text"),
     [
         ({"reference": 3}, "autotune: reference: 3: expected a function of the arguments"),
-        ({"rtol": float("nan")}, "rtol: nan: expected a number from 0 to below 1"),
-        ({"rtol": 2.0}, "rtol: 2.0: expected a number from 0 to below 1"),
-        ({"atol": "1e-3"}, "atol: '1e-3': expected a number from 0 to below inf"),
+        ({"rtol": float("nan")}, r"test_decorator\.py:\d+: autotune: rtol: nan: expected a number from 0 to below 1"),
+        ({"rtol": 2.0}, r"test_decorator\.py:\d+: autotune: rtol: 2.0: expected a number from 0 to below 1"),
+        ({"atol": "1e-3"}, r"test_decorator\.py:\d+: autotune: atol: '1e-3': expected a number from 0 to below inf"),
     ],
 )
 def test_autotune_with_an_unusable_reference_or_tolerance_raises(changes: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
-        kerneltune.autotune(CONFIGS, ["N"], **{"reference": plus_one} | changes)
+        kerneltune.autotune(CONFIGS, ["N"], **{"reference": plus_one} | changes)(copied)
 
 
 def test_tune_of_an_autotuned_kernel_tries_its_space(tmp_path: Path) -> None:
