@@ -111,10 +111,14 @@ def note_here(kind: Kind, text: str = "") -> None:
 
 
 def compared_for_equality(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
-    """Yield each comparison of two expressions for equality within an expression, and the two, neither of which is a constant."""
+    """Yield each comparison of two expressions for equality within an expression, and the two: names, items or calls.
+
+    Constants, and counts that are computed, such as `HELD == (N + 7) // 8`, are no sizes whose strides may be swapped.
+    """
+    sizes = ast.Name | ast.Attribute | ast.Subscript | ast.Call
     for part in ast.walk(node):
         match part:
-            case ast.Compare(one, [ast.Eq() | ast.NotEq()], [other]) if not {type(one), type(other)} & {ast.Constant}:
+            case ast.Compare(one, [ast.Eq() | ast.NotEq()], [other]) if isinstance(one, sizes) and isinstance(other, sizes):
                 yield part, one, other
 
 
