@@ -116,7 +116,7 @@ def int4_fp8_grouped_gemm(
     int4_fp8_groups[(M // (ROWS * c.blocks), min(count, E))](
         x_desc, *(replace(x_desc, block_shape=[rows, x_desc.block_shape[1]]) for rows in fewer), w_desc,
         tokens.scale, tokens.sums, weight.scales, weight.scales if weight.zeros is None else weight.zeros, offs, y,
-        M, weight.depth, E, count, int(tokens.scale.shape[0] > 1), gemm.constants(weight, False),
+        weight.depth, E, count, int(tokens.scale.shape[0] > 1), gemm.constants(weight, False),
         *(
             Fp8Work.of(tokens=rows, blocks=c.blocks, splits=1, stages=c.stages, k_blocks=1, rest=fp8_gemm.rest_of(weight, 0))
             for rows in (c.tokens, *fewer)

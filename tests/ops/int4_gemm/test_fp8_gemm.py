@@ -121,7 +121,9 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int) -> N
         (16, 57344, False, 128, (2, 1, 32)),  # more programs of one block than the SMs hold
         (32, 28672, True, 128, (2, 2, 32)),
         (64, 4096, False, 128, (1, 2, 16)),
-        (64, 4096, False, 32, (1, 1, 0)),  # a rest costs more for each group
+        (16, 4096, False, 64, (1, 1, 0)),  # a rest costs more for each group
+        (64, 4096, False, 32, (1, 1, 0)),
+        (64, 4096, True, 32, (1, 2, 16)),
         (128, 4096, False, 128, (1, 1, 0)),
         (128, 4096, True, 128, (1, 2, 16)),  # only raw codes take zero points
     ],

@@ -340,7 +340,7 @@ def _step_of_group(
 
 @triton.jit(do_not_specialize=["E", "N"])
 def int4_fp8_groups(
-    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, sum_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, E, N,
+    x_desc, x32_desc, x16_desc, w_desc, token_scale_ptr, sum_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, K, E, N,
     token_scale_stride,
     WEIGHT: tl.constexpr, WORK: tl.constexpr, WORK32: tl.constexpr, WORK16: tl.constexpr, GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -353,6 +353,7 @@ def int4_fp8_groups(
     if EARLY:
         gdc_wait()
     tile, tiles = tl.program_id(0), tl.num_programs(0)
+    M = tiles * (64 * WORK.blocks)
     group = _group_of(tl.program_id(1), end_ptr, E, GROUPS)
     start = tl.maximum(tl.load(end_ptr + group - 1, (group > 0) & (group < E), 0), 0)
     end = tl.minimum(tl.load(end_ptr + group, group < E, 0), N)
