@@ -137,6 +137,8 @@ def main() -> None:
     show_today("int4_fp8_grouped_gemm", known_times("int4_fp8_grouped_gemm", options.gpu), options.gpu)
     times = known_times("int4_fp8_gemm", options.gpu)
     show_today("int4_fp8_gemm", times, options.gpu)
+    if found := shares(times, judged_of(times), choice_by((*LAUNCHES, *TIMES))):
+        show("int4_fp8_gemm, without a rest", found)
     if options.today or not (judged := judged_of(times)):
         return
     rows = seen(times)

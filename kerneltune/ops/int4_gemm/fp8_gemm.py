@@ -350,7 +350,7 @@ def invalid(case: Case, config: Int4Fp8Config) -> str | None:
 def default(case: Case) -> Int4Fp8Config:
     """Return a config for any shape: of the shortest time that `estimate` gives, or with raw codes and as many tokens.
 
-    H200, 2026-11-29: 0.965 of the speed of the fastest known config over 59 cases, worst 0.868; see docs/untuned_shapes.md.
+    H200, 2026-11-29: 0.968 of the speed of the fastest known config over 56 cases, worst 0.868; see docs/untuned_shapes.md.
     """
     N, rows, depth, groups = sizes_of(case)
     c = shortest((N, rows, depth, groups), sms())
