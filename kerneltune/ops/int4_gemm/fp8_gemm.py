@@ -59,8 +59,8 @@ class Int4Fp8Config:
         stages: stages of the load pipeline.
         early: whether the kernel begins while the cast of x still runs, and asks L2 for the first blocks of w.
         k_blocks: blocks of 128 k per step.
-        rest: groups of k whose rest is added at once, 16 or 32, to the product of raw codes; 0, where there are no zero points,
-            makes q - 8 of each code instead.
+        rest: 16 or 32 multiplies codes as they are, and adds the rest of as many groups of k at once; 0 multiplies q - 8, and
+            counts as 16 for a weight with zero points.
     """
 
     tokens: int
@@ -330,7 +330,7 @@ def invalid(case: Case, config: Int4Fp8Config) -> str | None:
     if c.warps > 4 * c.blocks:
         return f"{c.warps} warps to {c.blocks} blocks of rows"
     groups = sizes_of(case)[3]
-    if c.rest and groups > 1 and not case.option("zeros"):  # H200, 2026-11-29, 3584x8192: 1.10 to 1.40 times as long
+    if c.rest and groups > 1 and not case.option("zeros"):  # 3584x8192: 1.10 to 1.40 times as long (H200, 2026-11-29)
         return f"a rest for each of {groups} groups of {DEPTH} k"
     if c.rest > 16 >= groups * _steps(depth, c):
         return f"rests of {c.rest} groups where a program has {groups * _steps(depth, c)}"
@@ -358,7 +358,7 @@ def default(case: Case) -> Int4Fp8Config:
     if not zeros and (N > _RAW or groups > 1):
         return c
     tiles, most = rows * cdiv(N, c.tokens), _HELD_OF_RAW.get((c.tokens, zeros), 1) * sms()
-    # Where an SM holds not all programs at once, it does with two blocks of rows.
+    # Programs of two blocks of rows are half as many: then an SM holds all of its programs at once.
     is_wide = tiles > most and c.tokens <= (32 if zeros else 16)
     blocks, splits = (2, 1) if is_wide else (1, min(c.splits, max(1, most // tiles)))
     steps = cdiv(depth, splits)

@@ -5,8 +5,8 @@ e4m3 elements: the lower codes of the bytes, and the upper codes. So the k of a 
 writes each 32 k of x in the order that the registers have, `ORDER`, so that neither operand is reordered here.
 
 The byte u <= 16 is the e4m3 element u / 512. So a code q becomes (q - 8) / 512 exactly. With a rest, codes become q / 512 and
-(q - 15) / 512, which takes three instructions for eight codes, not ten, for every zero point. What is left out of the product,
-scales times sums of x over their groups, is added at the end, the sums from the kernel that cast x.
+(q - 15) / 512, which takes three instructions for eight codes, not ten, for every zero point. The product then
+lacks scales times sums of x over each group. They are added at the end; the kernel that casts x writes the sums.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the
 next codes become elements, and all configs must multiply integers exactly before they are timed.
@@ -133,8 +133,9 @@ def _multiply_twice(a, b, y):
 
 @triton.jit
 def _sums_of_x(sum_ptr, step, stride, is_inside, GROUPS: tl.constexpr):
-    """Return sums of x over groups of k, (tokens, groups); sum_ptr: where those of each token begin. step: block of a group.
+    """Return sums of x over groups of k, (tokens, groups).
 
+    sum_ptr: the first sum of each token. step: the block of k of each group.
     The sums of the first quarters of all blocks of k lie together, then those of further quarters, then those of whole blocks.
     """
     place = tl.arange(0, step.shape[0]) % GROUPS
