@@ -100,18 +100,23 @@ def cast_tokens(x: torch.Tensor) -> Fp8Tokens:
     Args:
         x: (N, K); rows may be any distance apart, elements of a row must be adjacent.
     """
-    return Fp8Tokens(*_cast(x, reorder=True), x.shape[1], x.dtype)
+    return tokens_of(x, rest=16)
+
+
+def tokens_of(x: torch.Tensor | Fp8Tokens, rest: int) -> Fp8Tokens:
+    """Return x, cast if it is not; sums are written for a launch with a rest alone."""
+    return x if isinstance(x, Fp8Tokens) else Fp8Tokens(*_cast(x, reorder=True, has_sums=rest > 0), x.shape[1], x.dtype)
 
 
 def cast_in_order(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast x (N, K) as `cast_tokens` does, to q (N, K) and scale (N,), for products that read k in the order of x."""
-    q, scale, _ = _cast(x, reorder=False)
+    q, scale, _ = _cast(x, reorder=False, has_sums=False)
     return q[:, : x.shape[1]], scale
 
 
 @on_its_device
-def _cast(x: torch.Tensor, *, reorder: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, padded to whole blocks of k, scale and sums; `reorder` puts k into `kernels.fp8.ORDER` and writes the sums."""
+def _cast(x: torch.Tensor, *, reorder: bool, has_sums: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, padded to whole blocks of k, scale, and sums or no rows of sums; `reorder` puts k into `kernels.fp8.ORDER`."""
     check_matrix("x", x)
     if x.dtype == torch.float32:
         raise ValueError(f"x must be float16 or bfloat16, got {x.dtype}")
@@ -119,11 +124,11 @@ def _cast(x: torch.Tensor, *, reorder: bool) -> tuple[torch.Tensor, torch.Tensor
     padded = cdiv(K, DEPTH) * DEPTH
     q = torch.empty((N, padded), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((N,), dtype=torch.float32, device=x.device)
-    sums = torch.empty((N if reorder else 0, 2, 5, padded // DEPTH), dtype=torch.float32, device=x.device)
+    sums = torch.empty((N if has_sums else 0, 2, 5, padded // DEPTH), dtype=torch.float32, device=x.device)
     if N:
         block = min(next_power_of_2(padded), _CAST_BLOCK)
         cast_rows[(N,)](
-            x, q, scale, sums, x.stride(0), K, REORDER=reorder, STEPS=cdiv(padded, block), BLOCK=block,
+            x, q, scale, sums if has_sums else None, x.stride(0), K, REORDER=reorder, STEPS=cdiv(padded, block), BLOCK=block,
             num_warps=max(1, block // 256), **({"launch_pdl": True} if since_sm_90() else {}),
         )  # fmt: skip
     return q, scale, sums
@@ -245,7 +250,8 @@ def int4_fp8_gemm(
     steps = _steps(depth, c)
     if (c.splits - 1) * steps >= depth:
         raise ValueError(f"config={c}: {c.splits} programs along {depth} blocks of k, {c.k_blocks} to a step")
-    tokens = x if isinstance(x, Fp8Tokens) else cast_tokens(x)
+    rest = rest_of(weight, c.rest)
+    tokens = tokens_of(x, rest)
     scale, scales = tokens.scale, weight.scales
     tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
     words = (c.splits - 1) * tiles * token_tiles * (ROWS * c.blocks * c.tokens)  # of four bytes
@@ -256,8 +262,7 @@ def int4_fp8_gemm(
             scales if weight.zeros is None else weight.zeros, y if bias is None else bias, y, parts,
             N, M, weight.depth, steps, int(scale.shape[0] > 1), WEIGHT=gemm.constants(weight, bias is not None),
             WORK=Fp8Work.of(
-                tokens=c.tokens, blocks=c.blocks, splits=c.splits, stages=c.stages, k_blocks=c.k_blocks,
-                rest=rest_of(weight, c.rest),
+                tokens=c.tokens, blocks=c.blocks, splits=c.splits, stages=c.stages, k_blocks=c.k_blocks, rest=rest
             ),
             EARLY=early, LEAD=_LEAD, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

@@ -403,7 +403,7 @@ def cast_rows(
 ):  # fmt: skip
     """Write a row of x in e4m3, and its scale: an element of x is its e4m3 element times the scale.
 
-    REORDER writes each 32 k in `ORDER`. Elements from K to a multiple of 128 are zeros.
+    REORDER writes each 32 k in `ORDER`, and the sums unless sum_ptr is None. Elements from K to a multiple of 128 are zeros.
     """
     if since_sm_90():
         gdc_launch_dependents()
@@ -422,7 +422,7 @@ def cast_rows(
         x = tl.load(x_ptr + row * stride + step * BLOCK + k, step * BLOCK + k < K, 0.0)
         q = quantize(x.to(tl.float32), scale, 448.0, tl.float8e4nv)
         tl.store(q_ptr + row * padded + step * BLOCK + place, q, step * BLOCK + place < padded)
-        if REORDER:
+        if sum_ptr is not None:
             _store_sums(q, (place & 16) > 0, sum_ptr + row * (padded // 128 * 10), step * (BLOCK // 128), padded // 128)
     tl.store(scale_ptr + row, reciprocal(scale))
 
