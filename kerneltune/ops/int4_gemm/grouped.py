@@ -19,7 +19,7 @@ from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import since_sm_90
 from kerneltune.ops.int4_gemm import configs, estimate, fastest, fp8_gemm, gemm, packing, peers, reference
-from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, cast_in_order, cast_tokens
+from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, cast_in_order
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, int4_fp8_groups
 from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
 from kerneltune.rounding import next_power_of_2
@@ -68,6 +68,7 @@ class Int4GroupedConfig:
         stages: stages of the load pipeline.
         early: whether the kernel begins while the cast of x still runs.
         maxnreg: most registers of a thread, so that an SM holds more programs; 0 leaves the number to the compiler.
+        k_blocks, rest: as of `Int4Fp8Config`.
     """
 
     tokens: int
@@ -76,6 +77,8 @@ class Int4GroupedConfig:
     stages: int
     early: bool
     maxnreg: int = 0
+    k_blocks: int = 1
+    rest: int = 0
 
 
 @on_its_device
@@ -110,7 +113,8 @@ def int4_fp8_grouped_gemm(
     c: Int4GroupedConfig = gemm.look_up(_choose, count, weight, x.dtype, experts=E, groups="routed") if config is None else config
     if M % (ROWS * c.blocks):
         raise ValueError(f"config={c}: {c.blocks} blocks of {ROWS} rows, of which {M} rows are no multiple")
-    tokens, early = x if isinstance(x, Fp8Tokens) else cast_tokens(x), c.early and since_sm_90()
+    rest, early = fp8_gemm.rest_of(weight, c.rest), c.early and since_sm_90()
+    tokens = fp8_gemm.tokens_of(x, rest)
     x_desc, w_desc = fp8_gemm.descriptors(tokens, weight, c)
     fewer = min(c.tokens, 32), 16  # rows of the steps at the end of a group
     int4_fp8_groups[(M // (ROWS * c.blocks), min(count, E))](
@@ -118,7 +122,7 @@ def int4_fp8_grouped_gemm(
         tokens.scale, tokens.sums, weight.scales, weight.scales if weight.zeros is None else weight.zeros, offs, y,
         weight.depth, E, count, int(tokens.scale.shape[0] > 1), gemm.constants(weight, False),
         *(
-            Fp8Work.of(tokens=rows, blocks=c.blocks, splits=1, stages=c.stages, k_blocks=1, rest=fp8_gemm.rest_of(weight, 0))
+            Fp8Work.of(tokens=rows, blocks=c.blocks, splits=1, stages=c.stages, k_blocks=c.k_blocks, rest=rest)
             for rows in (c.tokens, *fewer)
         ),
         GROUPS=max(32, next_power_of_2(E)), EARLY=early, num_warps=c.warps,
@@ -127,7 +131,7 @@ def int4_fp8_grouped_gemm(
     return y
 
 
-def space(_case: Case) -> Space:
+def space(case: Case) -> Space:
     """Offer tiles of few tokens."""
     return {
         "tokens": (16, 32, 64),
@@ -136,6 +140,8 @@ def space(_case: Case) -> Space:
         "stages": (3, 4, 5),
         "early": (True, False),
         "maxnreg": (0, 80, 128),
+        "k_blocks": (1, 2),
+        "rest": (16, 32) if case.option("zeros") else (0, 16, 32),
     }
 
 
@@ -153,7 +159,12 @@ def invalid(case: Case, config: Int4GroupedConfig) -> str | None:
         return f"{c.maxnreg} registers for {c.tokens} tokens, {c.blocks} blocks of rows and {c.warps} warps"
     if c.tokens > 16 and c.tokens >= 2 * case["N"]:
         return f"steps of {c.tokens} tokens where there are {case['N']}"
-    return too_much_shared(c.stages * DEPTH * (c.tokens + ROWS // 2 * c.blocks))
+    depth, groups = fp8_gemm.sizes_of(case)[2:]
+    if c.rest and groups > 1 and not case.option("zeros"):
+        return f"a rest for each of {groups} groups of {DEPTH} k"
+    if c.k_blocks > depth or c.rest > max(16, groups * depth):
+        return f"steps of {c.k_blocks} blocks of k and rests of {c.rest} groups where there are {depth} blocks"
+    return too_much_shared(c.stages * c.k_blocks * DEPTH * (c.tokens + ROWS // 2 * c.blocks))
 
 
 def default(case: Case) -> Int4GroupedConfig:
@@ -168,7 +179,7 @@ def default(case: Case) -> Int4GroupedConfig:
     tokens, blocks = min(tokens, 64 if N > 32 else 32 if N > 16 else 16), blocks if rows % 2 == 0 else 1
     is_held = load.programs <= {(32, 2): 6, (32, 1): 5 if groups == 1 else 4, (64, 1): 2.9}.get((tokens, blocks), 0)
     maxnreg = 0 if is_held else _MAXNREG.get((tokens, blocks), 0)
-    return Int4GroupedConfig(tokens, blocks, 4, 3, _is_early(N, load, blocks), maxnreg)
+    return Int4GroupedConfig(tokens, blocks, 4, 3, _is_early(N, load, blocks), maxnreg, rest=16 if scales.zeros else 0)
 
 
 def _is_early(N: int, load: _Load, blocks: int) -> bool:

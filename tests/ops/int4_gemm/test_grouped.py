@@ -47,8 +47,9 @@ def test_int4_grouped_gemm_of_whole_numbers_is_exact(
     offs, codes = ends(*counts), some_codes(rows * len(counts), depth, group, zeros, dtype)
     x = tokens_of(sum(counts), depth, dtype)
     tolerance = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0.0
-    for early in (False, True) if DEVICE == "cuda" else (True,):
-        got = int4_fp8_grouped_gemm(x, pack(*codes), offs, config=Int4GroupedConfig(*knobs, early=early))
+    for early, k_blocks, rest in ((True, 1, 0), (False, 2, 0), (False, 1, 16), (True, 2, 32)):
+        config = Int4GroupedConfig(*knobs, early=early, k_blocks=k_blocks, rest=rest)
+        got = int4_fp8_grouped_gemm(x, pack(*codes), offs, config=config)
         torch.testing.assert_close(got, exact_groups(x, codes, offs), rtol=tolerance, atol=0)
 
 
