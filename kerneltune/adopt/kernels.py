@@ -473,7 +473,7 @@ def plan_key(
     num_args, names = len(launch.args), {"other": _other_key, "shared": _shared}
     given = [f"{source} = kwargs[{name!r}]" for source, name in zip(sources[num_args:], launch.kwargs, strict=True)]
     lines = [f"[{', '.join(sources[:num_args])}] = args", *given, f"return ({', '.join(parts)},)"]
-    exec("\n ".join(["def key_of(args, kwargs):", *lines]), names)
+    exec(compile("\n ".join(["def key_of(args, kwargs):", *lines]), __file__, "exec"), names)  # torch.compile skips our files
     key_of: Callable[..., tuple[Any, ...]] = names["key_of"]
     return key_of
 

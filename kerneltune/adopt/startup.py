@@ -271,6 +271,12 @@ def _patch(autotuning: ModuleType, by: Any, has_plain: bool = True) -> None:
     def patch_kernels(module: ModuleType) -> None:
         replace_method(getattr(module, _PATCHED[module.__name__]), "run", by.make_plain_run)
 
+    def skip_package(rules: ModuleType) -> None:
+        with suppress(Exception):  # another version of torch
+            rules.add(__package__)
+
+    # where a launch breaks a graph, torch.compile would compile our functions, anew for each class
+    _when_imported("torch._dynamo.trace_rules", skip_package)
     replace_method(autotuning.Autotuner, "run", by.make_run)
     for name in (INTERPRETER, COMPILER) if has_plain else ():
         _when_imported(name, patch_kernels)

@@ -10,9 +10,11 @@ import torch
 import triton
 from adopted import author_configs, example, kernel_of, served, tuned_folder, write_table
 
+import kerneltune.nn
 from kerneltune.adopt import startup
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import CLASSES
+from kerneltune.adopt.kernels import Launch, plan_key
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
 
@@ -124,3 +126,14 @@ def test_kernel_whose_constexpr_has_changed_is_not_served(
     monkeypatch.setitem(globals(), "PROGRAM", PROGRAM.replace("constexpr(1)", "constexpr(1 + 1)"))
     assert (loaded(tmp_path, monkeypatch).step(64), server.hits, server.tunings) == (32.0, 1, 1)
     assert "of_lists.noted: its source has changed since it was tuned" in caplog.text
+
+
+def test_torch_compile_skips_the_functions_that_serve_and_no_other_package(tmp_path: Path) -> None:
+    """A launch that breaks a graph runs them in Python, where torch.compile would compile each, anew for each class."""
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    tuned_folder(tmp_path)
+    served(tmp_path)
+    x = torch.arange(96.0)
+    key_of = plan_key(Launch(example().row_sum, (x,), {}), {"x_ptr"})
+    assert rules.check_file(key_of.__code__.co_filename).skipped
+    assert not rules.check_file(kerneltune.nn.__file__).skipped
