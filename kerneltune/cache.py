@@ -240,6 +240,14 @@ class Source(Enum):
     default = "the default"
 
 
+class Match(NamedTuple):
+    """Hold an entry that can serve a case, its config, which is valid for the case, and the log2 distance between the cases."""
+
+    entry: CacheEntry
+    config: Any
+    distance: float = 0.0
+
+
 class Choice(NamedTuple):
     """Hold the answer of a look-up: a config, its source, and a function that describes the config; empty for an own config."""
 
@@ -296,29 +304,28 @@ class Chooser:
         gpu = gpu or device.current_slug()
         own = self.own(case, gpu)
         if own is not None:
-            return Choice(own[1], Source.own, lambda: "")
+            return Choice(own.config, Source.own, lambda: "")
         nearest = next(self.near(case, gpu, self.op.max_distance), None)
         if nearest is not None:
-            entry, config, distance = nearest
             folder = _entries(self, gpu).folder
             fallback_gpu = folder if folder != gpu else ""
             if fallback_gpu:
                 misses.report_fallback(gpu, fallback_gpu)
-            return Choice(config, Source.near, partial(_described, case, entry, distance, self.policy, fallback_gpu))
+            return Choice(nearest.config, Source.near, partial(_described, case, nearest, self.policy, fallback_gpu))
         config = self.variant.default_config(case)
         reason = self.variant.invalid(case, config)
         if reason is not None:
             raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
         return Choice(config, Source.default, lambda: Source.default.value)
 
-    def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
-        """Return the entry of exactly this case, with its config; None without an entry, or if its config is not valid."""
+    def own(self, case: Case, gpu: str) -> Match | None:
+        """Return the entry of exactly this case; None without an entry, or if its config is not valid."""
         entry = _entries(self, gpu).own.get(case)
         config = self.variant.valid_config(case, entry.config) if entry else None
-        return None if entry is None or config is None else (entry, config)
+        return None if entry is None or config is None else Match(entry, config)
 
-    def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
-        """Yield (entry, valid config, log2 distance) of each entry that can serve a case, also of its own, the nearest first.
+    def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[Match]:
+        """Yield each entry that can serve a case, also its own, the nearest first.
 
         Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
         """
@@ -326,7 +333,7 @@ class Chooser:
         for nearness, entry in ranked(_case_values(case), entries, op.free_axes, op.free_options, op.bands, max_distance):
             config = self.variant.valid_config(case, entry.config)
             if config is not None:
-                yield entry, config, nearness.distance
+                yield Match(entry, config, nearness.distance)
 
     def group_of(self, case: Case) -> Group:
         """Return the group of the entries that can serve a case."""
@@ -425,13 +432,14 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     return choice.config
 
 
-def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu: str) -> str:
+def _described(case: Case, nearest: Match, policy: str, gpu: str) -> str:
     """Return how an entry's case differs from a case, and the entry's config; gpu: the folder of another GPU, or empty."""
+    entry = nearest.entry
     sizes = " ".join(f"{axis}={size}" for axis, size in entry.case.axes)
     changed = "".join(f" {name}={value}" for name, value in entry.case.options if value != case.option(name))
     changed += f" {entry.policy}" if entry.policy != policy else ""
     changed += f" on {gpu}" if gpu else ""
-    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {distance:.2f}: {_json_text(entry.config)}"
+    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {nearest.distance:.2f}: {_json_text(entry.config)}"
 
 
 def clear() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from kerneltune import device
-from kerneltune.cache import CacheEntry, Chooser
+from kerneltune.cache import CacheEntry, Chooser, Match
 from kerneltune.processes.programs import commit
 from kerneltune.records import Status, TrialStatus
 from kerneltune.spec import Case, Config, Op, TaskKey, Variant
@@ -56,8 +56,8 @@ class Task:
             return None
         return self.chooser(root).find(self.op.case_of_call(self.case), gpu).config
 
-    def own_entry(self, root: Path | None) -> tuple[CacheEntry, Config] | None:
-        """Return the entry of exactly this task on this GPU model, with its config; None as `Chooser.own`."""
+    def own_entry(self, root: Path | None) -> Match | None:
+        """Return the entry of exactly this task on this GPU model, see `Chooser.own`."""
         return self.chooser(root).own(self.case, device.current().slug)
 
 

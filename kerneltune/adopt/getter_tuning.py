@@ -57,10 +57,10 @@ def _tuned_call(task: Task, case: getter.CallCase, found: SearchResult) -> Tuned
     if stored is None or not case.is_searched:
         reason = case.problem or ("no config passed its check" if tried else "it was not searched")
         return TunedCall(case, own if case.own else {}, failed=failed, skipped=reason if case.is_wanted else "")
-    entry, best = stored
-    if (entry.evidence.get("over_default") or (1.0, 1.0))[0] > 1.0:
-        return TunedCall(case, case.own | getter.given_knobs(best), entry.evidence, failed)
-    default_us = entry.evidence.get("default_us")
+    evidence = stored.entry.evidence
+    if (evidence.get("over_default") or (1.0, 1.0))[0] > 1.0:
+        return TunedCall(case, case.own | getter.given_knobs(stored.config), evidence, failed)
+    default_us = evidence.get("default_us")
     return TunedCall(case, own, {"default_us": default_us, "time_us": default_us} if default_us else {}, failed)
 
 

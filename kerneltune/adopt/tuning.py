@@ -146,7 +146,7 @@ def tune_capture(
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
     missing = [task for task in tasks if task.own_entry(root / "configs") is None]
     if missing and time.monotonic() >= until:
-        more_s = sum(expected_work(task, options)[1] + _CLASS_S for task in missing)
+        more_s = sum(expected_work(task, options).seconds + _CLASS_S for task in missing)
         needed = f"the command again takes about {max(more_s, 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(missing), 'class', 'classes')} left: {needed}")
     tuned, without_config = _collect(capture)
@@ -174,8 +174,8 @@ def search_tasks(
             break
 
 
-SearchResult = tuple[Mapping[Config, Evaluation], tuple[cache.CacheEntry, Config] | None]
-"""The trials of a task, and the entry of the best config with the config; None if there is none."""
+SearchResult = tuple[Mapping[Config, Evaluation], cache.Match | None]
+"""The trials of a task, and its best config; None if there is none."""
 
 
 def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
@@ -284,15 +284,14 @@ def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
             failure = next((evaluation.reason for evaluation in tried.values() if evaluation.reason), "")
             reasons[launch_class.digest] = f"no config passed: {failure}" if tried else "not reached: run the command again"
             continue
-        entry, best = stored
         times_us = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
         tuned_class = TunedClass(
             launch_class,
             task,
-            best=candidate_of(best, launch_class).config,
+            best=candidate_of(stored.config, launch_class).config,
             author=launch_class.author_choice,
             times={candidate_of(config, launch_class).config: time_us for config, time_us in times_us.items()},
-            evidence=dict(entry.evidence),
+            evidence=dict(stored.entry.evidence),
             cost_us=capture.cost_us(launch_class),
         )
         tuned.append(tuned_class)

@@ -111,8 +111,8 @@ def _source(chooser: Chooser, choice: Choice, case: Case, gpu: str) -> str:
     if choice.source is Source.own:
         own, now = chooser.own(case, gpu), chooser.variant.source_hash
         assert own is not None
-        then = own[0].evidence.get("source_hash") or "unknown"
-        stale = f"; stale: source_hash {then} is now {now}" if is_stale(chooser.variant, own[0]) else ""
+        then = own.entry.evidence.get("source_hash") or "unknown"
+        stale = f"; stale: source_hash {then} is now {now}" if is_stale(chooser.variant, own.entry) else ""
         return f"the cache's entry for exactly this case{stale}"
     if choice.source is not Source.default:
         assert_never(choice.source)

@@ -36,7 +36,7 @@ def candidates(task: Task, store: "TrialStore", options: Options) -> Candidates:
             space = [config for config in fastest if config in offered]
     pool = list(dict.fromkeys([default, *space]))
     near = task.chooser(options.configs).near(task.case, device.current().slug)
-    nearest = [config for _, config, _ in itertools.islice(near, _NEIGHBOURS)]
+    nearest = [match.config for match in itertools.islice(near, _NEIGHBOURS)]
     first = dict.fromkeys([default, *task.variant.promising(task.case), *nearest])
     return Candidates(pool, [config for config in first if config in pool])
 

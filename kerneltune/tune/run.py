@@ -102,9 +102,9 @@ def _state(task: Task, options: Options) -> str:
     own = task.own_entry(options.configs)
     if own is None:
         return "lacking"
-    if is_stale(task.variant, own[0]):
+    if is_stale(task.variant, own.entry):
         return "stale"
-    return "outdated" if is_outdated(task.variant, own[0]) else "fresh"
+    return "outdated" if is_outdated(task.variant, own.entry) else "fresh"
 
 
 class ExpectedWork(NamedTuple):

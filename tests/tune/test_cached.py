@@ -61,12 +61,12 @@ def test_own_entry_returns_the_exact_entry_of_this_gpu(options: Options) -> None
     store(options, GOOD)
     store(options, {"block": 512, "warps": 1}, HALF)
     store(options, {"block": 128, "warps": 1}, CASE, "another_gpu")
-    entry_and_config = Task(op, CASE, VARIANT).own_entry(options.configs)
-    assert entry_and_config is not None
-    assert entry_and_config[1] == Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(64, 2)
+    own = Task(op, CASE, VARIANT).own_entry(options.configs)
+    assert own is not None
+    assert own.config == Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(64, 2)
     there = cache.Chooser.of(op, VARIANT, "cold", options.configs).own(CASE, "another_gpu")
     assert there is not None
-    assert there[1] == Small(128, 1)
+    assert there.config == Small(128, 1)
     assert Task(op, CASE, VARIANT, "hot").own_entry(options.configs) is None  # so `tune --policy hot` searches it
     assert Task(op, CASE, VARIANT, "hot").config_of_call(options.configs) == Small(64, 2)
     assert Task(op, CASE, Variant("eager", nothing)).config_of_call(options.configs) is None
