@@ -91,7 +91,7 @@ def default_root() -> Path:
     return Path(override) if override else files.written_root("configs")
 
 
-def read_roots(root: Path | None = None) -> list[Path]:
+def read_roots(root: Path | None) -> list[Path]:
     """Return the folders that configs are read from; a file is read from the first folder that holds it.
 
     root: the folder of the cache; None for `default_root()`, then the packaged configs unless KERNELTUNE_CONFIGS is set.
@@ -102,7 +102,7 @@ def read_roots(root: Path | None = None) -> list[Path]:
     return [default_root()] if has_override else [default_root(), files.data_root("configs")]
 
 
-def readable(file: Path, root: Path | None = None) -> Path:
+def readable(file: Path, root: Path | None) -> Path:
     """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read, or would be if it existed."""
     paths = [folder / file for folder in read_roots(root)]
     return next((path for path in paths if os.path.exists(path)), paths[-1])  # False where reading is forbidden
@@ -147,7 +147,7 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     return _rewrite(device_slug, op_name, root, lambda stored: [*(e for e in stored if e.key not in new), *new.values()])
 
 
-def drop(device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
+def drop(device_slug: str, entry: CacheEntry, root: Path | None) -> Path:
     """Remove an entry, unless another entry has replaced it; calls then run with a near entry or the default."""
     return _rewrite(device_slug, entry.op, root, lambda stored: [other for other in stored if other != entry])
 
@@ -268,8 +268,8 @@ class Chooser:
 
     op: Op
     variant: Variant
-    policy: str = "cold"
-    root: Path | None = None
+    policy: str
+    root: Path | None
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -305,7 +305,7 @@ class Chooser:
         own = self.own(case, gpu)
         if own is not None:
             return Choice(own.config, Source.own, lambda: "")
-        nearest = next(self.near(case, gpu, self.op.max_distance), None)
+        nearest = next(self.matches(case, gpu, self.op.max_distance), None)
         if nearest is not None:
             folder = _entries(self, gpu).folder
             fallback_gpu = folder if folder != gpu else ""
@@ -324,7 +324,7 @@ class Chooser:
         config = self.variant.valid_config(case, entry.config) if entry else None
         return None if entry is None or config is None else Match(entry, config)
 
-    def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[Match]:
+    def matches(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[Match]:
         """Yield each entry that can serve a case, also its own, the nearest first.
 
         Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.

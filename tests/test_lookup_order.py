@@ -83,7 +83,7 @@ def test_look_up_on_a_gpu_without_configs_returns_those_of_the_nearest_architect
 def test_near_entries_of_a_gpu_without_configs_are_those_that_its_calls_use(tmp_path: Path) -> None:
     store(tmp_path, 1024, 512)
     chooser, case = cache.Chooser.of(OP, SMALL, "cold", tmp_path), Case("", (("M", 1024),), "bfloat16")
-    assert [(match.config, match.distance) for match in chooser.near(case, H100)] == [(Small(512, 8), 0.0)]
+    assert [(match.config, match.distance) for match in chooser.matches(case, H100)] == [(Small(512, 8), 0.0)]
     assert chooser.own(case, H100) is None
     assert chooser.own(case, GPU) is not None
 

@@ -98,7 +98,7 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
     stored = cache.store("nvidia_h200", entry, configs_dir)
     assert stored == configs_dir / "nvidia_h200" / "swiglu.json"
     near = Case("", (("M", 128), ("N", 1024)), "bfloat16")
-    (match,) = cache.Chooser.of(op, op.variant("optimized"), root=configs_dir).near(near, "nvidia_h200")
+    (match,) = cache.Chooser.of(op, op.variant("optimized"), root=configs_dir).matches(near, "nvidia_h200")
     assert match.config.block == 2048
     assert op.traffic(case).total == 3 * 2 * 64 * 1024
     export = ["cache", "export", "swiglu", str(guide / "out"), "--format", "triton", "--gpu", "nvidia_h200"]

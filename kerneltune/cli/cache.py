@@ -128,7 +128,7 @@ def _source(chooser: Chooser, choice: Choice, case: Case, gpu: str) -> str:
 def _limit(chooser: Chooser, case: Case, gpu: str) -> str:
     """Return the limit that keeps entries of other sizes from a case, its band or the distance; empty without free axes."""
     op = chooser.op
-    if any(dataclasses.replace(chooser, op=dataclasses.replace(op, bands=NO_BANDS)).near(case, gpu, op.max_distance)):
+    if any(dataclasses.replace(chooser, op=dataclasses.replace(op, bands=NO_BANDS)).matches(case, gpu, op.max_distance)):
         return f", as the case's band is {' and '.join(_band(axis, ends, case[axis]) for axis, ends in op.bands.items())}"
     return f", at most {op.max_distance:g} away in log2 of {' and '.join(op.free_axes)}" if op.free_axes else ""
 

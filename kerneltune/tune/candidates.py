@@ -35,8 +35,8 @@ def candidates(task: Task, store: "TrialStore", options: Options) -> Candidates:
             fastest = [task.variant.config_from(values) for values in ranked[:_TRANSFERRED]]
             space = [config for config in fastest if config in offered]
     pool = list(dict.fromkeys([default, *space]))
-    near = task.chooser(options.configs).near(task.case, device.current().slug)
-    nearest = [match.config for match in itertools.islice(near, _NEIGHBOURS)]
+    matches = task.chooser(options.configs).matches(task.case, device.current().slug)
+    nearest = [match.config for match in itertools.islice(matches, _NEIGHBOURS)]
     first = dict.fromkeys([default, *task.variant.promising(task.case), *nearest])
     return Candidates(pool, [config for config in first if config in pool])
 
