@@ -133,8 +133,9 @@ class TaskKey(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name the task on one line, the case by its name."""
-        return f"{self.op} {self.variant} {self.case.name} {self.case.dtype} {self.case.quant}"
+        """Name the task on one line, the case by its name: `swiglu optimized odd bfloat16 none`; an empty variant is left out."""
+        names = (self.op, self.variant, self.case.name, self.case.dtype, self.case.quant)
+        return " ".join(filter(None, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Variant:
         config: the class of the configs, a dataclass; None if the variant has no knobs. A knob `ctas` is the number of programs
             that must be resident per SM, 0 for no minimum; a search drops a config if fewer programs fit.
         space: case -> values of every knob.
-        invalid: (case, config) -> None if the config can run, else the reason why not. No other code states this constraint.
+        invalid: (case, config) -> None if the config can run, else the reason why not. Searches and look-ups ask no other code.
         default: case -> the config for a case that the cache has no config for.
         unsupported: case -> None, or the reason why the variant does not support the case.
         requires: packages that must import; a variant that requires a package is a peer.
@@ -342,7 +343,7 @@ class Op:
         return dataclasses.replace(case, options=options)
 
 
-def choice_order(value: Any) -> tuple[bool, bool, Any]:
+def knob_order(value: Any) -> tuple[bool, bool, Any]:
     """Return the key by which values of a knob are sorted: None, numbers, then text."""
     return isinstance(value, str), value is not None, value
 
@@ -362,7 +363,7 @@ def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
         offered = space.get(name, (value,))
         if value not in offered and not _is_near(value, offered, _MOST_WARPS if name == "warps" else sys.maxsize):
             text = repr(value) if type(value) is not int or abs(value) < 1 << 64 else "a number of very many digits"
-            shown = ", ".join(map(str, sorted(dict.fromkeys(offered), key=choice_order)[:8]))
+            shown = ", ".join(map(str, sorted(dict.fromkeys(offered), key=knob_order)[:8]))
             return f"{name}: {text[:60]}: expected a value like {shown}"
     return None
 

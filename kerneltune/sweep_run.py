@@ -202,7 +202,7 @@ class _SweepStages:
                 outcomes = check_runs(runs, self.worker.check)
                 rows = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
                 journal.add(rows)
-                self.progress.advance(runs[0].task.case_label, len(runs))
+                self.progress.advance(runs[0].task.key.of_case.label, len(runs))
             checked += rows
         return checked
 
@@ -272,7 +272,7 @@ class _SweepStages:
                 if timed:
                     best = min(timed, key=lambda row: row.time_us or 0.0)
                     self.progress.best(f"{best.variant} {best.time_us:.1f} µs, {best.gbps:.0f} GB/s")
-                self.progress.advance(runs[0].task.case_label)
+                self.progress.advance(runs[0].task.key.of_case.label)
             measured += rows
         return [*failed, *measured]
 

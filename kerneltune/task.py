@@ -37,11 +37,6 @@ class Task:
         return TaskKey(self.op.name, self.variant.name, self.case, self.policy)
 
     @property
-    def case_label(self) -> str:
-        """Name the operator and the case on one line: `swiglu odd bfloat16 none`."""
-        return f"{self.op.name} {self.case.name} {self.case.dtype} {self.case.quant}"
-
-    @property
     def default(self) -> Config:
         """Return the default config of the variant for the case."""
         return self.variant.default_config(self.case)

@@ -78,7 +78,9 @@ def candidates(
     chooser = chooser_of(operator(free_axes=free_axes, **free), root, policy)
     case = Case("", sizes, dtype, "fp8", options)
     own = chooser.own(case, GPU)
-    return [Hit(match.entry, own is not None and own.entry is match.entry, match.distance) for match in chooser.matches(case, GPU)]
+    return [
+        Hit(match.entry, own is not None and own.entry is match.entry, match.distance) for match in chooser.matches(case, GPU)
+    ]
 
 
 def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", free: tuple[str, ...] = ("M", "N")) -> Hit | None:

@@ -66,7 +66,7 @@ def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     task = runs[0].task
     needed = needed_bytes(task.op, task.case)
-    return Job(task.case_label, task, partial(check_runs, runs), runs, cost=len(runs), needed=needed)
+    return Job(task.key.of_case.label, task, partial(check_runs, runs), runs, cost=len(runs), needed=needed)
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:

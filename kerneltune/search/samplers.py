@@ -10,7 +10,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from kerneltune.spec import choice_order
+from kerneltune.spec import knob_order
 
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
@@ -45,7 +45,7 @@ class ListSampler(BaseSampler):
             raise ValueError("configs: expected one or more configs with the same knobs")
         self.configs = [dict(config) for config in configs]
         values = {name: {config[name] for config in self.configs} for name in names}
-        self.space = {name: CategoricalDistribution(sorted(offered, key=choice_order)) for name, offered in values.items()}
+        self.space = {name: CategoricalDistribution(sorted(offered, key=knob_order)) for name, offered in values.items()}
         self._index = {tuple(config.values()): i for i, config in enumerate(self.configs)}
         self.untried: dict[int, None] = dict.fromkeys(range(len(self.configs)))
         self.running: dict[int, None] = {}

@@ -29,7 +29,7 @@ from kerneltune.errors import first_line
 from kerneltune.files import append_lines, writing
 from kerneltune.processes.programs import commit
 from kerneltune.records import TrialStatus
-from kerneltune.spec import LARGEST_MEASURE, Config, Knob, Op, TaskKey, TaskRow, Variant, choice_order
+from kerneltune.spec import LARGEST_MEASURE, Config, Knob, Op, TaskKey, TaskRow, Variant, knob_order
 from kerneltune.task import Evaluation, Knobs, Task, Trial, fingerprint, knob_pairs, knobs_of, trials_file
 from kerneltune.wording import pairs
 
@@ -125,7 +125,7 @@ class TrialStore:
             for knobs in self._evaluations.get(task.key, ()):
                 _add_choices(choices, knobs)
         _add_choices(choices, knob_pairs(config))
-        return {name: sorted(values, key=choice_order) for name, values in choices.items()}
+        return {name: sorted(values, key=knob_order) for name, values in choices.items()}
 
     def refresh(self) -> None:
         """Read the trials that other processes have added to the file by now."""
