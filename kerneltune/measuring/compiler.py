@@ -25,7 +25,7 @@ from kerneltune.spec import Config, Inputs
 from kerneltune.task import Task
 
 COMPILE_TIMEOUT_S = 90.0
-_FOR_A_WORKER = 4
+_JOBS_PER_WORKER = 4
 """Fewest jobs for which a further worker pays: it starts in the time of some compilations."""
 _REFUSAL = re.compile("(CompilationError|UnsupportedLanguageConstruct|CompileTimeAssertionFailure|OutOfResources|NameError):")
 """Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
@@ -149,7 +149,7 @@ def refusals(jobs: Sequence[CompileJob], workers: int | None) -> dict[int, str]:
     for name, target in TARGETS.items():
         if not numbers:
             break
-        with CompilePool(target, min(workers or 2, -(-len(numbers) // _FOR_A_WORKER))) as pool:
+        with CompilePool(target, min(workers or 2, -(-len(numbers) // _JOBS_PER_WORKER))) as pool:
             errors = [result.error for result in pool.compile([jobs[number] for number in numbers])]
         refused = {number: error for number, error in zip(numbers, errors, strict=True) if _REFUSAL.search(error)}
         reasons = {number: reasons.get(number, f"does not compile for {name}: {error}") for number, error in refused.items()}
@@ -166,7 +166,7 @@ def is_picklable(job: CompileJob) -> bool:
     return True
 
 
-def know_triton() -> None:
+def hash_triton_sources() -> None:
     """Make Triton hash its own files now, which takes 0.3 s and otherwise delays the first kernel of a process."""
     with suppress(ImportError):  # a Triton with `triton_key` elsewhere hashes at the first kernel
         from triton.runtime.cache import triton_key
@@ -183,7 +183,7 @@ class Compiler:
             os.sched_setaffinity(0, cores)
         os.environ.pop("TRITON_INTERPRET", None)
         self._launched = activate(target)
-        know_triton()
+        hash_triton_sources()
 
     def compile(self, job: CompileJob) -> CompileResult:
         """Return the kernels that a job launches."""

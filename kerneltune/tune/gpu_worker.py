@@ -18,7 +18,7 @@ from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.memory import out_of_memory_reason, within_memory
 from kerneltune.errors import first_line
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
-from kerneltune.measuring.compiler import know_triton
+from kerneltune.measuring.compiler import hash_triton_sources
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.processes.worker import State, Worker, WorkerCrashedError
@@ -153,7 +153,7 @@ def open_driver() -> None:
 
     torch.cuda.synchronize()
     driver.active.get_current_device()
-    know_triton()
+    hash_triton_sources()
 
 
 class GpuWorker(Worker):

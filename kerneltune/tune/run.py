@@ -28,7 +28,7 @@ _SEARCH_S, _COMPILE_S, _MEASURE_S = 1.6, 1.5, 0.06
 
 H200, 16 cores: 390 searches of rmsnorm took 545 s, 100 of int4_fp8_gemm 180 s; 278 configs of a capture took 44 s.
 """
-_KEPT = {
+_NOTES_OF_KEPT = {
     "stale": "are stale, chosen with other code: kept (`sweep --stale` times them beside their default)",
     "outdated": "are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)",
 }
@@ -65,7 +65,7 @@ def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     chosen = tasks
     if options.retune != "all" and not options.exhaustive:
         states = [_state(task, options) for task in tasks]
-        for state, text in () if options.retune else _KEPT.items():
+        for state, text in () if options.retune else _NOTES_OF_KEPT.items():
             if state in states:
                 progress.note(f"{states.count(state)} of {len(states) - states.count('lacking')} cached configs {text}")
         searched = ("lacking", "stale", "outdated") if options.retune else ("lacking",)
