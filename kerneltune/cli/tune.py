@@ -63,10 +63,10 @@ def command(
     """Search the best config of every case of a family, or of every launch in the folder of a capture.
 
     A config replaces the present config only if it is measurably faster. Every trial is kept, so an interrupted search resumes.
-    The command ends with a summary of the trials; `kerneltune trials` says more. The expected gain is the mean, over joint draws
-    of a Gaussian process, of how far the fastest untried config lies below the best so far. With --model the cases are the
-    output of `kerneltune cases`, and only the variant that calls run is tuned, unless --variant names another. Exit code 1
-    where a case that this GPU can run was not tuned.
+    The command ends with a summary of the trials; `kerneltune trials` says more. --until-gain 1% stops a search when a model of
+    the times expects the untried configs to be less than 1 % faster. With --model the cases are the output of
+    `kerneltune cases`, and only the variant that calls run is tuned, unless --variant names another. Exit code 1 where a case
+    that this GPU can run was not tuned.
     """
     if (family is None) == (model is None):
         raise ValueError(f"family: {repr(family) if family else 'missing'}: expected either a family or --model FILE")
