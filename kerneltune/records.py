@@ -14,7 +14,7 @@ from msgspec import Meta
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
 from kerneltune.spec import LARGEST_MEASURE, Knob, Measure, Name, Option, Role, Size, TaskKey
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,12 +125,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def config_label(self) -> str:
         """Return the config in one line: `block=1024 warps=4`; `-` without a config."""
-        return pairs(self.config or {}) or "-"
+        return assignments(self.config or {}) or "-"
 
     @property
     def label(self) -> str:
         """Return the key in one line: `rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold`."""
-        return " ".join([self.op, pairs({**self.axes, **self.options}), self.dtype, self.quant, self.policy])
+        return " ".join([self.op, assignments({**self.axes, **self.options}), self.dtype, self.quant, self.policy])
 
 
 def rounded(value: float) -> float:

@@ -27,7 +27,7 @@ from kerneltune.sweep_run import measure_batches
 from kerneltune.task import Task, is_stale, knobs_of
 from kerneltune.tune.run import renew_configs
 from kerneltune.tune.session import TuningResult
-from kerneltune.wording import counted, differing, first_of, pairs
+from kerneltune.wording import assignments, counted, differing, first_of
 
 CONFIG_S = 0.6
 """Seconds of a paired final. H200, 2026-11-23: 96 configs took 54 s."""
@@ -231,7 +231,7 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
 def _row_label(row: Record, op: Op) -> str:
     """Return the case, the options that are not the default, the type and the mode of a record."""
     options = {name: value for name, value in row.options.items() if value not in op.options.get(name, ())[:1]}
-    return " ".join(filter(None, [row.case, pairs(options), row.dtype, row.quant]))
+    return " ".join(filter(None, [row.case, assignments(options), row.dtype, row.quant]))
 
 
 def _difference_to_op(row: Record, op: Op, configs: Path | None) -> Difference | None:
@@ -239,7 +239,7 @@ def _difference_to_op(row: Record, op: Op, configs: Path | None) -> Difference |
     options = {name: row.options.get(name, values[0]) for name, values in op.options.items()}
     if set(row.axes) != set(op.axes) or not set(row.options) <= set(options):
         present = f"axes and options {', '.join([*op.axes, *options])}"
-        return Difference("other code", f"{pairs({**row.axes, **row.options})}, here {present}")
+        return Difference("other code", f"{assignments({**row.axes, **row.options})}, here {present}")
     axes = tuple((name, row.axes[name]) for name in op.axes)
     case = Case(row.case, axes, row.dtype, row.quant, tuple(options.items()))
     return difference(row, Task(op, case, op.variant(row.variant), row.policy), configs, slug(row.device))

@@ -34,7 +34,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
-def pairs(values: Mapping[str, object]) -> str:
+def assignments(values: Mapping[str, object]) -> str:
     """Return values with their names: `block=1024 warps=4`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
 
@@ -48,7 +48,7 @@ def differing(first: Mapping[str, object], second: Mapping[str, object]) -> tupl
 
 
 def _named(names: Iterable[str], values: Mapping[str, object]) -> str:
-    return pairs({name: values[name] for name in names if name in values}) or "none"
+    return assignments({name: values[name] for name in names if name in values}) or "none"
 
 
 def first_of(names: Iterable[str], most: int) -> str:

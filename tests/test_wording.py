@@ -1,6 +1,6 @@
 """Words on lines: counts, lists that are cut short, named values, and characters that a terminal would obey."""
 
-from kerneltune.wording import counted, first_of, pairs, printable, wrapped
+from kerneltune.wording import assignments, counted, first_of, printable, wrapped
 
 
 def test_counted_and_first_of_give_plurals_and_the_number_left_out() -> None:
@@ -9,7 +9,7 @@ def test_counted_and_first_of_give_plurals_and_the_number_left_out() -> None:
     assert first_of("abcde", 2) == "a, b and 3 more"
     assert first_of("ab", 2) == "a, b"
     assert first_of([], 2) == ""
-    assert pairs({"block": 1024, "split": False}) == "block=1024 split=False"
+    assert assignments({"block": 1024, "split": False}) == "block=1024 split=False"
 
 
 def test_printable_escapes_control_characters() -> None:

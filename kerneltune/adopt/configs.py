@@ -28,7 +28,7 @@ from typing import Any
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value, identity_of
 from kerneltune.adopt.bytecode import functions_of
 from kerneltune.adopt.kernels import Launch, PlainKernel, heuristics_of, jit_of
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Options of a launch that tuning may change without a change of the program around the kernel."""
@@ -84,7 +84,7 @@ class StoredConfig:
     def label(self) -> str:
         """Return the config in few words: `BK=64 num_warps=4`."""
         named = {name: value for name, value in self.options.items() if value not in (None, DEFAULTS.get(name, 0))}
-        return pairs(self.kwargs | named) or "defaults"
+        return assignments(self.kwargs | named) or "defaults"
 
     def changed(self, values: Mapping[str, Any]) -> set[str]:
         """Return the names of the constexprs whose values differ from these values."""

@@ -24,7 +24,7 @@ from kerneltune.adopt.operators import TUNED, knob_class
 from kerneltune.errors import first_line, meant, statement_in
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 from kerneltune.task import knobs_of
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -259,7 +259,7 @@ def operators(folder: str) -> tuple[Op, ...]:
 def call_case(spec: GetterSpec, case: CallCase) -> Case:
     """Return the case of a call, named by the sizes that differ between calls, or by all sizes if no size differs."""
     differing = {name: size for name, size in case.sizes.items() if len({other.sizes[name] for other in spec.cases}) > 1}
-    return Case(pairs(differing or case.sizes), tuple(case.sizes.items()), spec.dtype)
+    return Case(assignments(differing or case.sizes), tuple(case.sizes.items()), spec.dtype)
 
 
 def _around(name: str, own: int) -> Iterator[int]:

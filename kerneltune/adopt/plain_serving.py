@@ -24,7 +24,7 @@ from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, kernel_n
 from kerneltune.adopt.program import warn_once
 from kerneltune.adopt.table import ServingRow, TableKernel
 from kerneltune.errors import first_line
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 BY_AUTOTUNER = "by an autotuner"
 """Name of the count of launches that an autotuner's server counts."""
@@ -118,7 +118,7 @@ class LaunchChoice:
         """Return the values in a message."""
         if self.config is not None:
             return StoredConfig.of(self.config).label
-        return pairs(self.options) or "the program's own arguments"
+        return assignments(self.options) or "the program's own arguments"
 
 
 @dataclass(slots=True)

@@ -24,8 +24,8 @@ from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.processes.start import tell
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config
-from kerneltune.task import Outcome, Run, Task, knob_pairs
-from kerneltune.wording import pairs
+from kerneltune.task import Outcome, Run, Task, knobs_of
+from kerneltune.wording import assignments
 
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
@@ -106,7 +106,7 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
             default_facts = config_facts if number == 0 else default_facts
             short = [] if notes else cut_short(default_facts, config_facts)
             if short and _reaches_last(task, config, check_cases, config_facts):
-                text = f"{task.op.name} {task.variant.name}: with {pairs(dict(knob_pairs(config)))} the largest case {short[0]}"
+                text = f"{task.op.name} {task.variant.name}: with {assignments(knobs_of(config))} the largest case {short[0]}"
                 notes = [Outcome("checked", f"{text}, and with the default config it does: a grid cut short?", config, task.case)]
         return notes
 

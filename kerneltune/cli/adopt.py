@@ -16,7 +16,7 @@ from kerneltune.cli.captures import show_capture, time_cells
 from kerneltune.cli.cases import Ep, sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import Reporter
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import assignments, counted
 from kerneltune.yaml_fields import read_integers
 
 if TYPE_CHECKING:
@@ -168,12 +168,12 @@ def _check_calls(folder: Path, names: "Sequence[str]", cases: "Sequence[CallCase
     from kerneltune.adopt.getter import given_knobs
     from kerneltune.adopt.getter_tuning import check_getter
 
-    own = [pairs(case.own) if not case.problem else f"skipped: {case.problem}" for case in cases]
+    own = [assignments(case.own) if not case.problem else f"skipped: {case.problem}" for case in cases]
     show_table(("call", "own config"), list(zip(names, own, strict=True)))
     outcomes = check_getter(folder)
     for outcome in outcomes:
         if outcome.status == "failed" and outcome.case is not None:
-            error_line(f"{outcome.case.name}: {pairs(given_knobs(outcome.config))}: {outcome.reason}")
+            error_line(f"{outcome.case.name}: {assignments(given_knobs(outcome.config))}: {outcome.reason}")
         else:
             show_wrapped(outcome.reason)
     show("no GPU: nothing was timed")
@@ -190,7 +190,7 @@ def _show_calls(names: "Sequence[str]", calls: "Sequence[TunedCall]", seconds: f
         if call.evidence:
             own = launch_defaults() | call.case.own
             changed = {knob: value for knob, value in call.config.items() if own.get(knob) != value}
-            rows.append((name, *time_cells(call.evidence), pairs(changed) if call.is_faster else "own config"))
+            rows.append((name, *time_cells(call.evidence), assignments(changed) if call.is_faster else "own config"))
         elif call.skipped:
             note(f"skipped: {name}: {call.skipped}")
     show_table(("call", "own µs", "ours µs", "speedup", "95 %", "changed"), rows)

@@ -21,7 +21,7 @@ from kerneltune.plan import Selection
 from kerneltune.spec import Case, Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.task import is_stale, knobs_of
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import assignments, counted
 
 _GPU = Column("gpu", shared=True)
 
@@ -53,10 +53,10 @@ def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, configs: o.Read
     rows = []
     for where, entry in selected(entries, selection, lambda stored: stored[1].key):
         case = entry.case
-        shown = " ".join([case.name, pairs(dict((*case.axes, *case.options))), case.dtype, case.quant])
+        shown = " ".join([case.name, assignments(dict((*case.axes, *case.options))), case.dtype, case.quant])
         speedup = entry.evidence.get("speedup")
         gain = float(speedup) if isinstance(speedup, float | int) else None
-        rows.append(Row((where, entry.policy, entry.variant, shown, pairs(entry.config), gain)))
+        rows.append(Row((where, entry.policy, entry.variant, shown, assignments(entry.config), gain)))
     if not rows:
         raise ValueError(f"no entry of {op} of this selection in {loading.configs_root(configs)}")
     columns = (
@@ -99,8 +99,8 @@ def explain(
         raise ValueError(f"case: {called.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(operator, chosen_variant, "cold", configs)
     choice = chooser.find(called, folder)
-    lines = {"case": called.label, "config": pairs(knobs_of(choice.config)), "from": _source(chooser, choice, called, folder)}
-    for word, line in lines.items():
+    config, source = assignments(knobs_of(choice.config)), _source(chooser, choice, called, folder)
+    for word, line in (("case", called.label), ("config", config), ("from", source)):
         show_wrapped(f"{word:<10}{line}", " " * 10)
 
 

@@ -22,7 +22,7 @@ from kerneltune.plan import Selection
 from kerneltune.records import grouped
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
 from kerneltune.task import Run
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import assignments, counted
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
@@ -100,7 +100,7 @@ def _show_space(rows: Sequence[StaticRow]) -> None:
     noted.sort(key=lambda row: (not row.error, -_spilled_bytes(row)))
     for row in noted[:_SHOWN]:
         reason = row.error or f"spills {_spilled_bytes(row)} bytes a thread"
-        show_wrapped(f"{row.label}: {pairs(row.config)}: {reason}")
+        show_wrapped(f"{row.label}: {assignments(row.config)}: {reason}")
     if len(noted) > _SHOWN:
         show_wrapped(f"and {len(noted) - _SHOWN} more")
     for target, target_rows in grouped(rows, lambda row: row.target).items():
@@ -257,7 +257,7 @@ def _show(rows: Sequence[StaticRow]) -> None:
     for config_rows in grouped(rows, lambda row: row.key[:-1]).values():
         first = config_rows[0]
         show_wrapped(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")
-        show_wrapped("  " + pairs(first.config))
+        show_wrapped("  " + assignments(first.config))
         for kernel, lines in _tables(config_rows).items():
             show(f"  {kernel}")
             show_table(tuple(lines[0]), [tuple(line.values()) for line in lines])

@@ -21,7 +21,7 @@ from kerneltune.reporting.pairing import BEST_PEER, ab_rows, side
 from kerneltune.reporting.tables import ab_table, check_table, sweep_table
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
-from kerneltune.wording import counted, first_of, pairs
+from kerneltune.wording import assignments, counted, first_of
 
 if TYPE_CHECKING:
     from kerneltune.stale import Stale
@@ -232,7 +232,7 @@ def _show_unchecked(plan: Plan, checked: Sequence[Record], capture: Path) -> Non
 
     launches = [sweep_case.case for sweep_case in plan.cases()]
     names = {record.case for record in checked}
-    unchecked = [f"{case.name} ({pairs(dict(case.axes))})" for case in launches if case.name not in names]
+    unchecked = [f"{case.name} ({assignments(dict(case.axes))})" for case in launches if case.name not in names]
     if unchecked:
         count = f"{len(unchecked)} of {counted(len(launches), 'launch', 'launches')}, too large for the interpreter"
         show_wrapped(f"values not checked: {count}: {first_of(unchecked, _SHOWN)}")

@@ -15,7 +15,7 @@ from kerneltune.search.loop import times_of
 from kerneltune.spec import Case
 from kerneltune.table import Column, Row, Table
 from kerneltune.task import Evaluation, gpus_with_trials, trials_file, trials_folder
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import assignments, counted
 
 Searches = list[tuple[Case, dict[Any, Evaluation]]]
 """Cases with the stored evaluations of their configs."""
@@ -103,7 +103,7 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     show_wrapped(f"  {counted(len(cover.configs), 'config')} {keep} {good}")
     if whole:
         for knobs in cover.configs:
-            show_wrapped("    " + pairs(dict(knobs)), " " * 6)
+            show_wrapped("    " + assignments(dict(knobs)), " " * 6)
         show(_cases_table(searches).text(width()))
 
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from kerneltune.records import Record, grouped
 from kerneltune.spec import Option, TaskKey
-from kerneltune.wording import counted, first_of, pairs
+from kerneltune.wording import assignments, counted, first_of
 
 _RUN = ("device", "driver", "torch", "triton", "commit")
 """Fields of a record that state its run."""
@@ -39,7 +39,7 @@ def _mistake(record: Record) -> str:
 
 def _case_of(record: Record) -> str:
     is_launch = "launch" in record.options  # of a capture: its name holds kernel and digest
-    return f"{record.case} {pairs(record.axes) if is_launch else record.label}".rstrip()
+    return f"{record.case} {assignments(record.axes) if is_launch else record.label}".rstrip()
 
 
 def _reason_of(record: Record) -> str:
@@ -67,7 +67,7 @@ class CaseName:
     @property
     def settings(self) -> str:
         """Return the options in one line: `layout=both groups=zipf`; empty without options."""
-        return pairs(self.options)
+        return assignments(self.options)
 
     @property
     def shape(self) -> str:

@@ -16,7 +16,7 @@ from kerneltune.reporting import pairing, tables
 from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, distinct_names, look, source_facts
 from kerneltune.reporting.shares import bound_of, share
 from kerneltune.table import Table
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 MOST_RECORDS = 6_000
 """The most records in a page, so that it stays below 3 MB."""
@@ -208,7 +208,7 @@ def _evidence(entries: Iterable[cache.CacheEntry], ops: set[str]) -> list[dict[s
             "us": entry.evidence["time_us"],
             "default_us": entry.evidence["default_us"],
             "trials": entry.evidence.get("trials"),
-            "config": pairs(entry.config),
+            "config": assignments(entry.config),
         }
         for name, entry in zip(names, timed, strict=True)
     ]

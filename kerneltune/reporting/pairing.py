@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kerneltune.errors import unknown
 from kerneltune.records import Record, case_key, differing_run_fields, grouped, newest, ratio, shared_case_key
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"
@@ -134,4 +134,4 @@ def family_pairs(families: Mapping[str, Sequence[Record]], pair: tuple[str | Non
 
 
 def _group_key(record: Record) -> tuple[str, ...]:
-    return record.op, record.quant, record.dtype, pairs(record.options)
+    return record.op, record.quant, record.dtype, assignments(record.options)

@@ -14,7 +14,7 @@ from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.pairing import BASELINE, BEST_PEER, Comparison, paired, status_of
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.table import CellValue, Column, Row, Table, values
-from kerneltune.wording import counted, pairs, short_dtype
+from kerneltune.wording import assignments, counted, short_dtype
 
 _MUCH_SLOWER = 0.8
 """A row whose speed-up is at most this is named above the table."""
@@ -58,7 +58,7 @@ def ab_columns(bounds: Iterable[Bound]) -> tuple[Column, ...]:
 
 _CSV_COLUMNS = (
     *(Column(name, only=("csv",), value=attrgetter(f"a.{name}")) for name in ("op", "case")),
-    Column("options", only=("csv",), value=lambda row: pairs(row.a.options)),
+    Column("options", only=("csv",), value=lambda row: assignments(row.a.options)),
     *(Column(name, only=("csv",), value=attrgetter(f"a.{name}")) for name in ("policy", "device")),
     *(
         Column(f"{side}_{name}", only=("csv",), value=attrgetter(f"{side.lower()}.{name}"))

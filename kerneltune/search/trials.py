@@ -31,7 +31,7 @@ from kerneltune.processes.programs import commit
 from kerneltune.records import TrialStatus
 from kerneltune.spec import LARGEST_MEASURE, Config, Knob, Op, TaskKey, TaskRow, Variant, knob_order
 from kerneltune.task import Evaluation, Knobs, Task, Trial, fingerprint, knob_pairs, knobs_of, trials_file
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
@@ -188,7 +188,7 @@ def _study_name(identity: Mapping[str, Any], offered: Mapping[str, Sequence[Any]
     space = {name: list(map(repr, values)) for name, values in offered.items()}
     digest = sha256(json.dumps([identity, space], sort_keys=True).encode()).hexdigest()
     kind = [identity[name] for name in ("dtype", "quant", "policy")]
-    return " ".join([identity["op"], identity["variant"], pairs(identity["axes"]), *kind, digest[:8]])
+    return " ".join([identity["op"], identity["variant"], assignments(identity["axes"]), *kind, digest[:8]])
 
 
 def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) -> Iterator[Trial]:

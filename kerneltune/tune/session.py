@@ -23,7 +23,7 @@ from kerneltune.search.loop import times_of
 from kerneltune.task import Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
-from kerneltune.wording import pairs
+from kerneltune.wording import assignments
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -141,7 +141,7 @@ class TuningSession:
         entry = tuner.tune()
         gain, before = entry.evidence.get("speedup"), entry.evidence.get("before")
         over = f", {gain:.2f}x what calls ran with before ({cache.Source[before].value})" if gain and before else ""
-        return TuningResult("tuned", entry, best=pairs(entry.config) + over)
+        return TuningResult("tuned", entry, best=assignments(entry.config) + over)
 
     def _first_runs(self, tasks: Sequence[Task]) -> Iterator[Run]:
         """Yield the first configs of later tasks' searches; a task that fails says so at its own turn."""
