@@ -187,7 +187,7 @@ def export_(
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
     path = files[0]
     stored = load_strict(path)
-    o.choice(f"{path}: variant", variant, dict.fromkeys(entry.variant for entry in stored))
+    o.one_of(f"{path}: variant", variant, dict.fromkeys(entry.variant for entry in stored))
     entries = [entry for entry in stored if entry.variant == variant]
     if operator.origin is not None and (format_ != "triton" or "candidate" in entries[0].config):
         raise ValueError(f"format: {format_!r}: {op} is of a capture: ship the capture's folder served instead")
@@ -287,7 +287,7 @@ def check(configs: o.ReadConfigs = None) -> None:
 def fitting_entries(path: Path) -> list[CacheEntry]:
     """Return the entries of a file; an entry that calls do not use is an error."""
     ops = loading.load_ops()
-    o.choice(f"{path}: op", path.stem, ops)
+    o.one_of(f"{path}: op", path.stem, ops)
     entries = load_strict(path)
     for index, entry in enumerate(entries):
         try:
@@ -305,8 +305,8 @@ def _require_fit(op: Op, entry: CacheEntry) -> None:
     if names != op.axes:
         raise ValueError(f"axes: {', '.join(names) or 'none'}: expected {', '.join(op.axes)}")
     for field, value, offered in (("dtype", entry.case.dtype, op.dtypes), ("quant", entry.case.quant, op.quants)):
-        o.choice(field, value, offered)
-    o.choice("policy", entry.policy, o.POLICIES)
+        o.one_of(field, value, offered)
+    o.one_of("policy", entry.policy, o.POLICIES)
     options = dict(entry.case.options)
     if options.keys() != op.options.keys() or any(options[name] not in offered for name, offered in op.options.items()):
         raise ValueError(f"options: {options}: expected a value for each of {', '.join(op.options) or 'none'}")
@@ -327,5 +327,5 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
         command = f"kerneltune tune {loading.family_of(op) or 'FAMILY'} --op {op}"
         raise ValueError(f"op: {op!r}: no cached configs in {loading.configs_root(configs)}: `{command}` finds them")
     if gpu is not None:
-        o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
+        o.one_of("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]

@@ -111,7 +111,7 @@ def _measured(a: str, b: str, selection: Selection, policy: str | None, results:
 
     selection.require_match("op", ops)
     for name in (a, b):  # a whole name: a pattern, as --variant takes it, could stand for several variants
-        o.choice("variant", name, dict.fromkeys(v.name for op in selection.ops or ops for v in ops[op].variants))
+        o.one_of("variant", name, dict.fromkeys(v.name for op in selection.ops or ops for v in ops[op].variants))
     selection = replace(selection, variants=tuple(dict.fromkeys((a, b))))
     with Reporter() as progress:
         measured = measure_live(load_plan(ops, selection, options), progress, "compare --run", repeat=1 + (a == b))
@@ -126,7 +126,7 @@ def _loaded(files: Sequence[Path], family: str | None, results: Path | None = No
         return [record for path in record_files(results, family) for record in load(path)]
     records = [record for path in files for record in load_some(path)]
     families = by_family(records)
-    return records if family is None else families[o.choice("family", family_name(family), families)]
+    return records if family is None else families[o.one_of("family", family_name(family), families)]
 
 
 def _side(name: str, records: list[Record], selection: Selection) -> list[Record]:
@@ -135,7 +135,7 @@ def _side(name: str, records: list[Record], selection: Selection) -> list[Record
         return selected(_loaded([Path(name)], selection.family or None), selection)
     chosen = selected(records, selection)
     if name != BEST_PEER:
-        o.choice("variant", name, [*dict.fromkeys(record.variant for record in chosen), BEST_PEER, f"a {SUFFIX} file"])
+        o.one_of("variant", name, [*dict.fromkeys(record.variant for record in chosen), BEST_PEER, f"a {SUFFIX} file"])
     return side(chosen, name)
 
 

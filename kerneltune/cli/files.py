@@ -54,7 +54,7 @@ def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -
     if not cases:
         raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}: see `ops {op.name}`")
     named = {case.name: case for case in reversed(cases)}
-    return cases[0] if name is None else named[o.choice("case", name, dict.fromkeys(case.name for case in cases))]
+    return cases[0] if name is None else named[o.one_of("case", name, dict.fromkeys(case.name for case in cases))]
 
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:

@@ -126,7 +126,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
         targets = _targets(target or [row.target for row in saved.rows])
         rows = tuple(row for row in saved.rows if row.target in targets and (not selection.ops or row.op in selection.ops))
         for name in {row.op for row in rows}:
-            o.choice(f"{baseline}: op", name, loading.load_summaries())
+            o.one_of(f"{baseline}: op", name, loading.load_summaries())
         if not rows:
             raise ValueError(f"{baseline}: no row of {' '.join(selection.ops) or 'any operator'} for {' '.join(targets)}")
         runs = _runs_of_rows(baseline, rows, selection, saved.gpu or _GPU, configs)
@@ -153,7 +153,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
 def _targets(names: list[str] | None) -> list[str]:
     """Return the given targets, in the order of `TARGETS`; all targets if none is given."""
     for name in names or ():
-        o.choice("target", name, (*TARGETS, _ALL))
+        o.one_of("target", name, (*TARGETS, _ALL))
     return [name for name in TARGETS if not names or _ALL in names or name in names]
 
 

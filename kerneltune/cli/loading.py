@@ -10,7 +10,7 @@ from typing import Any
 
 from kerneltune import device, sweep_file, workloads
 from kerneltune.cache import default_root, read_roots, readable
-from kerneltune.cli.options import captured, choice
+from kerneltune.cli.options import captured, one_of
 from kerneltune.errors import unknown
 from kerneltune.files import in_checkout
 from kerneltune.listing import OpSummary, summary_of
@@ -158,7 +158,7 @@ def load_ops(folder: str = "") -> Mapping[str, Op]:
 def load_op(name: str) -> Op:
     """Return an operator or workload by name."""
     ops = load_ops()
-    return ops[choice("op", name, ops)]
+    return ops[one_of("op", name, ops)]
 
 
 def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, complete: bool = False) -> Case:
@@ -174,7 +174,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, compl
             raise unknown("axis", name, op.axes, f", or an option: {', '.join(options)}" if options else "")
         if name in options:
             offered = {str(offer): offer for offer in op.options[name]}
-            options[name] = offered[choice(name, value, offered)]
+            options[name] = offered[one_of(name, value, offered)]
         elif not value.isdecimal() or len(value) > _DIGITS:
             raise ValueError(f"{name}: {value!r}: expected a size, like {name}={_USUAL_SIZE}")
         else:
@@ -182,8 +182,8 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, compl
     missing = [axis for axis in op.axes if axis not in dict(values)]
     if missing and (complete or len(missing) < len(op.axes)):
         raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
-    choice("dtype", dtype, op.dtypes)
-    choice("quant", quant, op.quants)
+    one_of("dtype", dtype, op.dtypes)
+    one_of("quant", quant, op.quants)
     return Case("x".join(map(str, axes.values())), tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 

@@ -39,7 +39,7 @@ def command(
         if missing:
             show_wrapped(f"* not installed here: {', '.join(missing)}", "")
         return
-    o.choice("op", name, listed)  # before the operators' code is loaded, which takes seconds
+    o.one_of("op", name, listed)  # before the operators' code is loaded, which takes seconds
     op = loading.load_ops()[name]
     case = loading.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
     described = [_described(op, variant, case) for variant in op.variants]

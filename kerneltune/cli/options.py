@@ -59,7 +59,7 @@ def pick(name: str, words: Collection[str], text: str) -> Any:
     """Declare an option that takes one of a few words."""
 
     def check(value: str | None) -> str | None:
-        return value and choice(name.removeprefix("--"), value, words)
+        return value and one_of(name.removeprefix("--"), value, words)
 
     return option(name, "|".join(words), text, callback=check)
 
@@ -169,7 +169,7 @@ def selection(without: Collection[str] = ()) -> Callable[[Callable[..., None]], 
     return changed
 
 
-def choice(field: str, value: str, known: Collection[str]) -> str:
+def one_of(field: str, value: str, known: Collection[str]) -> str:
     """Return the value if it is known."""
     if value not in known:
         raise unknown(field, value, known, sweep_file.NO_OP if field.split()[-1] == "op" else "")

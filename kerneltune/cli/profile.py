@@ -38,7 +38,7 @@ def command(
     """
     operator = loading.load_op(op)
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
-        o.choice("variant", name, [variant.name for variant in operator.variants])
+        o.one_of("variant", name, [variant.name for variant in operator.variants])
         if text:
             o.config_of(operator.variant(name), field, text)
     profiled_case = bench_case(operator, case, dtype, quant)
