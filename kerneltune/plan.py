@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from kerneltune import device, sweep_file
+from kerneltune import cache, device, sweep_file
 from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
 from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Case, Op, TaskKey, Variant
 from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase, cases_by_op
-from kerneltune.task import Task, runs_folder
+from kerneltune.task import Run, Task, runs_folder
 
 RunFile = Literal["check", "check.journal", "journal"]
 """Kind of a file of a run, the part of its name behind the family."""
@@ -199,3 +199,29 @@ def selected_cases(selection: Selection, file: object, sweep_cases: Sequence[Swe
         hint = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
         raise ValueError(f"{file}: {f'no case with {named}' if named else 'no bench case'}{hint}")
     return selected
+
+
+def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
+    """Return every cached config of these operators for a GPU model, in the cache's order; root: as in `cache.read_roots`."""
+    runs = []
+    for op in ops:
+        for entry in cache.load(op.name, gpu, root):
+            case = entry.case
+            try:
+                variant = op.variant(entry.variant)
+                runs.append(Run(Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
+            except ValueError as error:
+                raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
+    return runs
+
+
+def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Run]:
+    """Return the default configs of an operator for the cases that a variant supports; a peer has configs if it is selected."""
+    return [
+        Run(Task(op, case, variant), variant.default_config(case))
+        for case in cases
+        for variant in op.variants
+        if variant.config is not None
+        and selection.matches_variant(variant.name, not variant.is_peer)
+        and variant.unsupported(case) is None
+    ]

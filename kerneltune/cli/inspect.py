@@ -18,7 +18,7 @@ from kerneltune.files import in_checkout
 from kerneltune.inspection import static
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.plan import Selection
+from kerneltune.plan import Selection, cached_runs, default_runs
 from kerneltune.records import grouped
 from kerneltune.spec import PLUGINS, Case, Op, TaskKey
 from kerneltune.task import Run
@@ -164,8 +164,6 @@ def _is_selected(row: StaticRow, selection: Selection) -> bool:
 
 def _runs_of_rows(file: str, rows: Sequence[StaticRow], selection: Selection, gpu: str, configs: Path | None) -> list[Run]:
     """Return the selected cached configs of the rows' operators; for an operator without any, the default configs of its rows."""
-    from kerneltune.inspection.survey import cached_runs, default_runs
-
     ops = loading.load_ops()
     names = {row.op for row in rows}
     uncached = {name for name in names if not cached_runs([ops[name]], configs, gpu)}
@@ -191,18 +189,7 @@ def _runs(selection: Selection, sizes: list[str] | None, gpu: str, configs: Path
 
     sizes: None for the gate, which cannot take sizes.
     """
-    from kerneltune.inspection.survey import cached_runs, default_runs
-
-    for case in (name for name in selection.cases if "=" in name):
-        example = " ".join([*(selection.ops or ("OP",)), *case.split(",")])
-        raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {example}")
-    ops = loading.load_ops()
-    selection.require_names(ops.values())
-    selected_ops: list[Op] = [ops[name] for name in selection.ops or ops]
-    variants = [v for selected_op in selected_ops for v in selected_op.variants if selection.matches_variant(v.name)]
-    if not any(variant.config for variant in variants):
-        named = f" of such a name: {', '.join(selection.variants)}" if selection.variants else ""
-        raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
+    selected_ops = _selected_ops(selection)
     if sizes:
         return _sized_runs(selected_ops[0], sizes, selection)  # sizes follow an operator
     folder = str(readable(Path(gpu), configs))
@@ -210,8 +197,7 @@ def _runs(selection: Selection, sizes: list[str] | None, gpu: str, configs: Path
     selected_runs = _selected(runs, selection)
     if selection.ops and not selected_runs:
         for op in selected_ops:
-            cases = dict.fromkeys(swept_cases(op.name))
-            runs += default_runs(op, cases, selection)
+            runs += default_runs(op, dict.fromkeys(swept_cases(op.name)), selection)
         selected_runs = _selected(runs, selection)
         if selected_runs:
             note(f"{folder} has no config for {' '.join(selection.cases or selection.ops)}: default configs")
@@ -224,10 +210,22 @@ def _runs(selection: Selection, sizes: list[str] | None, gpu: str, configs: Path
     raise ValueError(f"nothing to compile: {folder} has no config{owner}{' of this selection' if runs else ''}{advice}")
 
 
+def _selected_ops(selection: Selection) -> list[Op]:
+    """Return the selected operators; raise ValueError for a name that none of them has, and if no variant has knobs."""
+    for case in (name for name in selection.cases if "=" in name):
+        example = " ".join([*(selection.ops or ("OP",)), *case.split(",")])
+        raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {example}")
+    ops = loading.load_ops()
+    selection.require_names(ops.values())
+    selected_ops = [ops[name] for name in selection.ops or ops]
+    if not any(v.config for op in selected_ops for v in op.variants if selection.matches_variant(v.name)):
+        named = f" of such a name: {', '.join(selection.variants)}" if selection.variants else ""
+        raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
+    return selected_ops
+
+
 def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:
     """Return the default configs for given sizes, of the first element type and mode that are selected."""
-    from kerneltune.inspection.survey import default_runs
-
     if selection.cases:
         raise ValueError(f"case: {selection.cases[0]!r}: expected sizes or --case, one of them")
     case = loading.case_of_sizes(op, sizes, (selection.dtypes or op.dtypes)[0], (selection.quants or op.quants)[0], complete=True)

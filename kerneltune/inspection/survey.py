@@ -1,49 +1,20 @@
 """Compile configs for several targets on the CPU alone: `inspect` shows the rows, the static gate judges them."""
 
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from kerneltune import cache, device
+from kerneltune import device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import TARGETS, Kernel, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job, is_picklable
-from kerneltune.plan import Selection
 from kerneltune.progress import Progress
-from kerneltune.spec import Case, Op
-from kerneltune.task import Run, Task, knobs_of
+from kerneltune.task import Run, knobs_of
 from kerneltune.wording import counted
 
 _MANY = 40
 """Number of compilations above which their number and time are said first."""
 _COMPILE_S = 1.0
 """Seconds of a compilation in one process: 0.5 to 1 for RMSNorm and casts, 1 to 2 for products (2 busy cores, 2026-11-27)."""
-
-
-def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
-    """Return every cached config of these operators for a GPU model, in the cache's order; root: as in `cache.read_roots`."""
-    runs = []
-    for op in ops:
-        for entry in cache.load(op.name, gpu, root):
-            case = entry.case
-            try:
-                variant = op.variant(entry.variant)
-                runs.append(Run(Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
-            except ValueError as error:
-                raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
-    return runs
-
-
-def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Run]:
-    """Return the default configs of an operator for the cases that a variant supports; a peer has configs if it is selected."""
-    return [
-        Run(Task(op, case, variant), variant.default_config(case))
-        for case in cases
-        for variant in op.variants
-        if variant.config is not None
-        and selection.matches_variant(variant.name, not variant.is_peer)
-        and variant.unsupported(case) is None
-    ]
 
 
 def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None, progress: Progress) -> Survey:

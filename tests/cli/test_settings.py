@@ -10,7 +10,7 @@ from command_line import refused, run
 
 from kerneltune import cache, files, ops, sweep_file
 from kerneltune.cli import settings
-from kerneltune.inspection.survey import cached_runs
+from kerneltune.plan import cached_runs
 
 SHOW = "import sys; from kerneltune.cli import main; sys.argv[1:] = {arguments!r}; main()"
 

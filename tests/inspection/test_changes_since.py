@@ -16,8 +16,8 @@ from kerneltune.identity import code_digest
 from kerneltune.inspection import revision as of_revision
 from kerneltune.inspection.revision import changes_since
 from kerneltune.inspection.static import StaticRow, Survey
-from kerneltune.inspection.survey import cached_runs
 from kerneltune.measuring.assembly import Kernel
+from kerneltune.plan import cached_runs
 from kerneltune.progress import Progress
 from kerneltune.task import Run
 
