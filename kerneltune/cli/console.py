@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from kerneltune.files import replace_bytes
+from kerneltune.files import replace_text
 from kerneltune.records import Record
 from kerneltune.reporting.naming import failure_lines
 from kerneltune.table import Table
@@ -92,7 +92,7 @@ def deliver(text: str, output: Path | None) -> None:
         write(output, text)
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write(path: Path, text: str) -> None:
     """Write a file as a whole, and print its name."""
-    replace_bytes(path, content.encode() if isinstance(content, str) else content)
+    replace_text(path, text)
     show(f"wrote {path}", messages)
