@@ -37,13 +37,13 @@ def bounds(offs: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 1) -> torch.Tensor:
+def group_ends(case: Case, groups: int, device: str, seed: int) -> torch.Tensor:
     """Return (groups,) int32, the row at which each group of a case's M rows ends.
 
     Values of the option `groups`:
     `balanced`: sizes are equal up to a multiple of 16.
     `zipf`: the i-th largest size is proportional to 1/i; sizes are multiples of 16, in random order.
-    `ragged`: groups end at random multiples of `multiple`. Some groups are empty; from two groups on, the last group is empty.
+    `ragged`: groups end at random rows. Some groups are empty; from two groups on, the last group is empty.
     `dropped`: like `ragged`, but the last quarter of the rows belongs to no group.
     `routed`: sizes are the counts of a router that draws the expert of each row; the experts differ in probability.
     """
@@ -51,7 +51,7 @@ def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 
     generator = torch.Generator().manual_seed(seed)
     if case.option("groups") in ("ragged", "dropped"):
         used = M if case.option("groups") == "ragged" else M * 3 // 4
-        ends = torch.randint(0, used // multiple + 1, (groups,), generator=generator).sort().values * multiple
+        ends = torch.randint(0, used + 1, (groups,), generator=generator).sort().values
         ends[1::4] = ends[0::4][: ends[1::4].numel()]
         ends[-2:] = used
     elif case.option("groups") == "routed":
