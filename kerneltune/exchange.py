@@ -5,6 +5,7 @@ The module writes no cache and checks no config.
 """
 
 import ast
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -222,11 +223,8 @@ def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[s
     """Return a file name for a table: a slug, with a number if the table of another case has the same slug."""
     stem = ",".join(_IN_NAME.sub("_", part) for part in name.split(",")).lstrip(".-") or "configs"
     case = {**content["case"], "case": ""}
-    for n in range(len(files) + 1):
-        file = f"{stem}{f'_{n}' if n else ''}.json"
-        if file not in files or {**files[file]["case"], "case": ""} == case:
-            return file
-    raise AssertionError
+    names = (f"{stem}{f'_{n}' if n else ''}.json" for n in itertools.count())
+    return next(file for file in names if file not in files or {**files[file]["case"], "case": ""} == case)
 
 
 def _entry(op: str, case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> CacheEntry:
