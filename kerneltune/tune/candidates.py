@@ -70,6 +70,5 @@ def _why(variant: Variant, case: Case) -> str:
             return f": {knob}: no value"
     configs = (variant.config(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values()))
     reasons = Counter(variant.invalid(case, config) for config in configs)
-    for reason, count in reasons.most_common(1):
-        return f": {reason} ({count} of {reasons.total()} configs)"
-    return ""
+    ((reason, count),) = reasons.most_common(1)
+    return f": {reason} ({count} of {reasons.total()} configs)"
