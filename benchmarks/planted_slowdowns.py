@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = load_plan(ops, selection, Options(peers=False))
     for entry in plan.cases():
         for task in plan.tasks(entry.op, entry.case):
-            for delay, record in measure_task(plan.family, task, task.config_of_call(None), DELAYS).items():
+            for delay, record in measure_task(plan.family, task, task.config_of_call(), DELAYS).items():
                 append(options.folder / f"planted_{delay}.jsonl", [record])
 
 

@@ -20,6 +20,8 @@ from kerneltune.nearness import CaseValues, Group, group_of, ranked
 from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_of_class, out_of_range
 
 SCHEMA = 1
+CONFIGS = "KERNELTUNE_CONFIGS"
+"""Environment variable: the folder of the cache."""
 Axes = tuple[tuple[str, int], ...]
 CaseOptions = tuple[tuple[str, Option], ...]
 
@@ -87,22 +89,28 @@ def entry_from(op: str, values: Mapping[str, Any]) -> CacheEntry:
 
 def default_root() -> Path:
     """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the current folder or checkout."""
-    override = os.environ.get("KERNELTUNE_CONFIGS")
+    override = os.environ.get(CONFIGS)
     return Path(override) if override else files.written_root("configs")
 
 
-def read_roots(root: Path | None) -> list[Path]:
+def use_root(root: Path) -> None:
+    """Store and look up configs in a folder, in this process and in the processes that it starts from now on."""
+    os.environ[CONFIGS] = str(root)
+    clear()
+
+
+def read_roots(root: Path | None = None) -> list[Path]:
     """Return the folders that configs are read from; a file is read from the first folder that holds it.
 
     root: the folder of the cache; None for `default_root()`, then the packaged configs unless KERNELTUNE_CONFIGS is set.
     """
     if root is not None:
         return [root]
-    has_override = bool(os.environ.get("KERNELTUNE_CONFIGS"))
+    has_override = bool(os.environ.get(CONFIGS))
     return [default_root()] if has_override else [default_root(), files.data_root("configs")]
 
 
-def readable(file: Path, root: Path | None) -> Path:
+def readable(file: Path, root: Path | None = None) -> Path:
     """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read, or would be if it existed."""
     paths = [folder / file for folder in read_roots(root)]
     return next((path for path in paths if os.path.exists(path)), paths[-1])  # False where reading is forbidden
@@ -147,9 +155,9 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     return _rewrite(device_slug, op_name, root, lambda stored: [*(e for e in stored if e.key not in new), *new.values()])
 
 
-def drop(device_slug: str, entry: CacheEntry, root: Path | None) -> Path:
+def drop(device_slug: str, entry: CacheEntry) -> Path:
     """Remove an entry, unless another entry has replaced it; calls then run with a near entry or the default."""
-    return _rewrite(device_slug, entry.op, root, lambda stored: [other for other in stored if other != entry])
+    return _rewrite(device_slug, entry.op, None, lambda stored: [other for other in stored if other != entry])
 
 
 def _rewrite(device_slug: str, op_name: str, root: Path | None, changed: Callable[[list[CacheEntry]], list[CacheEntry]]) -> Path:

@@ -82,7 +82,6 @@ class Options:
         peers: measure other packages' variants as well.
         quick: take ten headline cases alone: in mode `check` without derived cases, else measured without checks and tuning.
         search: limits of each search; of `sweep --stale`, `budget_s` is the limit of all that is timed.
-        configs: folder of the config cache; None for the usual folder.
         results: folder of the records.
         workers: number of compile processes; None for the number of cores.
         retune: which cached configs are searched again: none if empty; `stale` and outdated configs, see `tune.run`; or `all`,
@@ -97,7 +96,6 @@ class Options:
     peers: bool = True
     quick: bool = False
     search: SearchLimits = _TO_A_PERCENT
-    configs: Path | None = None
     results: Path = field(default_factory=lambda: sweep_file.results_root(None))
     workers: int | None = None
     retune: Literal["", "stale", "all"] = ""
@@ -201,17 +199,17 @@ def selected_cases(selection: Selection, file: object, sweep_cases: Sequence[Swe
     return selected
 
 
-def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
-    """Return every cached config of these operators for a GPU model, in the cache's order; root: as in `cache.read_roots`."""
+def cached_runs(ops: Iterable[Op], gpu: str) -> list[Run]:
+    """Return every cached config of these operators for a GPU model, in the cache's order."""
     runs = []
     for op in ops:
-        for entry in cache.load(op.name, gpu, root):
+        for entry in cache.load(op.name, gpu):
             case = entry.case
             try:
                 variant = op.variant(entry.variant)
                 runs.append(Run(Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
             except ValueError as error:
-                raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
+                raise ValueError(f"{cache.path_of(op.name, gpu)}: {case.name}: {error}") from error
     return runs
 
 

@@ -129,7 +129,7 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     cached: Counter[str] = Counter()
     stale = []
     for name, op in first.ops.items():
-        for entry in cache.load_strict(cache.path_of(name, gpu, first.options.configs)):
+        for entry in cache.load_strict(cache.path_of(name, gpu)):
             is_used = (entry.op, entry.case) in ranks or not (first.selection.family or first.selection.cases)
             if is_used and replace(first.selection, cases=()).matches(entry.key):
                 cached[name] += 1
@@ -174,7 +174,7 @@ def _is_fresh(plan: Plan, sweep_case: SweepCase, rows: Mapping[TaskKey, Record],
             continue
         if row is None or (row.status == "failed" and not task.variant.is_peer):
             return False
-        if difference(row, task, plan.options.configs, gpu) is not None:
+        if difference(row, task, gpu) is not None:
             return False
     return True
 
@@ -186,7 +186,7 @@ class Difference(NamedTuple):
     detail: str
 
 
-def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Difference | None:
+def difference(row: Record, task: Task, gpu: str) -> Difference | None:
     """Return how the code or config of a record differs from its task's at hand; None if it does not, or nothing can be said.
 
     The config at hand is the config of a call without `config=` on the record's GPU, a folder name. Only timed rows have a config
@@ -195,11 +195,11 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     source_hash = task.variant.source_hash
     if row.source_hash != source_hash:
         return Difference("other code", f"{row.source_hash[:_DIGITS]}, here {source_hash[:_DIGITS]}")
-    is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
+    is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu).exists()
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
     try:
-        now = knobs_of(task.config_of_call(configs, gpu))
+        now = knobs_of(task.config_of_call(gpu))
     except ValueError as error:  # no config can run the case any more
         return Difference("another config", f"{row.config_label}, here {error}")
     then = row.config or {}
@@ -209,7 +209,7 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     return Difference("another config", f"{values[0]}, here {values[1]}") if values else None
 
 
-def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | None) -> list[str]:
+def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op]) -> list[str]:
     """Return a line for each own variant that has timed rows of other code than `ops`, and a line for rows of other configs."""
     timed = [row for row in rows if row.status == "passed" and row.role != "peer"]
     lines = []
@@ -219,7 +219,7 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
         if variant not in {offered.name for offered in ops[name].variants}:
             lines.append(f"{name} {variant}: {counted(len(variant_rows), 'row')} of no variant here: measure again")
             continue
-        compared = [(row, _difference_to_op(row, ops[name], configs)) for row in variant_rows]
+        compared = [(row, _difference_to_op(row, ops[name])) for row in variant_rows]
         stale = [(row, differs) for row, differs in compared if differs is not None]
         for kind, kind_rows in grouped(stale, lambda pair: pair[1].kind).items():
             named = first_of((f"{_row_label(row, ops[name])} ({differs.detail})" for row, differs in kind_rows), _NAMED)
@@ -234,7 +234,7 @@ def _row_label(row: Record, op: Op) -> str:
     return " ".join(filter(None, [row.case, assignments(options), row.dtype, row.quant]))
 
 
-def _difference_to_op(row: Record, op: Op, configs: Path | None) -> Difference | None:
+def _difference_to_op(row: Record, op: Op) -> Difference | None:
     """Return the difference of a record whose operator is at hand; a case that the operator no longer has is another code's."""
     options = {name: row.options.get(name, values[0]) for name, values in op.options.items()}
     if set(row.axes) != set(op.axes) or not set(row.options) <= set(options):
@@ -242,7 +242,7 @@ def _difference_to_op(row: Record, op: Op, configs: Path | None) -> Difference |
         return Difference("other code", f"{assignments({**row.axes, **row.options})}, here {present}")
     axes = tuple((name, row.axes[name]) for name in op.axes)
     case = Case(row.case, axes, row.dtype, row.quant, tuple(options.items()))
-    return difference(row, Task(op, case, op.variant(row.variant), row.policy), configs, slug(row.device))
+    return difference(row, Task(op, case, op.variant(row.variant), row.policy), slug(row.device))
 
 
 def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:

@@ -293,7 +293,7 @@ class _SweepStages:
                 if reason := self.default_failures.get((task.op.name, task.variant.name)):
                     raise ValueError(reason)
                 unsupported = task.variant.unsupported(task.case)
-                runs.append(Run(task, None if unsupported else task.config_of_call(self.plan.options.configs)))
+                runs.append(Run(task, None if unsupported else task.config_of_call()))
             except ValueError as error:
                 failed.append(make_record(self.plan.family, Run(task, None), Outcome("failed", str(error))))
         return runs, failed

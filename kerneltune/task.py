@@ -41,19 +41,20 @@ class Task:
         """Return the default config of the variant for the case."""
         return self.variant.default_config(self.case)
 
-    def chooser(self, root: Path | None) -> Chooser:
-        """Return the chooser of the task's configs; root: folder of the config cache, None for the usual folder."""
-        return Chooser.of(self.op, self.variant, self.policy, root)
+    @property
+    def chooser(self) -> Chooser:
+        """Return the chooser of the task's configs."""
+        return Chooser.of(self.op, self.variant, self.policy)
 
-    def config_of_call(self, root: Path | None, gpu: str | None = None) -> Config:
+    def config_of_call(self, gpu: str | None = None) -> Config:
         """Return the config of a call without `config=`, on this GPU or a named GPU; None for a variant without knobs."""
         if self.variant.config is None:
             return None
-        return self.chooser(root).find(self.op.case_of_call(self.case), gpu).config
+        return self.chooser.find(self.op.case_of_call(self.case), gpu).config
 
-    def own_entry(self, root: Path | None) -> Match | None:
+    def own_entry(self) -> Match | None:
         """Return the entry of exactly this task on this GPU model, see `Chooser.own`."""
-        return self.chooser(root).own(self.case, device.current().slug)
+        return self.chooser.own(self.case, device.current().slug)
 
 
 def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, variant: str, case: Case, policy: str) -> Task:

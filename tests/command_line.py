@@ -1,11 +1,14 @@
 """Commands run in this process, and records for them."""
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from literal_records import literal
 from typer.testing import CliRunner, Result
 
+from kerneltune import cache
 from kerneltune.cli import app
 from kerneltune.records import Record
 
@@ -13,7 +16,11 @@ NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_hig
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    """Run a command whose settings, such as the folder of configs, end with it."""
+    with mock.patch.dict(os.environ):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    cache.clear()
+    return result
 
 
 def refused(*arguments: str | Path) -> str:

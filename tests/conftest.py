@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -144,6 +145,19 @@ def mended_interpreter() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def environment_of_the_test() -> Iterator[None]:
+    """Undo what commands of the test set in the environment, such as the folder of configs."""
+    from kerneltune import cache
+
+    before = os.environ.get(cache.CONFIGS)
+    with mock.patch.dict(os.environ):
+        yield
+        is_changed = os.environ.get(cache.CONFIGS) != before
+    if is_changed:
+        cache.clear()
+
+
 @pytest.fixture
 def forgotten_configs() -> Iterator[None]:
     """Forget the configs that were read, before the test and after it."""
@@ -174,9 +188,11 @@ def setting(forgotten_configs: None, tmp_path: Path) -> "Setting":
 @pytest.fixture
 def options(tmp_path: Path) -> "Options":
     """Let commands write their results and configs into folders of this test."""
+    from kerneltune import cache
     from kerneltune.plan import Options
 
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    cache.use_root(tmp_path / "configs")
+    return Options(results=tmp_path / "results")
 
 
 @pytest.fixture

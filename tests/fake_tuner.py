@@ -176,12 +176,13 @@ class Setting:
 
     def __init__(self, folder: Path) -> None:
         self.trials, self.root = folder / "trials.log", folder / "configs"
+        cache.use_root(self.root)
 
     def store(self) -> TrialStore:
         return TrialStore(self.trials, source_hash="abc")
 
     def candidates(self, op: Op, case: Case = CASE, policy: str = "cold") -> Candidates:
-        return candidates(Task(op, case, op.variants[0], policy), self.store(), Options(configs=self.root))
+        return candidates(Task(op, case, op.variants[0], policy), self.store(), Options())
 
     def tuner(self, variant: Variant, landscape: Landscape, case: Case = CASE) -> FakeTuner:
         return FakeTuner(case, variant, self.store(), landscape)
@@ -192,7 +193,7 @@ class Setting:
         search: SearchLimits | None = None,
         on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     ) -> cache.CacheEntry:
-        tell, tuner.options = SearchState.tell, Options(search=search or SearchLimits(), configs=self.root)
+        tell, tuner.options = SearchState.tell, Options(search=search or SearchLimits())
 
         def tell_both(state: SearchState, config: Config, time_us: float | None) -> None:
             tell(state, config, time_us)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fake_operator import H200, OP, VARIANT, Bench, Knobs, Pool
 
-from kerneltune import device
+from kerneltune import cache, device
 from kerneltune.device import Device
 from kerneltune.plan import Options
 from kerneltune.processes.start import WorkerStoppedError
@@ -91,7 +91,8 @@ def odd(options: Options, cores: frozenset[int] | None) -> TuningSession:
 def main(folder: Path) -> None:
     """Tune all works on two GPUs; results, configs and a file `began` are below `folder`."""
     setattr(device, "current", lambda: H200)  # noqa: B010
-    options = Options(results=folder / "results", configs=folder / "configs", search=SearchLimits())
+    cache.use_root(folder / "configs")
+    options = Options(results=folder / "results", search=SearchLimits())
     (folder / "began").touch()
     Fleet(["0", "1"], options, Progress(), fake_session).run(WORKS)
 

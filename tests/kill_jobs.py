@@ -11,6 +11,7 @@ from pathlib import Path
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 from fake_tuner import CompiledAtOnce
 
+from kerneltune import cache
 from kerneltune.plan import Options
 from kerneltune.processes import interrupts
 from kerneltune.search.loop import SearchLimits
@@ -26,7 +27,8 @@ def main(folder: Path, does: str) -> None:
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
     with GpuWorker(FakeBench) as bench:
-        options = Options(search=SearchLimits(), configs=folder / "configs")
+        cache.use_root(folder / "configs")
+        options = Options(search=SearchLimits())
         Tuner(Task(OPS[0], CASE, variant), store, bench, CompiledAtOnce(), options).tune()
 
 

@@ -65,13 +65,14 @@ def selection(tmp_path: Path) -> Selection:
 @pytest.fixture
 def options(tmp_path: Path, selection: Selection) -> Options:
     """Return folders with a config and a record of each case, all of other code; the config of `last` is a slow one."""
-    options = Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    cache.use_root(tmp_path / "configs")
+    options = Options(results=tmp_path / "results")
     entries = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     assert len(entries) == 3
     old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
     old = [replace(entry, config=SLOW) if entry.case.axes[0][1] == 2097152 else entry for entry in old]
     for entry in old:
-        cache.store(GPU, entry, options.configs)
+        cache.store(GPU, entry)
     (tmp_path / "results" / GPU).mkdir(parents=True)
     (tmp_path / "results" / GPU / "tiny.jsonl").touch()
     before = find(selection, options)
@@ -94,7 +95,7 @@ def recorded(options: Options) -> list[Record]:
 
 
 def stored(options: Options) -> dict[int, cache.CacheEntry]:
-    entries = cache.load_strict(cache.path_of("stream", GPU, options.configs))
+    entries = cache.load_strict(cache.path_of("stream", GPU))
     return {entry.case.axes[0][1]: entry for entry in entries}
 
 
@@ -166,13 +167,13 @@ def test_interrupted_renewal_keeps_the_cases_it_measured(
 def test_case_whose_config_has_changed_is_stale(selection: Selection, options: Options) -> None:
     *_, remaining = stale.renew(find(selection, options), Progress())
     assert remaining.num_stale_cases == 0
-    cache.store(GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
+    cache.store(GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}))
     (family,) = find(selection, options).families
     assert [entry.case.name for entry in family.stale] == ["first"]
 
 
 def test_sweep_stale_lists_stale_cases_and_then_measures_them(selection: Selection, options: Options) -> None:
-    folders = ["--configs", str(options.configs), "--results", str(options.results)]
+    folders = ["--configs", str(cache.default_root()), "--results", str(options.results)]
 
     def run(*more: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders, *more])
@@ -233,7 +234,7 @@ def test_sweep_stale_without_a_gpu_lists_records_of_a_gpu_without_configs(
 ) -> None:
     (options.results / GPU).rename(options.results / "nvidia_l4")
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
-    folders = ["--configs", str(options.configs), "--results", str(options.results)]
+    folders = ["--configs", str(cache.default_root()), "--results", str(options.results)]
     text = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders]).stdout
     assert re.search(r"^nvidia_l4 +cases +tiny +3 +3 ", text, re.MULTILINE), text
 
@@ -259,7 +260,7 @@ def test_renew_keeps_the_time_of_a_variant_whose_import_fails_and_notes_it_once(
 
 def renewed(selection: Selection, options: Options) -> tuple[int, str]:
     """Return the exit code of `sweep --stale`, and its output without line breaks."""
-    folders = ["--configs", str(options.configs), "--results", str(options.results)]
+    folders = ["--configs", str(cache.default_root()), "--results", str(options.results)]
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders])
     return result.exit_code, " ".join(result.stdout.split())
 
@@ -273,7 +274,7 @@ def test_config_that_does_not_run_is_dropped_and_the_default_serves(
         monkeypatch.setattr(Bench, "crashed", staticmethod(lambda config: config.ctas == SLOW["ctas"]))
         problem = "crashed: took longer than 60 s"
     else:
-        cache.store(GPU, replace(stored(options)[2097152], config={"block": 1024}), options.configs)
+        cache.store(GPU, replace(stored(options)[2097152], config={"block": 1024}))
         problem = f"config of {OPS['stream'].variants[0].name}: expected the knobs ['block', 'ctas', 'warps'], got ['block']"
     code, text = renewed(selection, options)
     assert code == 1
@@ -323,7 +324,7 @@ def test_sweep_stale_without_records_and_stale_configs_exits_with_2(
 
 def test_sweep_stale_of_fresh_records_prints_one_line(selection: Selection, options: Options) -> None:
     stale.renew(find(selection, options), Progress())
-    folders = ["--configs", str(options.configs), "--results", str(options.results)]
+    folders = ["--configs", str(cache.default_root()), "--results", str(options.results)]
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", "--check-only", *folders])
     assert (result.exit_code, "".join(result.stdout.split())) == (0, f"nothingisstalefor{GPU}in{options.results}")
 
@@ -358,8 +359,8 @@ def test_sweep_stale_of_a_family_without_bench_cases_raises(tmp_path: Path) -> N
 
 
 def test_config_of_a_variant_that_is_not_here_is_neither_stale_nor_dropped(selection: Selection, options: Options) -> None:
-    path = cache.path_of("stream", GPU, options.configs)
+    path = cache.path_of("stream", GPU)
     path.write_text(path.read_text().replace(f'"variant": "{OPS["stream"].variants[0].name}"', '"variant": "of_a_plugin"'))
-    assert {entry.variant for entry in cache.load("stream", GPU, options.configs)} == {"of_a_plugin"}
+    assert {entry.variant for entry in cache.load("stream", GPU)} == {"of_a_plugin"}
     found = stale.find(stale.plans_of(OPS, selection, options), GPU)
     assert found.configs == ()

@@ -15,7 +15,7 @@ from asserting import every
 from literal_records import changed, to_json
 from small_sweeps import RMSNORM, STREAM
 
-from kerneltune import cpu_checks, ops, records
+from kerneltune import cache, cpu_checks, ops, records
 from kerneltune.checking import jobs, memory
 from kerneltune.checking.check import Checker
 from kerneltune.device import INTERPRETER
@@ -94,8 +94,7 @@ def test_sweep_writes_check_records_into_ignored_runs_only(stream_sweep: Selecti
     assert swept.files == [path]
     assert records.load(path) == swept.records
     assert options.records_folder == options.results / "runs" / "interpreter"  # type: ignore[operator]
-    assert options.configs is not None
-    assert not options.configs.exists()
+    assert not cache.default_root().exists()
 
 
 def test_check_file_keeps_every_config_of_the_last_check_of_a_case(

@@ -144,7 +144,7 @@ def tune_capture(
     until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
-    missing = [task for task in tasks if task.own_entry(root / "configs") is None]
+    missing = [task for task in tasks if task.own_entry() is None]
     if missing and time.monotonic() >= until:
         more_s = sum(expected_work(task, options).seconds + _CLASS_S for task in missing)
         needed = f"the command again takes about {max(more_s, 1):.0f} s more"
@@ -160,14 +160,15 @@ def tune_capture(
 def search_tasks(
     root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress, until: float = math.inf
 ) -> None:
-    """Search tasks into a folder, the tasks of each timing policy together.
+    """Search tasks into a folder, whose configs this process uses from now on, the tasks of each timing policy together.
 
     family, file: name and file of the sweep that the tasks stand for; until: see `run_tune`.
     """
+    cache.use_root(root / "configs")
     by_name = {task.op.name: task.op for task in tasks}
     for policy in dict.fromkeys(task.policy for task in tasks):
         entries = tuple(sweep_file.SweepCase(task.op.name, task.case) for task in tasks if task.policy == policy)
-        in_folder = replace(options, configs=root / "configs", results=root / "results", policy=policy)
+        in_folder = replace(options, results=root / "results", policy=policy)
         plan = Plan(by_name, sweep_file.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), in_folder)
         run_tune(plan, progress, until)
         if time.monotonic() >= until:
@@ -184,7 +185,7 @@ def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
     for task in tasks:
         if (name := task.op.name) not in stores:
             stores[name] = open_store(task.op, task.variant, root / "results")
-        yield stores[name].evaluations(task), task.own_entry(root / "configs")
+        yield stores[name].evaluations(task), task.own_entry()
 
 
 def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:

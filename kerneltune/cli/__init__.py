@@ -34,7 +34,6 @@ from kerneltune.cli import (
     tune,
 )
 from kerneltune.cli.console import error_line, show, write_any_character
-from kerneltune.files import RESULTS
 from kerneltune.processes import interrupts
 from kerneltune.processes.start import WorkerStoppedError
 
@@ -224,12 +223,9 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     settings.apply()
+    if captured and not loading.capture_folder(captured):
+        raise ValueError(f"{captured}: no capture: expected a folder that `kerneltune capture` wrote")
     options.use_capture(captured or "")
-    if captured:
-        if not loading.capture_folder(captured):
-            raise ValueError(f"{captured}: no capture: expected a folder that `kerneltune capture` wrote")
-        for variable, name in ((RESULTS, "results"), ("KERNELTUNE_CONFIGS", "configs")):
-            os.environ.setdefault(variable, os.path.join(captured, name))
     if plugin:
         loading.use_plugins(plugin)
 

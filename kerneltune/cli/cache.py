@@ -29,10 +29,10 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and exchange the cache
 
 
 @app.command("list")
-def list_(configs: o.ReadConfigs = None) -> None:
+def list_(_configs: o.ReadConfigs = None) -> None:
     """Show one line per GPU and operator."""
     rows = []
-    for path in loading.config_files(configs):
+    for path in loading.config_files():
         entries = load(path.stem, path.parent.name, path.parent.parent)
         variants = ", ".join(sorted({entry.variant for entry in entries}))
         latest = max((str(entry.evidence.get("date", "")) for entry in entries), default="")
@@ -41,14 +41,14 @@ def list_(configs: o.ReadConfigs = None) -> None:
         columns = (_GPU, Column("op"), Column("entries", digits=0), Column("variants", wraps=True), Column("latest"))
         show(Table(columns, tuple(rows)).text(width()))
     else:
-        show(f"no entries in {loading.configs_root(configs)}")
+        show(f"no entries in {cache.default_root()}")
 
 
 @app.command("show")
 @o.selection(without=("op",))
-def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, configs: o.ReadConfigs = None) -> None:
+def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, _configs: o.ReadConfigs = None) -> None:
     """Show the cached configs of an operator."""
-    files = _chosen(op, gpu, configs)
+    files = _chosen(op, gpu)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
     rows = []
     for where, entry in selected(entries, selection, lambda stored: stored[1].key):
@@ -58,7 +58,7 @@ def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, configs: o.Read
         gain = float(speedup) if isinstance(speedup, float | int) else None
         rows.append(Row((where, entry.policy, entry.variant, shown, assignments(entry.config), gain)))
     if not rows:
-        raise ValueError(f"no entry of {op} of this selection in {loading.configs_root(configs)}")
+        raise ValueError(f"no entry of {op} of this selection in {cache.default_root()}")
     columns = (
         _GPU,
         Column("policy", shared=True),
@@ -78,14 +78,14 @@ def explain(
     variant: o.VariantName = "optimized",
     dtype: o.Dtype = None,
     quant: o.Quant = None,
-    configs: o.ReadConfigs = None,
+    _configs: o.ReadConfigs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
     operator = loading.load_op(op)
     chosen_variant = operator.variant(variant)
     if chosen_variant.config is None:
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
-    folder, text = _gpu(gpu, configs), ",".join(case)
+    folder, text = _gpu(gpu), ",".join(case)
     if "=" in text:
         sizes = text.split(",")
         named_case = loading.case_of_sizes(
@@ -97,7 +97,7 @@ def explain(
     reason = chosen_variant.unsupported(called)
     if reason is not None:
         raise ValueError(f"case: {called.label}: unsupported: {reason}")
-    chooser = cache.Chooser.of(operator, chosen_variant, "cold", configs)
+    chooser = cache.Chooser.of(operator, chosen_variant)
     choice = chooser.find(called, folder)
     config, source = assignments(knobs_of(choice.config)), _source(chooser, choice, called, folder)
     for word, line in (("case", called.label), ("config", config), ("from", source)):
@@ -116,7 +116,7 @@ def _source(chooser: Chooser, choice: Choice, case: Case, gpu: str) -> str:
         return f"the cache's entry for exactly this case{stale}"
     if choice.source is not Source.default:
         assert_never(choice.source)
-    if cache.path_of(chooser.op.name, gpu, chooser.root).exists():
+    if cache.path_of(chooser.op.name, gpu).exists():
         return f"the default: {gpu} has no entry for this case or near it{_limit(chooser, case, gpu)}"
     cause = "no other GPU's serves this case"
     if not device.arch_of(gpu):
@@ -139,14 +139,14 @@ def _band(axis: str, ends: tuple[int, ...], size: int) -> str:
     return f"{axis} from {ends[band - 1] + 1 if band else 0}" + (f" to {ends[band]}" if band < len(ends) else "")
 
 
-def _gpu(gpu: str | None, configs: Path | None) -> str:
+def _gpu(gpu: str | None) -> str:
     """Return the folder of a GPU: the given GPU, which may have no configs, this machine's, or the only folder."""
     if gpu is not None:
         return gpu
     this_gpu = device.current()
     if this_gpu.is_gpu:
         return this_gpu.slug
-    folders = sorted({path.parent.name for path in loading.config_files(configs)})
+    folders = sorted({path.parent.name for path in loading.config_files()})
     if len(folders) != 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(folders or device.ARCHITECTURES)}")
     return folders[0]
@@ -169,7 +169,7 @@ def export_(
     format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
     gpu: o.Gpu = None,
     variant: o.VariantName = "optimized",
-    configs: o.ReadConfigs = None,
+    _configs: o.ReadConfigs = None,
 ) -> None:
     """Write cached configs for other programs.
 
@@ -182,7 +182,7 @@ def export_(
     operator = loading.load_op(op)
     if all(offered.config is None for offered in operator.variants):
         raise ValueError(f"op: {op!r}: expected an operator with configs: no variant of {op} has knobs")
-    files = _chosen(op, gpu, configs)
+    files = _chosen(op, gpu)
     if len(files) > 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
     path = files[0]
@@ -236,13 +236,13 @@ def import_(
     files: Annotated[list[Path], o.argument("FILE...", "Files of `cache export`, or JSON in its form.")],
     gpu: Annotated[str, o.gpu("The GPU of the configs, by the name of its folder.")],
     force: Annotated[bool, o.flag("--force", "Store configs of another GPU, too, and replace stored configs.")] = False,
-    configs: o.Configs = None,
+    _configs: o.Configs = None,
 ) -> None:
     """Store the configs of exported files in the cache, after all of them are checked."""
     from kerneltune import exchange
 
     operator = loading.load_op(op)
-    root = loading.configs_root(configs)
+    root = cache.default_root()
     loading.require_writable(root)
     path = cache.path_of(op, gpu, root)
     stored_keys = {entry.key for entry in cache.load_strict(path)}
@@ -261,14 +261,14 @@ def import_(
 
 
 @app.command()
-def check(configs: o.ReadConfigs = None) -> None:
+def check(_configs: o.ReadConfigs = None) -> None:
     """Read every file strictly; exit code 2 and the reason at the first broken entry, or if no file has an entry.
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
-    files = _chosen(None, None, configs)
+    files = _chosen(None, None)
     entries = [entry for path in files for entry in fitting_entries(path)]
-    folders, own = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files)), loading.configs_root(configs)
+    folders, own = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files)), cache.default_root()
     if not entries:
         raise ValueError(f"no cached configs in {counted(len(files), 'file')} of {folders}")
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
@@ -315,17 +315,17 @@ def _require_fit(op: Op, entry: CacheEntry) -> None:
         raise ValueError(reason)
 
 
-def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:
+def _chosen(op: str | None, gpu: str | None) -> list[Path]:
     """Return the cache files of an operator and a GPU; of all operators or GPUs where the argument is None."""
-    files = loading.config_files(configs)
+    files = loading.config_files()
     if not files:
-        raise ValueError(f"no cached configs in {loading.configs_root(configs)}")
+        raise ValueError(f"no cached configs in {cache.default_root()}")
     names = sorted({path.stem for path in files})
     if op is not None and op not in names:
         if op not in loading.load_summaries():
             raise unknown("op with cached configs", op, names, sweep_file.NO_OP)
         command = f"kerneltune tune {loading.family_of(op) or 'FAMILY'} --op {op}"
-        raise ValueError(f"op: {op!r}: no cached configs in {loading.configs_root(configs)}: `{command}` finds them")
+        raise ValueError(f"op: {op!r}: no cached configs in {cache.default_root()}: `{command}` finds them")
     if gpu is not None:
         o.one_of("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]

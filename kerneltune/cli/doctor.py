@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kerneltune import device
+from kerneltune.cache import default_root
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
@@ -22,11 +23,11 @@ _NAMED = 2
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def command(configs: o.Configs = None, results: o.Results = None) -> None:
+def command(_configs: o.Configs = None, results: o.Results = None) -> None:
     """Show versions, GPU, clocks, tools and folders, with the consequence of each missing part."""
     ncu = find_ncu()
     tool = Finding("ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it")
-    rows = [*_software(), *_gpu(), tool, *peer_packages(), *_folders(configs, results), *journey_lines()]
+    rows = [*_software(), *_gpu(), tool, *peer_packages(), *_folders(results), *journey_lines()]
     show_table(("what", "found", "means"), rows)
 
 
@@ -112,9 +113,9 @@ def journey_lines() -> Iterator[Finding]:
         yield Finding("journeys", passed, f"`make proof` says why not {first_of(unproven, _NAMED)}" if unproven else "")
 
 
-def _folders(configs: Path | None, results: Path | None) -> Iterator[Finding]:
+def _folders(results: Path | None) -> Iterator[Finding]:
     for name, folder, loss in (
-        ("configs", loading.configs_root(configs), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
+        ("configs", default_root(), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
         ("results", results_root(results), "sweep cannot keep records; set KERNELTUNE_RESULTS"),
     ):
         try:

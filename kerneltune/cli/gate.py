@@ -54,7 +54,7 @@ def command(
         list[str] | None, o.option("--target", "ARCH|all", "With --static: compile for it alone; may be repeated.")
     ] = None,
     workers: o.Workers = None,
-    configs: o.ReadConfigs = None,
+    _configs: o.ReadConfigs = None,
     results: o.Results = None,
 ) -> None:
     """Say whether the new records are slower than the baseline.
@@ -73,7 +73,7 @@ def command(
         )  # fmt: skip
         if len(selection.ops) > 1:
             raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
-        return report(inspect.judge(baseline, selection, target, workers, configs))
+        return report(inspect.judge(baseline, selection, target, workers))
     o.refuse("expected only with --static", target=target, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
@@ -81,19 +81,19 @@ def command(
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
         o.refuse("expected only with --run", policy=policy, processes=processes, update=update, save=save)
-        return report(_judged_file(baseline, new, selection, margin, peers, allow_stale, configs))
+        return report(_judged_file(baseline, new, selection, margin, peers, allow_stale))
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
     for path in filter(None, (junit, markdown)):
         loading.require_writable(path.parent)
-    plan = loading.make_plan(run or "", selection, results=results, policy=policy, peers=peers, configs=configs)
+    plan = loading.make_plan(run or "", selection, results=results, policy=policy, peers=peers)
     if update:
         return _update(baseline, plan, processes)
     return report(_measured(baseline, plan, processes, margin, save))
 
 
 def _judged_file(
-    baseline: str, new: Path, selection: Selection, margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
+    baseline: str, new: Path, selection: Selection, margin: float | None, peers: bool, allow_stale: bool
 ) -> "Verdict":
     """Compare the selected rows of the new file with the baseline, and their code and configs with the checkout's."""
     from kerneltune.gating.rows import defaults_of
@@ -111,9 +111,9 @@ def _judged_file(
     if not allow_stale:
         from kerneltune.stale import stale_lines  # imports torch
 
-        _require_usable_configs(records, configs)
+        _require_usable_configs(records)
         try:
-            stale = [f"{line}, or --allow-stale" for line in stale_lines(records, loading.load_ops(), configs)]
+            stale = [f"{line}, or --allow-stale" for line in stale_lines(records, loading.load_ops())]
         except ValueError as error:
             raise ValueError(f"{new}: {error}") from error
     return gate(
@@ -121,14 +121,14 @@ def _judged_file(
     )
 
 
-def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> None:
+def _require_usable_configs(records: Iterable[Record]) -> None:
     """Raise ValueError for a config file of the records' operators and GPUs that has an entry which calls do not use."""
     from kerneltune.cli.cache import fitting_entries
 
     ops = loading.load_ops()
     for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
         if op in ops:
-            fitting_entries(path_of(op, gpu, configs))
+            fitting_entries(path_of(op, gpu))
 
 
 def _measured(baseline: str, plan: Plan, processes: int, margin: float | None, save: Path | None) -> "Verdict":
@@ -137,7 +137,7 @@ def _measured(baseline: str, plan: Plan, processes: int, margin: float | None, s
 
     require_gpu("gate --run")
     against = load_baseline(baseline, plan.options.records_folder / f"{plan.family}.jsonl")
-    _require_usable_configs(against, plan.options.configs)
+    _require_usable_configs(against)
     if save is not None:
         _require_mergeable(save)
     with Reporter() as progress:

@@ -59,7 +59,7 @@ def command(
     ] = False,
     gpu: Annotated[str, o.gpu("Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
-    configs: o.ReadConfigs = None,
+    _configs: o.ReadConfigs = None,
 ) -> None:
     """Compile OP's cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
 
@@ -74,7 +74,7 @@ def command(
     targets = _targets(target)
     if save is not None:
         loading.require_writable(save.parent)
-    runs = _runs(selection, sizes or [], gpu, configs)
+    runs = _runs(selection, sizes or [], gpu)
     if not (every or selection.ops or selection.cases):
         compiled = f"{counted(len(runs), 'config')} of all operators for {counted(len(targets), 'target')}"
         raise ValueError(f"op: missing: expected an operator, or --all to compile {compiled}")
@@ -115,7 +115,7 @@ def _spilled_bytes(row: StaticRow) -> int:
     return max((kernel.spill_bytes for kernel in row.kernels), default=0)
 
 
-def judge(baseline: str, selection: Selection, target: list[str] | None, workers: int | None, configs: Path | None) -> "Verdict":
+def judge(baseline: str, selection: Selection, target: list[str] | None, workers: int | None) -> "Verdict":
     """Return the gate's verdict on the cached configs against a file of `--save` or a git revision."""
     from kerneltune.gating.static_gate import static_gate
     from kerneltune.inspection.revision import changes_since
@@ -129,7 +129,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
             o.one_of(f"{baseline}: op", name, loading.load_summaries())
         if not rows:
             raise ValueError(f"{baseline}: no row of {' '.join(selection.ops) or 'any operator'} for {' '.join(targets)}")
-        runs = _runs_of_rows(baseline, rows, selection, saved.gpu or _GPU, configs)
+        runs = _runs_of_rows(baseline, rows, selection, saved.gpu or _GPU)
         new = _compiled(runs, targets, workers)
         compared = {row.key for row in new.rows}  # a case that was renamed since is compared, too
         selected = tuple(row for row in rows if row.key in compared or _is_selected(row, selection))
@@ -139,7 +139,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
             "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static`"
         )
-    runs = _runs(selection, None, _GPU, configs)
+    runs = _runs(selection, None, _GPU)
     selecting = {"case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants, "target": targets, "gpu": (_GPU,)}
     arguments = [f"--{name}={value}" for name, values in selecting.items() for value in values]
     arguments += [f"--workers={workers}"] if workers else []
@@ -162,13 +162,13 @@ def _is_selected(row: StaticRow, selection: Selection) -> bool:
     return selection.matches(TaskKey(row.op, row.variant, Case(name, (), dtype, quant), row.policy))
 
 
-def _runs_of_rows(file: str, rows: Sequence[StaticRow], selection: Selection, gpu: str, configs: Path | None) -> list[Run]:
+def _runs_of_rows(file: str, rows: Sequence[StaticRow], selection: Selection, gpu: str) -> list[Run]:
     """Return the selected cached configs of the rows' operators; for an operator without any, the default configs of its rows."""
     ops = loading.load_ops()
     names = {row.op for row in rows}
-    uncached = {name for name in names if not cached_runs([ops[name]], configs, gpu)}
+    uncached = {name for name in names if not cached_runs([ops[name]], gpu)}
     cached = tuple(sorted(names - uncached))
-    runs = _runs(replace(selection, ops=cached), None, gpu, configs) if cached else []
+    runs = _runs(replace(selection, ops=cached), None, gpu) if cached else []
     selection.require_names(ops.values())
     for row in {(row.op, row.variant, row.case): row for row in rows if row.op in uncached}.values():
         name, sizes, dtype, quant = row.case_parts()
@@ -184,7 +184,7 @@ def _runs_of_rows(file: str, rows: Sequence[StaticRow], selection: Selection, gp
     return runs
 
 
-def _runs(selection: Selection, sizes: list[str] | None, gpu: str, configs: Path | None) -> list[Run]:
+def _runs(selection: Selection, sizes: list[str] | None, gpu: str) -> list[Run]:
     """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs.
 
     sizes: None for the gate, which cannot take sizes.
@@ -192,8 +192,8 @@ def _runs(selection: Selection, sizes: list[str] | None, gpu: str, configs: Path
     selected_ops = _selected_ops(selection)
     if sizes:
         return _sized_runs(selected_ops[0], sizes, selection)  # sizes follow an operator
-    folder = str(readable(Path(gpu), configs))
-    runs = cached_runs(selected_ops, configs, gpu)
+    folder = str(readable(Path(gpu)))
+    runs = cached_runs(selected_ops, gpu)
     selected_runs = _selected(runs, selection)
     if selection.ops and not selected_runs:
         for op in selected_ops:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import device, sweep_file, workloads
-from kerneltune.cache import default_root, read_roots, readable
+from kerneltune.cache import CONFIGS, default_root, read_roots, readable
 from kerneltune.cli.options import captured, one_of
 from kerneltune.errors import unknown
 from kerneltune.files import in_checkout
@@ -39,27 +39,20 @@ def family_of(op: str) -> str:
     return ""
 
 
-def configs_root(configs: Path | None) -> Path:
-    """Return the given folder of the config cache, else the folder in which kernels look configs up."""
-    return configs or default_root()
-
-
-def config_files(configs: Path | None) -> list[Path]:
-    """Return the files of the config cache, GPU by GPU; without a given folder also packaged files that no file replaces."""
-    folders = read_roots(configs)
+def config_files() -> list[Path]:
+    """Return the files of the config cache, GPU by GPU; unless a folder is named, also packaged files that no file replaces."""
+    folders = read_roots()
     for folder in filter(Path.is_file, folders):
         raise ValueError(f"cannot read {folder}: expected a folder")
     names = {path.relative_to(folder) for folder in folders for path in folder.glob("*/*.json")}
-    return [readable(name, configs) for name in sorted(names)]
+    return [readable(name) for name in sorted(names)]
 
 
-def where_configs_serve(configs: Path | None) -> str:
-    """Return a line about the programs that read the stored configs; empty if every call reads them."""
-    if configs is not None and configs.resolve() != default_root().resolve():
-        return f"operators read {default_root()}: set KERNELTUNE_CONFIGS={configs.resolve()} where they shall use these configs"
-    if os.environ.get("KERNELTUNE_CONFIGS") or in_checkout():
+def where_configs_serve() -> str:
+    """Return a line about the programs that read the stored configs; empty if the folder is named or of this checkout."""
+    if os.environ.get(CONFIGS) or in_checkout():
         return ""
-    return f"programs started in {Path.cwd()} use these configs; elsewhere set KERNELTUNE_CONFIGS={default_root().resolve()}"
+    return f"programs started in {Path.cwd()} use these configs; elsewhere set {CONFIGS}={default_root().resolve()}"
 
 
 def require_writable(folder: Path) -> None:
@@ -81,7 +74,7 @@ def require_folders(options: Options) -> None:
     if gpu.is_gpu and options.mode != "check":
         folders.append(options.records_folder)
     if gpu.is_gpu and options.mode == "tune":
-        folders += [configs_root(options.configs) / gpu.slug, trials_folder(options.results, gpu.slug)]
+        folders += [default_root() / gpu.slug, trials_folder(options.results, gpu.slug)]
     for folder in folders:
         require_writable(folder)
 

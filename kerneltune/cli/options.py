@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kerneltune import device, sweep_file
+from kerneltune import cache, device, sweep_file
+from kerneltune.cache import CONFIGS
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, decode
@@ -73,8 +74,13 @@ _capture = {"folder": ""}
 
 
 def use_capture(folder: str) -> None:
-    """Let this command use the kernels of a capture as operators; an empty `folder` means no capture."""
+    """Let this command use a capture's kernels as operators, and its records and configs unless other folders are named.
+
+    An empty `folder` means no capture.
+    """
     _capture["folder"] = os.path.abspath(folder) if folder else ""
+    for variable, name in ((RESULTS, "results"), (CONFIGS, "configs")) if folder else ():
+        os.environ.setdefault(variable, os.path.join(folder, name))
 
 
 def captured() -> str:
@@ -82,11 +88,17 @@ def captured() -> str:
     return _capture["folder"]
 
 
-def _existing_folder(folder: Path | None) -> Path | None:
-    """Return the folder of the config cache, which must exist unless it belongs to a capture that nobody tuned yet."""
+def _use_folder(folder: Path | None) -> None:
+    """Use a folder as the config cache of this command and its processes."""
+    if folder is not None:
+        cache.use_root(folder)
+
+
+def _use_existing_folder(folder: Path | None) -> None:
+    """Use a folder as `_use_folder` does; it must exist unless it belongs to a capture that nobody tuned yet."""
     if folder is not None and not folder.exists() and not captured():
         raise ValueError(f"configs: {str(folder)!r}: no such folder")
-    return folder
+    _use_folder(folder)
 
 
 def _gpu_folder(name: str | None) -> str | None:
@@ -130,11 +142,10 @@ Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
 Budget = Annotated[float | None, seconds("Tuning time per case; of a capture, of all classes.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
 MaxCases = Annotated[int | None, count("--max-cases", "Most cases of a sweep file; 100000 by default.")]
-Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS")]
-ReadConfigs = Annotated[
-    Path | None,
-    option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS", callback=_existing_folder),
-]
+_configs = functools.partial(option, "--configs", "DIR", "Folder of the config cache.", envvar=CONFIGS)
+Configs = Annotated[Path | None, _configs(callback=_use_folder)]
+ReadConfigs = Annotated[Path | None, _configs(callback=_use_existing_folder)]
+"""The folder that a command writes or reads: it becomes the folder of all look-ups, so that no command passes it on."""
 Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
 Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]
 Workers = Annotated[int | None, count("--workers", "Processes that compile; one per CPU core if not given.")]

@@ -73,7 +73,7 @@ def launch_profiled(captured: str, op: str, variant: str, case: str, config: str
     ops = loading.load_ops(captured)
     profiled = ops[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)
-    knobs = o.config_of(profiled, "config", config) if config else Task(ops[op], shape, profiled).config_of_call(None)
+    knobs = o.config_of(profiled, "config", config) if config else Task(ops[op], shape, profiled).config_of_call()
     inputs = ops[op].inputs(shape, device="cuda")
     profiled.run(inputs, knobs)
     torch.cuda.synchronize()

@@ -34,14 +34,14 @@ def command(
     b: Annotated[str | None, o.option("--b", "NAME", "The variant or peer that is B at first.")] = None,
     svg: Annotated[Path | None, o.option("--svg", "FILE", "Write a picture of all speed-ups instead; - prints it.")] = None,
     markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write A/B tables as Markdown; - prints them.")] = None,
-    configs: o.ReadConfigs = None,
+    _configs: o.ReadConfigs = None,
     results: o.Results = None,
 ) -> None:
     """Write an HTML page that needs no network: every family's speed-up, A against B by case, charts, and the gain of tuning.
 
     A is the fastest peer of every case unless it is named. With --svg or --markdown the page is written only if -o is given.
     """
-    sources = _sources(files or record_files(results), selection, (a, b), configs)
+    sources = _sources(files or record_files(results), selection, (a, b))
     if svg is not None:
         deliver(_picture(sources), svg)
     if markdown is not None:
@@ -63,7 +63,7 @@ def _picture(sources: Sources) -> str:
     return speedups(rows_of, pairs_of, source(shown, ("device", "torch", "triton")) if shown else "")
 
 
-def _sources(paths: Sequence[Path], selection: Selection, pair: tuple[str | None, str | None], configs: Path | None) -> Sources:
+def _sources(paths: Sequence[Path], selection: Selection, pair: tuple[str | None, str | None]) -> Sources:
     """Return the selected records and the cached configs of their operators."""
     everything = selected([record for path in paths for record in load(path)], selection)
     if not everything:
@@ -75,7 +75,7 @@ def _sources(paths: Sequence[Path], selection: Selection, pair: tuple[str | None
     return Sources(
         records=records,
         pair=pair,
-        entries=[entry for op, device in folders for entry in cache.load(op, device, configs)],
+        entries=[entry for op, device in folders for entry in cache.load(op, device)],
         command=" ".join(["kerneltune", *sys.argv[1:]]),
         files=[_short(path) for path in paths],
         own=own,

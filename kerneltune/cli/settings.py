@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kerneltune.cache import CONFIGS
 from kerneltune.files import RESULTS, checked, read_bytes
 from kerneltune.spec import PLUGINS
 
@@ -34,7 +35,7 @@ def apply() -> None:
     if settings.plugins:
         known = [item for item in os.environ.get(PLUGINS, "").split(os.pathsep) if item]
         os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys([*known, *settings.plugins]))
-    for variable, value in ((FAMILY, settings.family), (RESULTS, settings.results), ("KERNELTUNE_CONFIGS", settings.configs)):
+    for variable, value in ((FAMILY, settings.family), (RESULTS, settings.results), (CONFIGS, settings.configs)):
         if value is not None:
             os.environ.setdefault(variable, value)
 

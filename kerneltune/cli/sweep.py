@@ -42,7 +42,7 @@ def command(
     max_cases: o.MaxCases = None,
     check_only: Annotated[bool, o.flag("--check-only", "Check against the reference and stop there.")] = False,
     mutate: Annotated[bool, o.flag("--mutate", "With --check-only: perturb right outputs; `compare` must refuse them.")] = False,
-    configs: o.Configs = None,
+    _configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
@@ -73,17 +73,16 @@ def command(
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         ops = loading.load_ops()
-        return _renew(ops, replace(selection, family=family), loading.make_options(configs=configs, results=results, **fields))
+        return _renew(ops, replace(selection, family=family), loading.make_options(results=results, **fields))
     if not family:
         raise ValueError(loading.without_family())
     file = family
     if folder:
         o.use_capture(folder)
-        configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
         file = str(Path(folder, "sweep.yaml"))
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    plan = loading.make_plan(file, selection, configs=configs, results=results, quick=quick, trials=trials, **fields)
+    plan = loading.make_plan(file, selection, results=results, quick=quick, trials=trials, **fields)
     loading.require_folders(plan.options)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
@@ -128,7 +127,7 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
         loading.require_folders(options)
     plans = stale.plans_of(ops, selection, options)
     files = [path for plan in plans for path in options.results.glob(f"*/{plan.family}.jsonl")]
-    files += loading.config_files(options.configs)
+    files += loading.config_files()
     slugs = [gpu.slug] if gpu.is_gpu else sorted({path.parent.name for path in files})
     stales = [stale.find(plans, slug) for slug in slugs]
     table = _stale_table(stales)

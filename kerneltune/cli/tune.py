@@ -56,7 +56,7 @@ def command(
         float | None, o.option("--share", "FRACTION", "In a capture, tune classes until they cover this part of the time.")
     ] = None,
     dry_run: Annotated[bool, o.flag("--dry-run", "Only say how many configs there are, and about how long they take.")] = False,
-    configs: o.Configs = None,
+    _configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
@@ -96,7 +96,7 @@ def command(
         retune="all" if force else ("stale" if stale else None),
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, gpus=gpus,
-        configs=configs, results=results, workers=workers,
+        results=results, workers=workers,
     )  # fmt: skip
     if not plan.cases():
         raise ValueError(f"{plan.sweep.path}: no bench case selected")
@@ -115,7 +115,7 @@ def _search(plan: Plan) -> None:
     if any(result.entry for result in tuned):
         for title, searches in searches_of(plan, device.current().slug).items():
             show_searches(title, searches)
-    _show_outcome(tuned, plan.options.configs)
+    _show_outcome(tuned)
 
 
 def _show_forecast(plan: Plan) -> None:
@@ -137,11 +137,11 @@ def _show_forecast(plan: Plan) -> None:
     show_wrapped(f"about {seconds:.0f} s for {counted(len(tasks), 'case')}{limit} on a GPU like H200; {remark}")
 
 
-def _show_outcome(tuned: "Sequence[TuningResult]", configs: Path | None) -> None:
+def _show_outcome(tuned: "Sequence[TuningResult]") -> None:
     """Print how many cases were not tuned, which exits with 1, and in which programs calls find the configs."""
     status = Counter(result.status for result in tuned)
     num_searched, num_failed = status.total() - status["kept"], status["failed"]
-    where = loading.where_configs_serve(configs) if status["tuned"] else ""
+    where = loading.where_configs_serve() if status["tuned"] else ""
     if where:
         note(where)
     if not num_searched:

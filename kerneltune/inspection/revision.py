@@ -114,7 +114,7 @@ def unpacked(revision: str) -> Iterator[Path]:
 def inspected(revision: str, tree: Path, arguments: Sequence[str]) -> Survey:
     """Return the rows of `kerneltune inspect ARGUMENTS` in the files of a revision; the command saves them beside the tree."""
     rows = tree.parent / "rows.json"
-    env = {name: value for name, value in os.environ.items() if name != "KERNELTUNE_CONFIGS"}
+    env = {name: value for name, value in os.environ.items() if name != cache.CONFIGS}
     env |= {"TMPDIR": str(tree.parent), "PYTHONDONTWRITEBYTECODE": "1"}  # after a kill the tree is removed while the command ends
     code = "from kerneltune.cli import main; main()"
     done = run_bound(code, ["inspect", *arguments, "--save", str(rows)], cwd=tree, env=env)

@@ -35,7 +35,7 @@ def candidates(task: Task, store: "TrialStore", options: Options) -> Candidates:
             fastest = [task.variant.config_from(values) for values in ranked[:_TRANSFERRED]]
             space = [config for config in fastest if config in offered]
     pool = list(dict.fromkeys([default, *space]))
-    matches = task.chooser(options.configs).matches(task.case, device.current().slug)
+    matches = task.chooser.matches(task.case, device.current().slug)
     nearest = [match.config for match in itertools.islice(matches, _NEIGHBOURS)]
     first = dict.fromkeys([default, *task.variant.promising(task.case), *nearest])
     return Candidates(pool, [config for config in first if config in pool])

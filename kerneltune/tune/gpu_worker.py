@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from kerneltune import cache
 from kerneltune.checking.check import Checker, broken_context
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.memory import out_of_memory_reason, within_memory
@@ -65,6 +66,7 @@ class GpuBench:
             self._checker = None
         if before is None or before.key != task.key:
             self._inputs = []
+            cache.clear()  # operators that the task's operator calls may have been tuned since
         self._launchable.result()
         if self._checker is None:
             self._checker = Checker(task.op, task.case, "cuda", first_seen=self._first_seen)

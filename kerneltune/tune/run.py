@@ -60,11 +60,11 @@ def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     options, tasks = plan.options, _tasks(plan)
     if not options.exhaustive:
         gpu = device.current().slug
-        for path in sorted({cache.path_of(task.op.name, gpu, options.configs) for task in tasks}):
+        for path in sorted({cache.path_of(task.op.name, gpu) for task in tasks}):
             cache.load_strict(path)
     chosen = tasks
     if options.retune != "all" and not options.exhaustive:
-        states = [_state(task, options) for task in tasks]
+        states = list(map(_state, tasks))
         for state, text in () if options.retune else _NOTES_OF_KEPT.items():
             if state in states:
                 progress.note(f"{states.count(state)} of {len(states) - states.count('lacking')} cached configs {text}")
@@ -93,13 +93,13 @@ def _tasks(plan: Plan) -> list[Task]:
     return list(tasks.values())
 
 
-def _state(task: Task, options: Options) -> str:
+def _state(task: Task) -> str:
     """Return the state of a task's config in the cache: `lacking`, `stale`, `outdated` or `fresh`.
 
     A stale config was chosen with other code. An outdated config was chosen with the present code and another driver, torch or
     triton.
     """
-    own = task.own_entry(options.configs)
+    own = task.own_entry()
     if own is None:
         return "lacking"
     if is_stale(task.variant, own.entry):
@@ -157,9 +157,9 @@ def renew_configs(
             session.queue.look_ahead(run for _, later, _ in work[number:] for run in later)
             result = refusal or _renewed(session, runs, entry)
             if result.entry is not None:
-                cache.store(gpu, result.entry, options.configs)
+                cache.store(gpu, result.entry)
             if result.status == "dropped":
-                cache.drop(gpu, entry, options.configs)
+                cache.drop(gpu, entry)
             renewals.append((entry, result))
             progress.advance(entry.key.label)
     return renewals

@@ -99,7 +99,7 @@ class Tuner:
 
     Attributes:
         requests: thread that sends requests to the worker in order; the GPU does not wait for decisions of this process.
-        options: limits of the search, and the folder of configs.
+        options: limits of the search.
         compilers: number of configs that compile at the same time.
         program_registers: registers of all threads of the largest program of every compiled config.
     """
@@ -123,7 +123,7 @@ class Tuner:
         with self:
             explored = self._explored(candidates(self.task, self.store, self.options), self.options.search)
             times = times_of(explored)
-            before = self.task.chooser(self.options.configs).find(self.task.op.case_of_call(self.task.case))
+            before = self.task.chooser.find(self.task.op.case_of_call(self.task.case))
             if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
                 evaluation = self.evaluate(before.config, self.compile(before.config)).result()
                 times |= times_of({before.config: evaluation})
@@ -170,7 +170,7 @@ class Tuner:
             evidence["before"] = before.source.name
         evidence |= {"trials": num_trials, **provenance(task.variant)}
         entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(final.best), evidence=evidence)
-        cache.store(device.current().slug, entry, self.options.configs)
+        cache.store(device.current().slug, entry)
         return entry
 
     def _crash_safe_final(self, finalists: Sequence[Config], default: Config) -> Final:

@@ -146,7 +146,7 @@ def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
     path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")
     ops = {"made": gpu.op("made", ("first", "second", "third")), "stream": gpu.op("stream", ("copy",))}
-    rows = measure_live(load_plan(ops, Selection(str(path)), Options(configs=tmp_path, results=tmp_path)), Progress(), "test")
+    rows = measure_live(load_plan(ops, Selection(str(path)), Options(results=tmp_path)), Progress(), "test")
     return {name: [row for row in rows if row.case == name] for name in ("large", "small")}
 
 

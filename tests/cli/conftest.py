@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command_line import both
 
-from kerneltune import device, records
+from kerneltune import cache, device, records
 from kerneltune.cli import console
 from kerneltune.plan import Plan
 from kerneltune.records import Record
@@ -46,11 +46,11 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Keep the plan of sweep and tune for the engine; let the engine answer with a measured and a failed row."""
+    """Keep plan and folder of configs of sweep and tune for the engine, which answers with a measured and a failed row."""
     seen: dict[str, Any] = {"answer": both()}
 
     def fake(plan: Plan, reporter: Any, _first: object = None) -> list[Record]:
-        seen.update(selection=plan.selection, options=plan.options)
+        seen.update(selection=plan.selection, options=plan.options, configs=cache.default_root())
         reporter.stage("check", 1)
         reporter.advance("one")
         reporter.note("a remark")

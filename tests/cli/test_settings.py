@@ -99,12 +99,12 @@ def test_installed_package_shows_its_configs_from_any_folder(command: tuple[str,
 @pytest.mark.usefixtures("installed")
 def test_installed_package_inspects_its_configs_and_those_of_the_current_folder() -> None:
     operators = ops.load()
-    packaged = cached_runs([operators["rmsnorm_bwd"]], None, "nvidia_h200")
+    packaged = cached_runs([operators["rmsnorm_bwd"]], "nvidia_h200")
     assert packaged
     assert refused("inspect", "rmsnorm_bwd", "--case", "nope").startswith("error: case: 'nope': expected one of te-")
     Path("configs/nvidia_h200").mkdir(parents=True)
     none = {"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": []}
     Path("configs/nvidia_h200/rmsnorm_bwd.json").write_text(json.dumps(none))
     cache.clear()
-    assert cached_runs([operators["rmsnorm_bwd"]], None, "nvidia_h200") == []
-    assert cached_runs([operators["rmsnorm_fwd"]], None, "nvidia_h200")
+    assert cached_runs([operators["rmsnorm_bwd"]], "nvidia_h200") == []
+    assert cached_runs([operators["rmsnorm_fwd"]], "nvidia_h200")

@@ -28,7 +28,7 @@ def test_sweep_passes_all_options_on_and_prints_the_table(engine: dict[str, Any]
     assert (selection.dtypes, selection.quants, selection.variants) == (("bfloat16",), ("fp8",), ("optimized",))
     assert (options.policy, options.mode, options.peers) == ("hot", "check", False)
     assert (options.search.budget_s, options.search.trials, options.workers) == (2.5, 7, 3)
-    assert (options.configs, options.results) == (tmp_path / "configs", tmp_path / "results")
+    assert (engine["configs"], options.results) == (tmp_path / "configs", tmp_path / "results")
     assert result.stdout.splitlines() == [
         "device: NVIDIA H200",
         "all rows: op rmsnorm_fwd, dtype bfloat16, quant fp8",
@@ -136,7 +136,7 @@ def test_tune_passes_all_options_on(engine: dict[str, Any], tmp_path: Path) -> N
     result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
     options = engine["options"]
-    assert (options.retune, options.search.sampler, options.search.trials, options.configs) == ("all", "random", 5, tmp_path)
+    assert (options.retune, options.search.sampler, options.search.trials, engine["configs"]) == ("all", "random", 5, tmp_path)
 
 
 @pytest.mark.usefixtures("engine")

@@ -23,7 +23,7 @@ from kerneltune.task import Run
 
 OPS = {name: ops.load()[name] for name in ("rmsnorm_bwd", "rmsnorm_add_fwd")}
 GPU = "nvidia_h200"
-RUNS = cached_runs(OPS.values(), data_root("configs"), GPU)
+RUNS = cached_runs(OPS.values(), GPU)
 KERNEL = Kernel("_k", 4, 40, 0, 1024)
 
 

@@ -8,7 +8,7 @@ import pytest
 from fake_operator import H200
 from typer.testing import CliRunner
 
-from kerneltune import cache, device, ops
+from kerneltune import device, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, num_to_near, regret, set_cover, sparkline, ties
@@ -137,9 +137,7 @@ def test_tune_command_prints_counts_and_fails_if_a_case_failed(
 ) -> None:
     monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: [TuningResult(status) for status in statuses])
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path)])
-    served = f"operators read {cache.default_root()}: set KERNELTUNE_CONFIGS={tmp_path} where they shall use these configs\n"
-    assert (result.exit_code, result.stdout) == (code, out)
-    assert " ".join(result.stderr.split()) == ((served if "tuned" in statuses else "") + err).replace("\n", " ").strip()
+    assert (result.exit_code, result.stdout, result.stderr) == (code, out, err)
 
 
 def test_trials_command_without_trials_names_the_folder(tmp_path: Path) -> None:

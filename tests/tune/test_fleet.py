@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import fleet_jobs
@@ -53,7 +52,8 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs", search=SearchLimits())
+    cache.use_root(tmp_path / "configs")
+    return Options(results=tmp_path / "results", search=SearchLimits())
 
 
 def fleet_of(gpus: list[str], options: Options, progress: Progress | None = None) -> Fleet:
@@ -168,9 +168,9 @@ def test_fleet_of_one_gpu_tunes_cases_behind_one_that_kills_processes(
 
 @pytest.mark.parametrize("folder", ["configs", "results"])
 def test_fleet_ends_if_a_folder_cannot_be_written(folder: str, options: Options, log: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    run = fleet_of(["0", "1"], replace(options, **{folder: tmp_path / "file"}), progress := Spoken())
-    with pytest.raises(ValueError, match=rf"^cannot write {tmp_path}/file/"):
+    (tmp_path / folder).touch()
+    run = fleet_of(["0", "1"], options, progress := Spoken())
+    with pytest.raises(ValueError, match=rf"^cannot write {tmp_path}/{folder}/"):
         run.run(WORKS)
     assert len({case for case, *_ in evaluations(log)}) <= 2, "a task for each GPU at most"
     assert (run.finished, progress.notes) == ([], [])
@@ -211,7 +211,8 @@ def test_fleet_without_a_gpu_raises(options: Options, log: Path) -> None:
 
 
 def test_fleet_of_whole_spaces_keeps_trials_and_stores_no_config(log: Path, tmp_path: Path) -> None:
-    options = Options(results=tmp_path / "results", configs=tmp_path / "configs", exhaustive=True)
+    cache.use_root(tmp_path / "configs")
+    options = Options(results=tmp_path / "results", exhaustive=True)
     run = fleet_of(["0", "1"], options)
     run.run(WORKS[:2])
     trials = history(trials_file(tmp_path / "results", "nvidia_h200", "fake"))
@@ -246,7 +247,8 @@ def test_fleet_tunes_on_the_gpu_of_this_host(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(
         "family: tiny\nops: [stream]\ndefaults: {dtype: int32}\nbench:\n  - {name: big, read: 67108864, write: 67108864}\n"
     )
-    options = Options(results=tmp_path / "results", configs=tmp_path / "configs", gpus="1")
+    cache.use_root(tmp_path / "configs")
+    options = Options(results=tmp_path / "results", gpus="1")
     progress = Spoken()
     (entry,) = entries_of(run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress))
     assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]

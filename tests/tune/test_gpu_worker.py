@@ -11,18 +11,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import bench_jobs
+import fake_operator
 import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, HangsInEveryRequest, Knobs, NeverOpens
 from subprocesses import environment, wait_for
 
+from kerneltune import cache
 from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.processes.worker import State, WorkerCrashedError, _serve
+from kerneltune.spec import Config
 from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.tune import gpu_worker as tuning_bench
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker, split_cores
@@ -67,6 +72,21 @@ def test_bench_with_a_time_of_0_or_nan_returns_a_failure(time_us: float, monkeyp
     monkeypatch.setattr(GpuBench, "check", lambda *_: Outcome("checked"))
     monkeypatch.setattr(tuning_bench, "Checker", lambda *_, **__: None)
     assert GpuBench().measure(TASK, Knobs("run", 1), None) == Evaluation("failed", None, f"measured {time_us} µs")
+
+
+def test_bench_looks_configs_up_again_for_the_next_task(configs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command may have tuned an operator that the task's operator calls."""
+    called, looked_up = Task(fake_operator.OP, fake_operator.CASE, fake_operator.VARIANT), list[Config]()
+    monkeypatch.setattr(tuning_bench, "open_driver", lambda: None)
+    monkeypatch.setattr(tuning_bench, "input_sets", lambda _task: looked_up.append(called.config_of_call()))
+    monkeypatch.setattr(tuning_bench, "Checker", lambda *_, **__: None)
+    gpu = GpuBench()
+    gpu.prepare(TASK)
+    with mock.patch.object(cache, "clear"):  # as another process stores it
+        cache.store("interpreter", cache.CacheEntry(**called.key._asdict(), config={"block": 3, "warps": 8}))
+    gpu.prepare(TASK)
+    gpu.prepare(replace(TASK, policy="hot"))
+    assert looked_up == [fake_operator.Knobs(0, 1)] * 2 + [fake_operator.Knobs(3, 8)]
 
 
 def test_worker_begun_early_answers_later_requests(worker: GpuWorker) -> None:
@@ -269,6 +289,7 @@ def test_worker_after_a_broken_kernel_measures_the_next_config(does: str, status
 LIVE = """
 from pathlib import Path
 import broken_kernels as broken
+from kerneltune import cache
 from kerneltune.sweep_run import measure_live
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
@@ -279,7 +300,8 @@ folder = Path(%r)
     "  - {name: first, N: 65536}\\n  - {name: second, N: 131072}\\n"
 )
 selection = Selection(str(folder / "broken.yaml"), variants=("optimized", "faulty"))
-options = Options(configs=folder, results=folder)
+cache.use_root(folder)
+options = Options(results=folder)
 for row in measure_live(load_plan({"broken": broken.OPS[0]}, selection, options), Progress(), "test"):
     print(row.case, row.variant, row.status, "illegal memory access" in row.reason)
 """

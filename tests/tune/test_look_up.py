@@ -79,7 +79,7 @@ def test_sweep_without_tuning_runs_configs_of_calls(name: str) -> None:
     for case in (random_case(op, rng) for _ in range(CASES)):
         wanted, config = called_with(op, case)
         assert wanted == op.case_of_call(case), case.label
-        assert config == Task(op, case, variant).config_of_call(None), case.label
+        assert config == Task(op, case, variant).config_of_call(), case.label
 
 
 UNNAMED = (1, 2, 3, 17, 96, 112, 333, 1000, 1664, 2560, 3328, 5376, 9216, 18944, 20000)

@@ -18,7 +18,7 @@ from replayed_search import StandIn
 from subprocesses import environment, wait_for
 from test_run import H200, Bench, Pool
 
-from kerneltune import device
+from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.plan import Options
 from kerneltune.search import loop
@@ -206,7 +206,8 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr("kerneltune.tune.session.CompilePool", Slow)
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", Bench)
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    cache.use_root(tmp_path / "configs")
+    return Options(results=tmp_path / "results")
 
 
 def test_idle_compilers_compile_for_later_cases(slow: Options) -> None:

@@ -188,10 +188,10 @@ def test_run_tune_ends_if_the_gpu_worker_is_stopped(
 @pytest.mark.parametrize("folder", ["configs", "results"])
 def test_run_tune_ends_at_the_first_task_if_a_folder_cannot_be_written(folder: str, options: Options, tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(SWEEP + "  - {name: twice, read: 2097152, write: 2097152}\n")
-    (tmp_path / "file").touch()
+    (tmp_path / folder).touch()
     notes: list[str] = []
-    plan = load_plan(OPS, Selection(str(tmp_path / "two.yaml")), replace(options, **{folder: tmp_path / "file"}))
-    with pytest.raises(ValueError, match=rf"^cannot write {tmp_path}/file/"):
+    plan = load_plan(OPS, Selection(str(tmp_path / "two.yaml")), options)
+    with pytest.raises(ValueError, match=rf"^cannot write {tmp_path}/{folder}/"):
         run_tune(plan, Spoken(notes))
     assert notes == []
 
@@ -237,7 +237,7 @@ def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
 def test_run_tune_with_a_broken_config_file_raises_before_it_measures(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = cache.path_of("stream", H200.slug, options.configs)
+    path = cache.path_of("stream", H200.slug)
     path.parent.mkdir(parents=True)
     path.write_text('{"schema": 7}')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
@@ -250,7 +250,7 @@ def test_run_tune_with_a_broken_config_file_raises_before_it_measures(
 def test_run_tune_keeps_stale_configs_unless_told_to_search_them(selection: Selection, options: Options) -> None:
     (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     old = replace(entry, config={"block": 512, "warps": 4, "ctas": 0}, evidence=entry.evidence | {"source_hash": "old"})
-    path = cache.store(H200.slug, old, options.configs)
+    path = cache.store(H200.slug, old)
     notes: list[str] = []
     (kept,) = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert kept.status == "kept"
@@ -258,12 +258,12 @@ def test_run_tune_keeps_stale_configs_unless_told_to_search_them(selection: Sele
     assert notes == [
         "1 of 1 cached configs are stale, chosen with other code: kept (`sweep --stale` times them beside their default)"
     ]
-    cache.store(H200.slug, replace(entry, evidence=entry.evidence | {"driver": "old"}), options.configs)
+    cache.store(H200.slug, replace(entry, evidence=entry.evidence | {"driver": "old"}))
     assert [result.status for result in run_tune(load_plan(OPS, selection, options), Spoken(notes))] == ["kept"]
     assert notes.pop() == (
         "1 of 1 cached configs are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)"
     )
-    cache.store(H200.slug, old, options.configs)
+    cache.store(H200.slug, old)
     (again,) = entries_of(run_tune(load_plan(OPS, selection, replace(options, retune="stale")), Spoken(notes)))
     assert again.config == entry.config
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
@@ -325,7 +325,7 @@ def test_renewal_times_stale_entries_of_this_gpu_again(
         ]
 
     def stored() -> cache.CacheEntry:
-        (there,) = cache.load_strict(cache.path_of("stream", "nvidia_h200", options.configs))
+        (there,) = cache.load_strict(cache.path_of("stream", "nvidia_h200"))
         return there
 
     old = entry.evidence | {"source_hash": "old", "same_code": {"source_hash": "older"}, "time_us": 99.0}

@@ -191,7 +191,8 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
     landscape = tables(seed)
     tuner = FakeTuner(CASE, LARGE, TrialStore(setting.trials.with_name(f"{sampler}{seed}"), source_hash="abc"), landscape)
     search = SearchLimits(trials=64, sampler=sampler, seed=seed)
-    tuner.options = Options(search=search, configs=setting.root / f"{sampler}{seed}")
+    cache.use_root(setting.root / f"{sampler}{seed}")
+    tuner.options = Options(search=search)
     tuner.tune()
     return min(map(landscape, tuner.evaluated)) / 10.0
 
@@ -332,7 +333,7 @@ def test_whole_space_measures_configs_that_a_search_refused(setting: Setting, mo
     searching.stored_or_measured(Small(64, 2), spilling, refusal)
     whole = setting.tuner(SMALL, small_time)
     assert whole.stored_trial(Small(64, 2)) is not None
-    whole.options = Options(exhaustive=True, configs=setting.root)
+    whole.options = Options(exhaustive=True)
     assert Tuner.refusal(whole, Small(64, 2), spilling) is None
     assert {config for config, one in whole.measure_space().items() if one.time_us} == set(order) == set(whole.evaluated)
     assert whole.evaluated != order
