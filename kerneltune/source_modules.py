@@ -143,9 +143,9 @@ def source_module(name: str) -> SourceModule | None:
 
 def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
     """Raise ValueError where a function of a module was loaded from another source than its file has now."""
-    now: dict[str, list[object]] = {}  # a file may define several functions with the same name
+    now: dict[str, list[str]] = {}  # a file may define several functions with the same name
     for code in _codes(compile(source, file, "exec", dont_inherit=True)):
-        now.setdefault(code.co_qualname, []).append(_instructions(code))
+        now.setdefault(code.co_qualname, []).append(code_text(code))
     classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
     for value in itertools.chain(vars(module).values(), *(vars(kind).values() for kind in classes)):
         try:
@@ -154,7 +154,7 @@ def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
             continue
         is_own = inspect.isfunction(function) and module_of(function) == module.__name__
         is_own = is_own and not function.__code__.co_filename.startswith("<")  # such as __init__ of a dataclass
-        if is_own and _instructions(function.__code__) not in now.get(function.__code__.co_qualname, ()):
+        if is_own and code_text(function.__code__) not in now.get(function.__code__.co_qualname, ()):
             raise ValueError(f"{file}: {function.__qualname__}: edited after it was imported: start a new process")
 
 
@@ -166,16 +166,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _instructions(code: CodeType) -> object:
-    """Return the instructions, names and constants of a code object, without line numbers."""
-    return code.co_code, code.co_names, code.co_varnames, [_constant(constant) for constant in code.co_consts]
-
-
-def _constant(value: object) -> object:
-    """Return a constant of a code object in a form that tells 1 from 1.0 and has no order of a set."""
-    if isinstance(value, CodeType):
-        return _instructions(value)
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+def code_text(value: Any, doc: str | None = None) -> str:
+    """Return a text of bytecode without its docstring, or of a constant of it, that is the same in every process."""
+    if isinstance(value, frozenset):  # strings have another order in each process
+        return f"frozenset({{{', '.join(sorted(map(code_text, value)))}}})"
+    if not isinstance(value, CodeType):
+        return repr(value)
+    constants = ", ".join(code_text(constant) for constant in value.co_consts if constant != doc)
+    return f"({value.co_code!r}, [{constants}], {value.co_names!r}, {value.co_varnames!r})"
 
 
 def _source_of(name: str) -> tuple[Path | None, str]:

@@ -5,10 +5,10 @@ import hashlib
 import inspect
 from contextlib import suppress
 from functools import cache
-from types import CodeType
 from typing import Any
 
 from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_function
+from kerneltune.source_modules import code_text
 
 _MOST_HELPER_LAYERS = 4
 """Most decorators around a function that a kernel calls."""
@@ -23,7 +23,7 @@ def bytecode_digest(function: Any) -> str:
     digest, seen = hashlib.sha256(), {function}
 
     def add(reached: Any) -> None:
-        digest.update(_code_text(reached.__code__, reached.__doc__).encode())
+        digest.update(code_text(reached.__code__, reached.__doc__).encode())
         for name in reached.__code__.co_names:
             value = reached.__globals__.get(name)
             if isinstance(value, bool | int | float | str):
@@ -34,16 +34,6 @@ def bytecode_digest(function: Any) -> str:
 
     add(function)
     return digest.hexdigest()[:16]
-
-
-def _code_text(value: Any, doc: str | None = None) -> str:
-    """Return a text of bytecode without its docstring, or of a constant of it, that is the same in every process."""
-    if isinstance(value, frozenset):  # strings have another order in each process
-        return f"frozenset({{{', '.join(sorted(map(_code_text, value)))}}})"
-    if not isinstance(value, CodeType):
-        return repr(value)
-    constants = ", ".join(_code_text(constant) for constant in value.co_consts if constant != doc)
-    return f"({value.co_code!r}, [{constants}], {value.co_names!r}, {value.co_varnames!r})"
 
 
 def _helper(function: Any, name: str) -> Any:
