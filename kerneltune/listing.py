@@ -107,10 +107,22 @@ def check_contract(op: Op) -> None:
             _check_variant(op, variant)
 
 
-def _place(op: Op, field: str) -> str:
-    """Return `FILE:LINE: ` of a field in the call of the operator's module that gives the operator's name, such as `Op(…)`.
+def same_name(op: Op, other: Op) -> ValueError:
+    """Make the error of two operators with one name, with the lines that give the name."""
+    places = dict.fromkeys(place.removesuffix(": ") for each in (op, other) for place in _places(each, "name"))
+    lines = f" ({', '.join(places)})" if places else ""
+    return ValueError(f"two operators are called {op.name!r}: in {op.module} and in {other.module}{lines}: rename one of them")
 
-    For a call without the field the line is the call's. The text is empty if no call gives the name as a literal.
+
+def _place(op: Op, field: str) -> str:
+    """Return the first of `_places`; empty if no call gives the name as a literal."""
+    return next(_places(op, field), "")
+
+
+def _places(op: Op, field: str) -> Iterator[str]:
+    """Yield `FILE:LINE: ` of a field in each call of the operator's module that gives the operator's name, such as `Op(…)`.
+
+    For a call without the field the line is the call's.
     """
     file = Path(getattr(sys.modules.get(op.module), "__file__", None) or "")
     with suppress(OSError, SyntaxError, ValueError):
@@ -118,8 +130,7 @@ def _place(op: Op, field: str) -> str:
             fields = {word.arg: word.value for word in call.keywords}
             name = fields.get("name", next(iter(call.args), None))
             if isinstance(name, ast.Constant) and name.value == op.name:
-                return f"{file.name}:{fields.get(field, call).lineno}: "
-    return ""
+                yield f"{file.name}:{fields.get(field, call).lineno}: "
 
 
 def _mistaken_types(op: Op) -> Iterator[str]:

@@ -141,6 +141,8 @@ def test_broken_plug_in_raises_one_line_with_its_name(tmp_path: Path, monkeypatc
     assert refused(monkeypatch, empty) == f"error: plug-in {empty}: OPS: missing: expected a tuple of Op"
     alone = written("plug_alone", "from kerneltune.ops.stream import OP\nOPS = OP\n")
     assert refused(monkeypatch, alone) == f"error: plug-in {alone}: OPS: Op: expected a tuple of Op"
+    single = written("plug_single", "import dataclasses\nfrom kerneltune.ops.stream import OP\nOP = dataclasses.replace(OP)\n")
+    assert refused(monkeypatch, single).startswith("error: two operators are called 'stream': "), "as OP is an operator, too"
     number = written("plug_number", "OPS = (3,)\n")
     assert refused(monkeypatch, number) == f"error: plug-in {number}: OPS: 3: expected an Op"
     stream = "import dataclasses\nfrom kerneltune.ops.stream import OP\nOPS = (dataclasses.replace(OP{}),)\n"
@@ -148,6 +150,12 @@ def test_broken_plug_in_raises_one_line_with_its_name(tmp_path: Path, monkeypatc
     assert refused(monkeypatch, twin).startswith("error: two operators are called 'stream': in kerneltune.ops.stream and in ")
     step = written("plug_step", stream.format(", name='moe_step'"))
     assert refused(monkeypatch, step).startswith("error: two operators are called 'moe_step': in kerneltune.ops.stream and in ")
+    two = "OPS = [dataclasses.replace(OP, name='two', module=__name__),"
+    twins = written("plug_twins", f"{stream.partition('OPS')[0]}{two}\n{two.removeprefix('OPS = [')}]\n")
+    error = (
+        "two operators are called 'two': in plug_twins and in plug_twins (plug_twins.py:3, plug_twins.py:4): rename one of them"
+    )
+    assert refused(monkeypatch, twins) == f"error: {error}"
     lost = written("plug_lost", stream.format(", module='x'"))
     assert refused(monkeypatch, lost).startswith(f"error: plug-in {lost}: module of stream: 'x': expected the one")
     shadow = written("json", "OPS = ()\n")

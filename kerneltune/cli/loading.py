@@ -13,7 +13,7 @@ from kerneltune.cache import CONFIGS, default_root, read_roots, readable
 from kerneltune.cli.options import captured, one_of
 from kerneltune.errors import unknown
 from kerneltune.files import in_checkout
-from kerneltune.listing import OpSummary, summary_of
+from kerneltune.listing import OpSummary, same_name, summary_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.spec import PLUGINS, Case, Op
 from kerneltune.task import runs_folder, trials_folder
@@ -143,8 +143,7 @@ def load_ops(folder: str = "") -> Mapping[str, Op]:
 
     operators, workload_ops = ops.load(), workloads.load()
     for name in operators.keys() & workload_ops.keys():
-        modules = f"in {operators[name].module} and in {workload_ops[name].module}"
-        raise ValueError(f"two operators are called {name!r}: {modules}")
+        raise same_name(operators[name], workload_ops[name])
     return operators | workload_ops | captured_ops(folder)
 
 

@@ -1,7 +1,7 @@
 """Find operators: modules here that have `OP` or `OPS`, alone or in a folder, and operators of other packages.
 
 Presence in the folder is registration. From outside: the entry-point group `kerneltune.ops` of an installed package, or a
-module or .py file in KERNELTUNE_PLUGINS (which `kerneltune --plugin` extends); each gives `OPS`, a tuple of Op.
+module or .py file in KERNELTUNE_PLUGINS (which `kerneltune --plugin` extends); each gives `OPS`, a tuple of Op, or `OP`.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune.errors import statement_in
-from kerneltune.listing import OpSummary, check_contract, listed, summary_of
+from kerneltune.listing import OpSummary, check_contract, listed, same_name, summary_of
 from kerneltune.spec import GROUP, PLUGINS, Op
 
 
@@ -62,7 +62,7 @@ def load_with(plugins: str) -> dict[str, Op]:
     for op in (*itertools.chain.from_iterable(map(operators_in, modules())), *_plugged_in(plugins)):
         known = loaded.setdefault(op.name, op)
         if known is not op:
-            raise ValueError(f"two operators are called {op.name!r}: in {known.module} and in {op.module}")
+            raise same_name(known, op)
     return loaded
 
 
@@ -91,13 +91,13 @@ def _plugged_in(plugins: str) -> tuple[Op, ...]:
 
 
 def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
-    """Return the operators of a plug-in: a module with OPS, or OPS itself."""
+    """Return the operators of a plug-in: a module with OPS or OP, or OPS itself."""
     try:
         given = get()
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises on import
         hint = ": the field is called `invalid` now" if str(error).endswith("unexpected keyword argument 'valid'") else ""
         raise ValueError(f"plug-in {name}: {_place(error)}{type(error).__name__}: {error}{hint}") from error
-    ops = getattr(given, "OPS", given)
+    ops = getattr(given, "OPS", (given.OP,) if hasattr(given, "OP") else given)
     if not isinstance(ops, tuple | list) or not ops:
         raise ValueError(f"plug-in {name}: OPS: {'missing' if ops is given else type(ops).__name__}: expected a tuple of Op")
     for op in ops:
