@@ -230,10 +230,11 @@ def _sums(
         s_offsets += WORK.k_blocks * s_block_step
         s1 = tl.load(scale_ptr + s_offsets, mask=step + WORK.k_blocks + of_step < steps, other=0.0)
         words = _codes(w_desc, kb + step, tile * (WORK.blocks * 32), WORK.k_blocks)
-        xs = _loads(x_desc, first_token, (kb + step) * 128, DEPTH, GROUPS)
         for block in tl.static_range(WORK.k_blocks):
             codes = tl.reshape(words[block], (W, 2, 8, 4, 16))
             e = tl.reshape(_elements(tl.permute(codes, (3, 2, 0, 1, 4)), WORK.rest > 0), (4, 8, W, 2, 4, 4, 2))
+            if block == 0:  # the first codes are converted before x is waited for
+                xs = _loads(x_desc, first_token, (kb + step) * 128, DEPTH, GROUPS)
             for g in tl.static_range(PER_BLOCK):
                 w = tl.reshape(tl.permute(_part(e, g, PER_BLOCK), (2, 3, 1, 4, 6, 0, 5)), (16 * W, DEPTH))
                 sums = dot(w, tl.trans(xs[block * PER_BLOCK + g]), tl.zeros((16 * W, TOKENS), dtype=tl.float32))
