@@ -126,7 +126,7 @@ def limits_of(file: str) -> Mapping[int, list[_Limit]]:
     return of_line
 
 
-def _limits_within(node: ast.AST, is_condition: bool = False) -> Iterator[_Limit]:
+def _limits_within(node: ast.AST, is_condition: bool) -> Iterator[_Limit]:
     """Yield the limits of an expression; comparisons of the condition of an `if` are noted by the line that follows."""
     match node:
         case ast.Compare() if not is_condition:
@@ -141,7 +141,7 @@ def _limits_within(node: ast.AST, is_condition: bool = False) -> Iterator[_Limit
             yield from _limit(_division_texts, node, size, divisor)
         case ast.Subscript(sliced, place):
             parts = place.elts if isinstance(place, ast.Tuple) else [place]
-            known = itertools.takewhile(lambda it: not (isinstance(it, ast.Constant) and it.value in (None, ...)), parts)
+            known = itertools.takewhile(lambda part: not (isinstance(part, ast.Constant) and part.value in (None, ...)), parts)
             for axis, part in enumerate(known):
                 if isinstance(part, ast.Slice) and (part.lower or part.upper):
                     ends = [end or ast.Constant(None) for end in (part.lower, part.upper, part.step)]
@@ -158,7 +158,8 @@ def _limit(texts: Callable[..., Iterable[Fact | str]], node: ast.expr, *operands
     """
     parts = [part for operand in operands for part in ast.walk(operand)]
     called = {ast.unparse(part.func).rpartition(".")[2] for part in parts if isinstance(part, ast.Call)}
-    if _ASKS_FOR_MEMORY.search(text := ast.unparse(node)) or called - _CALLS or any(isinstance(it, _UNREPEATED) for it in parts):
+    is_repeatable = called <= _CALLS and not any(isinstance(part, _UNREPEATED) for part in parts)
+    if _ASKS_FOR_MEMORY.search(text := ast.unparse(node)) or not is_repeatable:
         return
     code = compile(f"({', '.join(map(ast.unparse, operands))},)", "<limit>", "eval")
 

@@ -137,8 +137,8 @@ def _forgetting(folder: str) -> Iterator[None]:
 @functools.lru_cache(maxsize=1)
 def _variables_in(folder: str, _num_modules: int) -> list[dict[str, Any]]:
     """Return the global variables of each module in a folder, and each dict among them, as long as no module is imported."""
-    modules = [it for it in list(sys.modules.values()) if is_own(folder, getattr(it, "__file__", None) or "")]
-    dicts = [value for it in modules for name, value in vars(it).items() if type(value) is dict and name != "__builtins__"]
+    modules = [module for module in list(sys.modules.values()) if is_own(folder, getattr(module, "__file__", None) or "")]
+    dicts = [held for module in modules for name, held in vars(module).items() if type(held) is dict and name != "__builtins__"]
     return [*map(vars, modules), *dicts]
 
 
