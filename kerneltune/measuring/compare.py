@@ -116,9 +116,9 @@ def _contenders(runs: Mapping[str, Run]) -> tuple[dict[str, Contender], dict[str
     inputs = input_sets(next(iter(runs.values())).task) if runs else []
     for name, (task, config) in runs.items():
         tell(name)
-        names, capture = (name,) if contenders else (name, SELF), partial(contender, task.variant, config, inputs)
+        labels, capture = (name,) if contenders else (name, SELF), partial(contender, task.variant, config, inputs)
         try:
-            contenders |= within_memory(partial(dict, ((its, capture(POLICIES[task.policy])) for its in names)))
+            contenders |= within_memory(partial(dict, ((label, capture(POLICIES[task.policy])) for label in labels)))
         except SkippedError as error:
             failed[name] = error.outcome
         except Exception as error:  # an error of another package under capture is a result
