@@ -88,7 +88,7 @@ class _JobRunner:
             (lacking if rows is None else self.kept).append(job)
         self.progress.stage(stage, len(jobs), len(jobs) - len(lacking), sum(job.cost for job in lacking))
         for job, outcomes in run_jobs(lacking):
-            runs = job.runs or [Run(replace(job.task, case=o.case or job.task.case), o.config) for o in outcomes]
+            runs = job.runs or [Run(replace(job.task, case=each.case or job.task.case), each.config) for each in outcomes]
             self.records[job] = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
             if job.runs:
                 journal.add(self.records[job])
@@ -108,7 +108,7 @@ class _JobRunner:
         rows = [row for job in jobs for row in self.records[job]]
         failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in known]
         coverage = [row.reason for row in rows if row.status != "failed"]
-        failed = {row.op for its in self.records.values() for row in its if row.status == "failed"}
+        failed = {row.op for job_rows in self.records.values() for row in job_rows if row.status == "failed"}
         return failures, coverage if self.kept else [*coverage, *coverage_lines(list(self.records), failed)]
 
     def compile_refusals(self) -> list[Record]:

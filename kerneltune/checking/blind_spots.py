@@ -42,12 +42,12 @@ def _ignored(op: Op, variant: Variant, cases: Sequence[Case], name: str, offered
     """Return a text if every value of an option, a type or a mode gives the same inputs, or the same results."""
     others, has_equal = list[tuple[Case, Case]](), False
     for case, value in itertools.product(cases, offered):
-        options = tuple((option, value if option == name else its) for option, its in case.options)
+        options = tuple((option, value if option == name else present) for option, present in case.options)
         other = replace(case, options=options) if name in dict(case.options) else replace(case, **{name: value})
         with suppress(Exception):  # two values that the operator does not take together
             if other == case:
                 continue
-            inputs, changed = (op.inputs(it, device="cpu") for it in (case, other))
+            inputs, changed = (op.inputs(either, device="cpu") for either in (case, other))
             if _leaves(inputs) == _leaves(changed):
                 has_equal = True
             elif _tensors(inputs) != _tensors(changed) or _leaves(op.reference(inputs)) != _leaves(op.reference(changed)):

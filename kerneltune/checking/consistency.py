@@ -27,7 +27,7 @@ class FirstSeen:
         for name, is_over_input in are_over_inputs.items():
             if other := self._other(case, is_over_input, variant.run, case.quant, name):
                 cases = (case, other[1]) if is_over_input else (other[1], case)
-                in_place, elsewhere = (f"{its.name} {its.dtype} {its.quant}" for its in cases)
+                in_place, elsewhere = (f"{each.name} {each.dtype} {each.quant}" for each in cases)
                 other_run = "in another run" if in_place == elsewhere else f"in case {elsewhere}"
                 return [f"outputs: {name} is written over an input in case {in_place}, and not {other_run}"]
         return []

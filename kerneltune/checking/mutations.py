@@ -117,9 +117,10 @@ def accepted_mutations(op: Op, variant: Variant, cases: Sequence[Case]) -> tuple
     seen: dict[str, dict[str, bool]] = {}
     with suppress(CaseError):
         seen = _refusals(op, variant, cases)
-    gross = {name: [it for it in _MUTATIONS if it in {*_GROSS, _WRONG} and not its.get(it, True)] for name, its in seen.items()}
-    ignored = [name for name, its in seen.items() if not any(its.values())]
-    return ignored, [f"{name} ({', '.join(its)})" for name, its in gross.items() if its and name not in ignored]
+    wrong = [mutation for mutation in _MUTATIONS if mutation in {*_GROSS, _WRONG}]
+    gross = {name: [mutation for mutation in wrong if not refused.get(mutation, True)] for name, refused in seen.items()}
+    ignored = [name for name, refused in seen.items() if not any(refused.values())]
+    return ignored, [f"{name} ({', '.join(taken)})" for name, taken in gross.items() if taken and name not in ignored]
 
 
 def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict[str, bool]]:
