@@ -50,6 +50,18 @@ def test_mutation_of_a_scale_before_a_cast_to_fp8_is_judged(bound: float, judged
     assert "scale x 1.01" in named
 
 
+def test_mutations_of_an_output_without_axes_are_judged() -> None:
+    def total(inputs: Inputs) -> Outputs:
+        return {"loss": inputs["x"].float().nan_to_num().abs().sum()}
+
+    op = op_with("")
+    variant = replace(op.variants[0], run=lambda inputs, _config: total(inputs))
+    strict = replace(op, compare=lambda _c, _i, got, want: close("loss", got["loss"], want["loss"], 1e-4, 0.0))
+    (outcome,) = outcomes(replace(strict, reference=total, variants=(variant,)))
+    assert outcome.status == "checked"
+    assert "loss: compare refuses one element, " in outcome.reason
+
+
 def test_mutations_fail_a_comparison_that_accepts_all_or_compares_means() -> None:
     results = outcomes(replace(op_with(""), compare=lambda *_: []))
     assert {outcome.status for outcome in results} == {"failed"}
