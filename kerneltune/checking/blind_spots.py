@@ -69,15 +69,17 @@ def _are_results_equal(op: Op, variant: Variant, *cases: Case) -> bool:
 
 def _one_type(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
     """Yield a text for each output that is bf16, or fp16, in all cases, though the reference returns more bits."""
-    types: dict[str, set[tuple[torch.dtype, torch.dtype]]] = {}
+    types: dict[str, list[tuple[torch.dtype, torch.dtype]]] = {}
     smallest = {case.dtype: case for case in reversed(cases) if case.quant == cases[0].quant}
     for case in smallest.values() if len(smallest) > 1 else ():
         with suppress(Exception):  # the check of the case says why
             checker = Checker(op, case, "cpu")
             for name, value in checker.outputs(variant, variant.default_config(case)).items():
-                types.setdefault(name, set()).add((value.dtype, checker.expected[name].dtype))
-    for name, ((given, wanted), *others) in types.items():
-        if not others and given.itemsize == 2 and given.is_floating_point and wanted in (torch.float32, torch.float64):
+                types.setdefault(name, []).append((value.dtype, checker.expected[name].dtype))
+    for name, (first, *others) in types.items():
+        given, wanted = first
+        is_wider = wanted in (torch.float32, torch.float64)
+        if set(others) == {first} and given.itemsize == 2 and given.is_floating_point and is_wider:
             yield f"{name} is {given} for every dtype"
 
 

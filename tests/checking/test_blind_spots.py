@@ -105,6 +105,20 @@ def test_output_of_16_bits_for_every_type_of_cases_is_named(cast: Callable[[torc
     assert blind_spots(op, variant, cases) == [line] * is_named
 
 
+def test_output_that_the_smallest_cases_of_one_type_alone_give_is_not_named() -> None:
+    plain = biased()
+
+    def outputs(given: Inputs, _config: None = None) -> Inputs:
+        y = plain.reference(given)["y"]
+        return {"y": y} | ({"db": y.to(given["x"].dtype)} if given["x"].dtype == torch.bfloat16 else {})
+
+    variant = Variant("optimized", outputs)
+    acts = plain.options["act"]
+    cases = [replace(case, dtype=dtype, options=(("act", act),)) for case in CASES for dtype in plain.dtypes for act in acts]
+    op = replace(plain, reference=lambda given: {name: value.float() for name, value in outputs(given).items()})
+    assert blind_spots(op, variant, cases) == []
+
+
 @pytest.mark.parametrize(("is_varied", "is_linear"), [(True, False), (False, True), (False, False)])
 def test_rows_of_normal_values_alone_are_named_unless_the_reference_is_linear(is_varied: bool, is_linear: bool) -> None:
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
