@@ -348,6 +348,10 @@ class Recorder:
     def _launch(self, original: Callable[..., Any], autotuner: Any, recorded: RecordedClass, args: Any, kwargs: Any) -> Any:
         """Launch with a config of the class, or else by the program's own `run`, and count the launch."""
         held, recorded.held = recorded.held, None
+        if not recorded.is_warm and program.is_interpreted():
+            from kerneltune.interpreter.corrections import correct_libdevice
+
+            correct_libdevice()
         try:
             if recorded.configs:
                 result = self._launch_config(autotuner, recorded, args, kwargs)

@@ -82,7 +82,7 @@ def correct_interpreter() -> None:
     builder.create_fdiv = partialmethod(_divide_inexactly, builder.create_fdiv)
     builder.cast_impl = _through_fp32(builder.cast_impl)
     builder.get_bf16 = lambda builder, value: builder.cast_impl(builder.get_fp32(value), interpreter.tl.bfloat16)
-    _correct_libdevice()
+    correct_libdevice()
     quicken()
     interpreter.ReduceOps.min_max = partialmethod(_min_max_without_warning, interpreter.ReduceOps.min_max)
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
@@ -98,8 +98,12 @@ _LIBDEVICE: dict[str, Callable[..., Any]] = {
 """Functions of CUDA's libdevice: in the interpreter they return None."""
 
 
-def _correct_libdevice() -> None:
-    """Let functions of libdevice compute, for kernels that are imported from here on."""
+def _call_computed(*args: Any, _computed: Callable[..., Any], **named: Any) -> Any:
+    return _computed(*args, **named)
+
+
+def correct_libdevice() -> None:
+    """Let functions of libdevice compute; change them in place, as kernels may have imported them by name."""
     from triton.language.extra import libdevice
     from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
 
@@ -114,7 +118,8 @@ def _correct_libdevice() -> None:
 
     for name, function in _LIBDEVICE.items():
         if hasattr(libdevice, name):
-            setattr(libdevice, name, computed(function))
+            known = getattr(libdevice, name)
+            known.__code__, known.__kwdefaults__ = _call_computed.__code__, {"_computed": computed(function)}
 
 
 def correct_or_warn() -> None:

@@ -127,6 +127,27 @@ def test_capture_of_a_kernel_of_a_notebook_cell_reports_that_it_cannot_be_tuned(
     assert swept.stderr == f"error: {tmp_path / 'cap'}: no launch can be made again: __main__.doubled: {launch.problem}\n"
 
 
+OF_LIBDEVICE = """
+import torch, triton, triton.language as tl
+from triton.language.extra.libdevice import tanh
+
+@triton.autotune(configs=[triton.Config({})], key=[])
+@triton.jit
+def squash(x_ptr, y_ptr):
+    tl.store(y_ptr + tl.arange(0, 8), tanh(tl.load(x_ptr + tl.arange(0, 8))))
+
+x = torch.linspace(-2, 2, 8)
+squash[(1,)](x, y := torch.empty(8))
+torch.testing.assert_close(y, x.tanh())
+"""
+
+
+def test_capture_without_a_gpu_computes_functions_of_libdevice(tmp_path: Path) -> None:
+    (tmp_path / "squash.py").write_text(OF_LIBDEVICE)
+    assert run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "squash.py").exit_code == 0
+    assert run("sweep", tmp_path / "cap", "--check-only").exit_code == 0
+
+
 def test_capture_of_a_failing_program_reports_its_exit_code(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "false")
     message = (
