@@ -71,7 +71,7 @@ def command(
     if eager:
         environment["TORCHDYNAMO_DISABLE"] = "1"
     remove_parts(out)
-    earlier = process_files(out)
+    earlier, has_classes = process_files(out), (out / CLASSES).is_dir()
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         code = run_program(program, environment | {STARTED: str(Path(folder, "started"))})
         is_found = Path(folder, "started").exists()
@@ -85,7 +85,7 @@ def command(
         more = f"; plain @triton.jit, captured only under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
         if notes.has_compiled and not eager:
             more += f"; kernels inside torch.compile are seen under --eager{'' if plain else _ALSO_PLAIN}"
-        kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
+        kept = f"; {out} keeps its earlier launches" if has_classes else ""
         reason = _reason(notes, pattern, code, plain) if is_found or written or code else NOT_FOUND
         error_line(f"nothing was captured: {reason}{more}{kept}")
     # Because a launcher ends the job where a rank ends with an error, one of several ranks may capture nothing.
