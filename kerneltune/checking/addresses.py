@@ -74,7 +74,11 @@ def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case])
             of_checks.append((_sizes(check, of_check), of_check))
     largest: dict[int, int] = {}
     for name, value in wanted.items():
-        numbers = [(sizes, int(its[name].max())) for sizes, its in of_checks if name in its and its[name].numel() >= _SEVERAL]
+        numbers = [
+            (sizes, int(known.max()))
+            for sizes, its in of_checks
+            if isinstance(known := its.get(name), torch.Tensor) and known.numel() >= _SEVERAL
+        ]
         for size_name, size in _sizes(case, inputs).items() if numbers else ():
             sizes = [of_check.get(size_name, 0) for of_check, _most in numbers]
             limits = [most for _sizes_of_check, most in numbers]
