@@ -158,8 +158,8 @@ def _mistaken_forms(op: Op) -> Iterator[str]:
         if dtype != dtype_name(dtype):
             yield f"dtypes: {dtype!r}: expected {dtype_name(dtype)!r}"
     for name, values in op.options.items():
-        if not values:
-            yield f"options: {name}: {values!r}: expected a tuple of values, the usual one first"
+        if not values or not all(isinstance(value, Option) for value in values):
+            yield f"options: {name}: {values!r}: expected a tuple of numbers or texts, the usual one first"
 
 
 def _missing_functions(op: Op) -> Iterator[str]:
