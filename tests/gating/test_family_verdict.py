@@ -141,5 +141,5 @@ def test_gate_with_stale_lines_fails_and_names_removed_variants() -> None:
     assert answer.exit_code == REGRESSION
     assert gate([record()], [record(103.5)], 0.03).exit_code == AMBIGUOUS
     with pytest.raises(ValueError, match=r"^op: 'rmsnorm_fwd': in the records, but not loaded here: load it by --plugin, or "):
-        stale_lines([record()], {}, None)
-    assert stale_lines([record(role="peer")], {}, None) == []
+        stale_lines([record()], {})
+    assert stale_lines([record(role="peer")], {}) == []
