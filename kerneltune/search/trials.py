@@ -149,9 +149,6 @@ class TrialStore:
         timed = [(evaluation.time_us, knobs) for knobs, evaluation in self.evaluations(task).items() if evaluation.time_us]
         return [dict(knobs) for _, knobs in sorted(timed)]
 
-    def __len__(self) -> int:
-        return sum(map(len, self._evaluations.values()))
-
 
 def _add_choices(choices: dict[str, dict[Any, None]], knobs: Knobs) -> None:
     for name, value in knobs:
