@@ -92,10 +92,7 @@ class Shift:
     @property
     def bounds(self) -> tuple[float, float]:
         """Return the 95 % interval of the slowdown."""
-        from scipy.special import stdtrit
-
-        reach = self.error * float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2))
-        return float(np.expm1(self.log - reach)), float(np.expm1(self.log + reach))
+        return self.least((1 - CONFIDENCE) / 2), self.least((1 + CONFIDENCE) / 2)
 
     def least(self, p: float) -> float:
         """Return the slowdown that the new side exceeds, but for a probability of `p`."""
