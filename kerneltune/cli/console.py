@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kerneltune.files import replace_text
 from kerneltune.records import Record
-from kerneltune.reporting.naming import failure_lines
+from kerneltune.reporting.naming import failure_lines, is_of_contract
 from kerneltune.table import Table
 from kerneltune.wording import printable, wrapped
 
@@ -73,12 +73,12 @@ def error_line(text: str) -> None:
 
 
 def end_if_failed(records: Iterable[Record]) -> None:
-    """Print a line for each mistake of failed records; end with exit code 1 if a record failed."""
-    lines = failure_lines(record for record in records if record.status == "failed")
-    for line in lines:
+    """Print a line for each mistake of failed records; end with 1 if a variant failed, with 2 if inputs or a reference did."""
+    failed = [record for record in records if record.status == "failed"]
+    for line in failure_lines(failed):
         show_wrapped(" ".join(f"failed: {line}".split()), target=messages)
-    if lines:
-        raise typer.Exit(1)
+    if failed:
+        raise typer.Exit(2 if any(map(is_of_contract, failed)) else 1)
 
 
 STDOUT = Path("-")

@@ -61,8 +61,8 @@ def command(
     case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a
     tolerance may allow.
 
-    Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if every row is skipped, or if --stale
-    finds no records.
+    Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if an operator's inputs or reference fail,
+    if every row is skipped, or if --stale finds no records.
     """
     o.refuse("expected only with --check-only", mutate=mutate and not check_only)
     folder = loading.capture_folder(family)

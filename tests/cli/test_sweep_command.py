@@ -132,6 +132,24 @@ def test_sweep_exits_with_1_if_an_own_variant_fails(engine: dict[str, Any], tmp_
     assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("mine.py:3: reference: RuntimeError: no, for rmsnorm_fwd M=8192", 2),
+        ("run 2: mine.py:3: reference: changes its input x", 2),
+        ("reference: NoneType: expected a dict of output -> tensor", 2),
+        ("mine.py:3: inputs: RuntimeError: no", 2),
+        ("inputs: x was overwritten, and is no output", 1),
+        ("mine.py:3: compare: None: expected a list of lines", 1),
+        ("outputs: the reference gives z, the variant does not", 1),
+    ],
+)
+def test_sweep_exits_with_2_if_inputs_or_reference_fail(reason: str, code: int, engine: dict[str, Any], tmp_path: Path) -> None:
+    failed: dict[str, Any] = {"status": "failed", "reason": reason, **NO_TIMES}
+    engine["answer"] = [record(**failed), record(variant="optimized", **failed | {"reason": "mine.py:9: y: 3 of 4 wrong"})]
+    assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == code
+
+
 def test_tune_passes_all_options_on(engine: dict[str, Any], tmp_path: Path) -> None:
     result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
