@@ -80,7 +80,7 @@ class _SizeSearch:
     def run(self) -> tuple[list[Case], set[Fact]]:
         """Search with default configs on all bench cases; then with configs around the default, on a bench case per set of facts.
 
-        A variant that calls `torch.bincount`, for example, is left out: its launches depend on values.
+        A variant that always calls `torch.bincount`, for example, is left out: its launches depend on values.
         """
         bench, facts = self.bench, set[Fact]()
         variants, without = _variants_with_facts(self.op, self.check)
@@ -101,11 +101,12 @@ class _SizeSearch:
         If the time ends before the facts of all check cases are known, no case is derived.
         """
         in_checks = dict(launches.facts_of([*self.check, *self.found]))
+        is_complete = not launches.not_judged
         known, by_facts = set[Fact]().union(*in_checks.values()), dict[frozenset[Fact], Case]()
         most_programs = max([_FEW_PROGRAMS, *(MOST_COST * facts.num_programs for facts in in_checks.values())])
         for case, bench_facts in launches.facts_of(sorted(bench, key=self._cost)):
             by_facts[frozenset(bench_facts)] = case
-            for wants_even_blocks in (False, True) if set(self.check) <= in_checks.keys() else ():
+            for wants_even_blocks in (False, True) if is_complete else ():
                 missing = {fact for fact in bench_facts - known if (fact.kind == "even blocks") is wants_even_blocks}
                 candidates = self._candidates(case, wants_even_blocks, partial(launches.have_one_of, missing)) if missing else ()
                 for candidate, facts in launches.facts_of(candidates):
@@ -207,21 +208,22 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
 
 
 def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], list[tuple[Variant, str]]]:
-    """Return the own variants whose launches are known without values, and the others with the line of an error.
+    """Return the own variants whose launches are known without values in some case, and those with an error with its line.
 
-    They must be known in all cases that the variants support, until the time is over.
+    Launches of a variant may depend on values in some cases alone, as where lengths of sequences are given.
     """
-    variants, without = [variant for variant in op.variants if not variant.is_peer], list[tuple[Variant, str]]()
+    variants, known = [variant for variant in op.variants if not variant.is_peer], set[Variant]()
+    reasons = dict[Variant, list[str]]()
     begun_s = time.thread_time()
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             break
         for variant in [variant for variant in variants if not variant.unsupported(case)]:
-            reasons = list[str]()
-            if not facts_by_config(op, variant, case, _default_alone(variant, case), reasons):
-                variants.remove(variant)
-                without += [(variant, reason) for reason in reasons]
-    return variants, without
+            if facts_by_config(op, variant, case, _default_alone(variant, case), reasons.setdefault(variant, [])):
+                known.add(variant)
+    return [variant for variant in variants if variant in known], [
+        (variant, lines[0]) for variant, lines in reasons.items() if lines
+    ]
 
 
 class _Launches:
@@ -234,7 +236,7 @@ class _Launches:
     def facts_of(self, cases: Iterable[Case]) -> Iterator[tuple[Case, LaunchFacts]]:
         """Yield each case with the facts of its launches, and the most programs of a config, until the time is over.
 
-        Cases whose launches depend on values are left out. Facts of even blocks lose the size of the block.
+        Cases in which launches of all variants depend on values are left out. Facts of even blocks lose the size of the block.
         """
         begun_s = time.thread_time()
         for case in cases:
@@ -243,10 +245,12 @@ class _Launches:
                 return
             supported = [variant for variant in self._variants if not variant.unsupported(case)]
             by_variant = [facts_by_config(self._op, variant, case, self._configs(variant, case)) for variant in supported]
-            if all(by_variant):
+            if any(by_variant) or not by_variant:
                 facts = set[Fact]().union(*(facts for by_config in by_variant for facts in by_config.values()))
                 case_facts = LaunchFacts(fact._replace(block=0) for fact in facts)
-                case_facts.num_programs = sum(max(facts.num_programs for facts in by_config.values()) for by_config in by_variant)
+                case_facts.num_programs = sum(
+                    max(facts.num_programs for facts in by_config.values()) for by_config in by_variant if by_config
+                )
                 yield case, case_facts
 
     def have_one_of(self, facts: Set[Fact], case: Case) -> bool:

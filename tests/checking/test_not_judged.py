@@ -41,6 +41,20 @@ def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addre
     ), line
 
 
+def test_host_code_that_reads_values_in_one_check_case_leaves_the_search_for_sizes_to_the_others() -> None:
+    op = summing("")
+
+    def scaled(given: Inputs, config: Any) -> Outputs:
+        assert len(given["x"]) != CASES[1]["M"] or float(given["x"].sum()) < 1e30
+        return op.variants[0].run(given, config)
+
+    derived, _, facts = derived_cases(replace(op, variants=(replace(op.variants[0], run=scaled),)), CASES, BENCH)
+    assert any(case.name.startswith("long,M=") for case in derived)
+    assert [fact.text.partition(": ")[0] for fact in facts if fact.kind == "not judged"] == [
+        "sizes of bench cases alone of optimized"
+    ]
+
+
 def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
     op = summing("")
 
