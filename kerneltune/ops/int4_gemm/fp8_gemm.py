@@ -5,7 +5,7 @@ in front of the sums.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
@@ -43,6 +43,8 @@ _RAW = 64
 _HELD_OF_RAW = {(16, False): 5, (32, False): 4, (64, False): 3, (16, True): 4, (32, True): 3, (64, True): 3}
 """Programs of raw codes with one block of rows of w and steps of two blocks of k that an SM holds, by rows of x and whether there
 are zero points (`inspect int4_fp8_gemm`, sm_90)."""
+_TWO_AT_ONCE = 0.93
+"""Share of the time that steps of two blocks of k take, with exact codes and up to 64 rows of x: H200, 2026-11-29, 38 cases."""
 _MOST_PROGRAMS = 2048
 """Most programs of a product of several splits, because each split has memory for its part."""
 
@@ -355,13 +357,15 @@ def invalid(case: Case, config: Int4Fp8Config) -> str | None:
 def default(case: Case) -> Int4Fp8Config:
     """Return a config for any shape: of the shortest time that `estimate` gives, or with raw codes and as many tokens.
 
-    H200, 2026-11-29: 0.968 of the speed of the fastest known config over 56 cases, worst 0.868; see docs/untuned_shapes.md.
+    H200, 2026-11-29: 0.961 of the speed of the fastest known config over 94 cases, worst 0.818; see docs/untuned_shapes.md.
     """
     N, rows, depth, groups = sizes_of(case)
-    c = shortest((N, rows, depth, groups), sms())
     zeros = bool(case.option("zeros"))
+    has_two = N > _RAW and groups == 1 and not zeros
+    c = shortest((N, rows, depth, groups), sms(), has_two=has_two)
     if not zeros and (N > _RAW or groups > 1):
-        return c
+        two = replace(c, k_blocks=2, stages=3)
+        return two if has_two and c.tokens <= 64 and depth > 1 and (c.splits - 1) * _steps(depth, two) < depth else c
     tiles, most = rows * cdiv(N, c.tokens), _HELD_OF_RAW.get((c.tokens, zeros), 1) * sms()
     # Programs of two blocks of rows are half as many: then an SM holds all of its programs at once.
     is_wide = tiles > most and c.tokens <= (32 if zeros else 16)
@@ -394,22 +398,24 @@ def costs(sizes: tuple[int, int, int, int], tokens: int, blocks: int, times: Ste
 
 
 @lru_cache(maxsize=4096)
-def shortest(sizes: tuple[int, int, int, int], sms: int, times: StepTimes = TIMES) -> Int4Fp8Config:
+def shortest(sizes: tuple[int, int, int, int], sms: int, times: StepTimes = TIMES, *, has_two: bool = False) -> Int4Fp8Config:
     """Return the config of the shortest estimated time for the result of `sizes_of`, on a GPU of so many SMs.
 
     Beyond `_EARLY` tokens programs do not begin early: the programs of the cast take room on the SMs, and the programs of a
     launch that would fill each SM in part lie unevenly. A fourth stage is taken where k is whole and an SM holds as many
-    programs with it.
+    programs with it. has_two: steps of up to 64 rows of x may take two blocks of k; then one block of rows of w with 128 rows of
+    x is as fast as two or faster (H200, 2026-11-29, 36 of 38 cases).
     """
     N, _, depth, _ = sizes
     offers = []
     for tokens in _token_tiles(N):
-        for blocks in (1, 2) if 3 * tokens >= min(N, 128) else ():
+        for blocks in ((1,) if has_two and tokens == 128 else (1, 2)) if 3 * tokens >= min(N, 128) else ():
             cost, tiles, reads = costs(sizes, tokens, blocks, times)
+            share = _TWO_AT_ONCE if has_two and tokens < 128 else 1.0
             for splits in _SPLITS if tokens < 128 else (1,):
                 programs, steps = -(-tiles * splits // sms), -(-depth // splits)
                 if splits == 1 or (programs <= cost.held and (splits - 1) * steps < depth):
-                    offers.append((product_us(cost, programs, steps, reads, splits), tokens, blocks, splits, programs))
+                    offers.append((share * product_us(cost, programs, steps, reads, splits), tokens, blocks, splits, programs))
     _, tokens, blocks, splits, programs = min(offers)
     is_deep = splits == 1 and programs <= min(HELD[tokens, blocks], 256 // tokens)
     return Int4Fp8Config(tokens, blocks, warps_of(tokens, blocks), splits, 4 if is_deep else 3, is_early(N))

@@ -169,7 +169,7 @@ def invalid(case: Case, config: Int4GroupedConfig) -> str | None:
 
 def default(case: Case) -> Int4GroupedConfig:
     """Return a config for any shape, by the sizes of groups that a router with unequal experts is expected to deal."""
-    N, rows, _, groups = fp8_gemm.sizes_of(case)
+    N, rows, depth, groups = fp8_gemm.sizes_of(case)
     E, mean = case["E"], N / case["E"]
     largest = mean + sqrt(mean + _SPREAD * mean * mean) * NormalDist().inv_cdf((E - 0.375) / (E + 0.25))  # Blom's formula
     reached = E * (1 - (1 + _SPREAD * mean) ** (-1 / _SPREAD))  # groups that have tokens: a negative binomial distribution
@@ -179,7 +179,9 @@ def default(case: Case) -> Int4GroupedConfig:
     tokens, blocks = min(tokens, 64 if N > 32 else 32 if N > 16 else 16), blocks if rows % 2 == 0 else 1
     is_held = load.programs <= {(32, 2): 6, (32, 1): 5 if groups == 1 else 4, (64, 1): 2.9}.get((tokens, blocks), 0)
     maxnreg = 0 if is_held else _MAXNREG.get((tokens, blocks), 0)
-    return Int4GroupedConfig(tokens, blocks, 4, 3, _is_early(N, load, blocks), maxnreg, rest=16 if scales.zeros else 0)
+    has_few = groups < 4 and load.launched <= 2 and depth > 1
+    k_blocks = 2 if not maxnreg and (has_few or (groups == 1 and depth > 32)) else 1
+    return Int4GroupedConfig(tokens, blocks, 4, 3, _is_early(N, load, blocks), maxnreg, k_blocks, 16 if scales.zeros else 0)
 
 
 def _is_early(N: int, load: _Load, blocks: int) -> bool:

@@ -124,7 +124,8 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int) -> N
         (16, 4096, False, 64, (1, 1, 0)),  # a rest costs more for each group
         (64, 4096, False, 32, (1, 1, 0)),
         (64, 4096, True, 32, (1, 2, 16)),
-        (128, 4096, False, 128, (1, 1, 0)),
+        (128, 4096, False, 128, (1, 2, 0)),
+        (128, 28672, False, 128, (1, 1, 0)),  # programs of 128 tokens
         (128, 4096, True, 128, (1, 2, 16)),  # only raw codes take zero points
     ],
 )

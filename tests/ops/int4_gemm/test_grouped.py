@@ -130,16 +130,16 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
 @pytest.mark.parametrize(
     ("tokens", "rows", "depth", "groups", "group", "expected"),
     [
-        (8, 5120, 4096, 16, 128, (16, 2, True, 0)),  # the cast of x occupies few SMs
+        (8, 5120, 4096, 16, 128, (16, 2, True, 0)),  # tokens, blocks, early, maxnreg; the cast of x occupies few SMs
         (9, 5120, 4096, 16, 128, (16, 2, False, 0)),
-        (26, 2048, 4096, 8, 128, (16, 1, False, 0)),  # fewer than three programs of one block for an SM
+        (26, 2048, 4096, 8, 128, (16, 1, False, 0, 2)),  # so few programs for an SM that steps take two blocks of k
         (36, 2048, 7168, 6, 32, (16, 2, True, 0)),  # at most one program for an SM
         (65, 2048, 7168, 6, 32, (64, 1, False, 0)),
-        (60, 7168, 4864, 16, 128, (16, 1, True, 0)),  # 11.2 programs of one block: a wave of two blocks would be nearly empty
+        (60, 7168, 4864, 16, 128, (16, 1, True, 0, 2)),  # 11.2 programs of one block: a wave of two blocks would be nearly empty
         (64, 10240, 4096, 16, 128, (16, 2, True, 0)),
         (72, 1024, 3584, 80, 128, (32, 2, False, 0)),  # half of all programs end at once, and an SM holds three
         (99, 1408, 2560, 48, 128, (16, 2, False, 0)),
-        (12, 1024, 3584, 80, 128, (16, 1, False, 0)),  # no more programs than tokens times tiles
+        (12, 1024, 3584, 80, 128, (16, 1, False, 0, 2)),  # no more programs than tokens times tiles
         (256, 4096, 6400, 16, 128, (32, 2, False, 128)),
         (352, 7168, 4864, 16, 128, (32, 2, False, 128)),
         (22, 5120, 1920, 23, 128, (32, 2, True, 128)),
@@ -154,18 +154,18 @@ def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, grou
         (2048, 7168, 2048, 24, 32, (64, 2, True, 0)),
         (406, 832, 7680, 112, 32, (32, 1, True, 80)),
         (11, 7680, 2432, 11, 128, (16, 2, True, 0)),
-        (99, 2560, 6400, 6, 128, (64, 1, False, 0)),  # few programs: those of the largest group end last
-        (20, 4096, 4096, 1, 128, (32, 1, True, 0)),
+        (99, 2560, 6400, 6, 128, (64, 1, False, 0, 2)),  # few programs: those of the largest group end last
+        (20, 4096, 4096, 1, 128, (32, 1, True, 0, 2)),
         (200, 5568, 4096, 16, 128, (32, 1, True, 80)),  # an odd number of blocks of rows
-        (29, 768, 7168, 8, 64, (16, 1, True, 0)),
+        (29, 768, 7168, 8, 64, (16, 1, True, 0, 2)),
     ],
 )
 def test_default_follows_the_tokens_of_the_largest_group_and_the_programs_of_an_sm(
-    tokens: int, rows: int, depth: int, groups: int, group: int, expected: tuple[int, int, bool, int]
+    tokens: int, rows: int, depth: int, groups: int, group: int, expected: tuple[Any, ...]
 ) -> None:
     case = case_of(tokens, rows, depth, groups)
     config = grouped.default(dataclasses.replace(case, options=(("group", group), *case.options[1:])))
-    assert config == Int4GroupedConfig(*expected[:2], warps=4, stages=3, early=expected[2], maxnreg=expected[3])
+    assert config == Int4GroupedConfig(*expected[:2], 4, 3, *expected[2:])
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1900, (32, 2)), (2096, (64, 2))])
