@@ -5,7 +5,7 @@ in front of the sums.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
@@ -20,7 +20,7 @@ from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, INTERPRETED, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import configs, gemm, reference
-from kerneltune.ops.int4_gemm.estimate import HELD, TIMES, ShapeCost, StepTimes, product_us, reads_us, shape_cost, sms, warps_of
+from kerneltune.ops.int4_gemm.estimate import TIMES, ShapeCost, StepTimes, product_us, reads_us, shape_cost, sms, warps_of
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows, norm_rows
 from kerneltune.ops.int4_gemm.kernels.fp8 import int4_fp8_gemm as kernel
 from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
@@ -45,6 +45,8 @@ _HELD_OF_RAW = {(16, False): 5, (32, False): 4, (64, False): 3, (16, True): 4, (
 are zero points (`inspect int4_fp8_gemm`, sm_90)."""
 _TWO_AT_ONCE = 0.93
 """Share of the time that steps of two blocks of k take, with exact codes and up to 64 rows of x: H200, 2026-11-29, 38 cases."""
+_HELD_OF_TWO = {(32, 1): 5, (32, 2): 3, (64, 1): 3, (64, 2): 2}
+"""Programs of such steps that an SM holds, as `estimate.HELD` (`inspect int4_fp8_gemm`, sm_90)."""
 _MOST_PROGRAMS = 2048
 """Most programs of a product of several splits, because each split has memory for its part."""
 
@@ -357,15 +359,14 @@ def invalid(case: Case, config: Int4Fp8Config) -> str | None:
 def default(case: Case) -> Int4Fp8Config:
     """Return a config for any shape: of the shortest time that `estimate` gives, or with raw codes and as many tokens.
 
-    H200, 2026-11-29: 0.961 of the speed of the fastest known config over 94 cases, worst 0.818; see docs/untuned_shapes.md.
+    H200, 2026-11-29: 0.974 of the speed of the fastest known config over 91 cases, worst 0.858; see docs/untuned_shapes.md.
     """
     N, rows, depth, groups = sizes_of(case)
     zeros = bool(case.option("zeros"))
     has_two = N > _RAW and groups == 1 and not zeros
     c = shortest((N, rows, depth, groups), sms(), has_two=has_two)
     if not zeros and (N > _RAW or groups > 1):
-        two = replace(c, k_blocks=2, stages=3)
-        return two if has_two and c.tokens <= 64 and depth > 1 and (c.splits - 1) * _steps(depth, two) < depth else c
+        return c
     tiles, most = rows * cdiv(N, c.tokens), _HELD_OF_RAW.get((c.tokens, zeros), 1) * sms()
     # Programs of two blocks of rows are half as many: then an SM holds all of its programs at once.
     is_wide = tiles > most and c.tokens <= (32 if zeros else 16)
@@ -373,8 +374,9 @@ def default(case: Case) -> Int4Fp8Config:
     steps = cdiv(depth, splits)
     fits = c.tokens == 32 or (c.tokens < 128 and tiles * splits <= most)
     k_blocks = 2 if fits and steps > 1 and (splits - 1) * 2 * cdiv(steps, 2) < depth else 1
-    rest = 32 if 16 < steps * groups <= 32 and (c.tokens == 16 or blocks == 2) else 16
-    return Int4Fp8Config(c.tokens, blocks, 4, splits, 3, True, k_blocks, rest)
+    has_room = c.tokens == 64 and tiles * splits <= 2 * sms()
+    rest = 32 if 16 < steps * groups <= 32 and (c.tokens == 16 or blocks == 2 or (has_room and not zeros)) else 16
+    return Int4Fp8Config(c.tokens, blocks, 4, splits, 4 if has_room else 3, True, k_blocks, rest)
 
 
 def sizes_of(case: Case) -> tuple[int, int, int, int]:
@@ -402,23 +404,28 @@ def shortest(sizes: tuple[int, int, int, int], sms: int, times: StepTimes = TIME
     """Return the config of the shortest estimated time for the result of `sizes_of`, on a GPU of so many SMs.
 
     Beyond `_EARLY` tokens programs do not begin early: the programs of the cast take room on the SMs, and the programs of a
-    launch that would fill each SM in part lie unevenly. A fourth stage is taken where k is whole and an SM holds as many
-    programs with it. has_two: steps of up to 64 rows of x may take two blocks of k; then one block of rows of w with 128 rows of
-    x is as fast as two or faster (H200, 2026-11-29, 36 of 38 cases).
+    launch that would fill each SM in part lie unevenly. A fourth stage is taken where k is whole and an SM needs no
+    more waves of programs with it.
+
+    has_two: whether steps of up to 64 rows of x may take two blocks of k; then one block of rows of w with 128 rows of x is as
+    fast as two or faster (H200, 2026-11-29, 36 of 38 cases).
     """
     N, _, depth, _ = sizes
     offers = []
     for tokens in _token_tiles(N):
         for blocks in ((1,) if has_two and tokens == 128 else (1, 2)) if 3 * tokens >= min(N, 128) else ():
             cost, tiles, reads = costs(sizes, tokens, blocks, times)
-            share = _TWO_AT_ONCE if has_two and tokens < 128 else 1.0
-            for splits in _SPLITS if tokens < 128 else (1,):
-                programs, steps = -(-tiles * splits // sms), -(-depth // splits)
-                if splits == 1 or (programs <= cost.held and (splits - 1) * steps < depth):
-                    offers.append((share * product_us(cost, programs, steps, reads, splits), tokens, blocks, splits, programs))
-    _, tokens, blocks, splits, programs = min(offers)
-    is_deep = splits == 1 and programs <= min(HELD[tokens, blocks], 256 // tokens)
-    return Int4Fp8Config(tokens, blocks, warps_of(tokens, blocks), splits, 4 if is_deep else 3, is_early(N))
+            for k_blocks in (1, 2) if has_two and tokens < 128 < depth * DEPTH else (1,):
+                share, held = (1.0, cost.held) if k_blocks == 1 else (_TWO_AT_ONCE, _HELD_OF_TWO[tokens, blocks])
+                of_shape = cost._replace(held=held)
+                for splits in _SPLITS if tokens < 128 else (1,):
+                    programs, steps = -(-tiles * splits // sms), -(-depth // (splits * k_blocks)) * k_blocks
+                    if splits == 1 or (programs <= held and (splits - 1) * steps < depth):
+                        us = share * product_us(of_shape, programs, steps, reads, splits)
+                        offers.append((us, tokens, blocks, splits, k_blocks, programs, held))
+    _, tokens, blocks, splits, k_blocks, programs, held = min(offers)
+    is_deep = splits == k_blocks == 1 and cdiv(programs, min(held, 256 // tokens)) <= cdiv(programs, held)
+    return Int4Fp8Config(tokens, blocks, warps_of(tokens, blocks), splits, 4 if is_deep else 3, is_early(N), k_blocks)
 
 
 def run(inputs: Inputs, config: Int4Fp8Config | None) -> Outputs:
@@ -455,7 +462,7 @@ OP = Op(
     quants=("int4",),
     options=reference.OPTIONS,
     free_axes=("N",),  # as of `int4_gemm`
-    bands={"N": (16, 32, 64)},
+    bands={"N": (16, 32, 64, 96, 128)},
     free_options=("group", "zeros", "bias"),
     unseen_options=(),
     flops=reference.flops,
