@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partialmethod
+from inspect import isfunction
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -103,7 +104,10 @@ def _call_computed(*args: Any, _computed: Callable[..., Any], **named: Any) -> A
 
 
 def correct_libdevice() -> None:
-    """Let functions of libdevice compute; change them in place, as kernels may have imported them by name."""
+    """Let functions of libdevice compute; change them in place, as kernels may have imported them by name.
+
+    A function that a program has put in place of Triton's stays.
+    """
     from triton.language.extra import libdevice
     from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
 
@@ -117,8 +121,8 @@ def correct_libdevice() -> None:
         return call
 
     for name, function in _LIBDEVICE.items():
-        if hasattr(libdevice, name):
-            known = getattr(libdevice, name)
+        known: Any = getattr(libdevice, name, None)
+        if isfunction(known) and known.__module__ == libdevice.__name__:
             known.__code__, known.__kwdefaults__ = _call_computed.__code__, {"_computed": computed(function)}
 
 

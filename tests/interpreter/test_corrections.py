@@ -14,7 +14,7 @@ from triton.language.extra.libdevice import tanh  # before the interpreter is co
 from triton.runtime import interpreter
 
 from kerneltune.checking.check import poisoned_memory
-from kerneltune.interpreter.corrections import correct_interpreter
+from kerneltune.interpreter.corrections import correct_interpreter, correct_libdevice
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.modes import corrected, strict
 from kerneltune.kernel_lib.agreement import close, same_bits
@@ -237,6 +237,14 @@ def test_libdevice_functions_equal_those_of_torch() -> None:
     with corrected():
         _of_libdevice[(1,)](x, y)
     torch.testing.assert_close(y, x.rsqrt() + x.tanh() + x**3 + (x + 0.5).floor())
+
+
+def test_function_that_a_program_has_put_into_libdevice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = 2
+    monkeypatch.setattr(libdevice, "erf", lambda x: factor * x)
+    monkeypatch.setattr(libdevice, "tanh", abs)
+    correct_libdevice()
+    assert (libdevice.erf(3), libdevice.tanh(-3)) == (6, 3)
 
 
 @triton.jit
