@@ -208,9 +208,10 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
 
 
 def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], list[tuple[Variant, str]]]:
-    """Return the own variants whose launches are known without values in some case, and those with an error with its line.
+    """Return the own variants whose launches do not depend on values in all cases, and variants with an error with its line.
 
-    Launches of a variant may depend on values in some cases alone, as where lengths of sequences are given.
+    Launches of a variant may depend on values in some cases alone, as where lengths of sequences are given. A variant that
+    supports none of the cases is returned.
     """
     variants, known = [variant for variant in op.variants if not variant.is_peer], set[Variant]()
     reasons = dict[Variant, list[str]]()
@@ -221,9 +222,8 @@ def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], 
         for variant in [variant for variant in variants if not variant.unsupported(case)]:
             if facts_by_config(op, variant, case, _default_alone(variant, case), reasons.setdefault(variant, [])):
                 known.add(variant)
-    return [variant for variant in variants if variant in known], [
-        (variant, lines[0]) for variant, lines in reasons.items() if lines
-    ]
+    judged = [variant for variant in variants if variant in known or variant not in reasons]
+    return judged, [(variant, lines[0]) for variant, lines in reasons.items() if lines]
 
 
 class _Launches:

@@ -55,6 +55,13 @@ def test_host_code_that_reads_values_in_one_check_case_leaves_the_search_for_siz
     ]
 
 
+def test_sizes_are_searched_for_a_variant_that_supports_no_check_case() -> None:
+    op = summing("")
+    variant = replace(op.variants[0], unsupported=lambda case: None if case["N"] == BENCH[1]["N"] else "another N")
+    derived, _, _ = derived_cases(replace(op, variants=(variant,)), CASES, BENCH)
+    assert [case["N"] for case in derived] == [BENCH[1]["N"]]
+
+
 def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
     op = summing("")
 
