@@ -450,8 +450,12 @@ def _described(case: Case, nearest: Match, policy: str, gpu: str) -> str:
     return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {nearest.distance:.2f}: {_json_text(entry.config)}"
 
 
-def clear() -> None:
-    """Forget every answer and every file read; call it after KERNELTUNE_CONFIGS or a file was changed from outside."""
+def clear(*, forgets_misses: bool = True) -> None:
+    """Forget every answer and every file read; call it after KERNELTUNE_CONFIGS or a file was changed from outside.
+
+    forgets_misses: whether each miss is warned of again.
+    """
     for remembered in (_chosen, _entries, _loaded):
         remembered.cache_clear()
-    misses.forget()
+    if forgets_misses:
+        misses.forget()

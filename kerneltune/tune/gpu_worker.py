@@ -66,7 +66,7 @@ class GpuBench:
             self._checker = None
         if before is None or before.key != task.key:
             self._inputs = []
-            cache.clear()  # operators that the task's operator calls may have been tuned since
+            cache.clear(forgets_misses=False)  # operators that the task's operator calls may have been tuned since
         self._launchable.result()
         if self._checker is None:
             self._checker = Checker(task.op, task.case, "cuda", first_seen=self._first_seen)

@@ -24,7 +24,7 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, HangsInEveryRequest, Knobs, NeverOpens
 from subprocesses import environment, wait_for
 
-from kerneltune import cache
+from kerneltune import cache, misses
 from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.processes.worker import State, WorkerCrashedError, _serve
 from kerneltune.spec import Config
@@ -75,18 +75,25 @@ def test_bench_with_a_time_of_0_or_nan_returns_a_failure(time_us: float, monkeyp
 
 
 def test_bench_looks_configs_up_again_for_the_next_task(configs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command may have tuned an operator that the task's operator calls."""
+    """The command may have tuned an operator that the task's operator calls. A miss is warned of once."""
     called, looked_up = Task(fake_operator.OP, fake_operator.CASE, fake_operator.VARIANT), list[Config]()
+
+    def look_up(_task: Task) -> None:
+        misses.report(called.key, "nvidia_h200", str, ())
+        looked_up.append(called.config_of_call())
+
     monkeypatch.setattr(tuning_bench, "open_driver", lambda: None)
-    monkeypatch.setattr(tuning_bench, "input_sets", lambda _task: looked_up.append(called.config_of_call()))
+    monkeypatch.setattr(tuning_bench, "input_sets", look_up)
     monkeypatch.setattr(tuning_bench, "Checker", lambda *_, **__: None)
     gpu = GpuBench()
-    gpu.prepare(TASK)
-    with mock.patch.object(cache, "clear"):  # as another process stores it
-        cache.store("interpreter", cache.CacheEntry(**called.key._asdict(), config={"block": 3, "warps": 8}))
-    gpu.prepare(TASK)
-    gpu.prepare(replace(TASK, policy="hot"))
+    with pytest.warns(misses.CacheMissWarning) as caught:
+        gpu.prepare(TASK)
+        with mock.patch.object(cache, "clear"):  # as another process stores it
+            cache.store("interpreter", cache.CacheEntry(**called.key._asdict(), config={"block": 3, "warps": 8}))
+        gpu.prepare(TASK)
+        gpu.prepare(replace(TASK, policy="hot"))
     assert looked_up == [fake_operator.Knobs(0, 1)] * 2 + [fake_operator.Knobs(3, 8)]
+    assert len(caught) == 1
 
 
 def test_worker_begun_early_answers_later_requests(worker: GpuWorker) -> None:
