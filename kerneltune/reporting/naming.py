@@ -14,7 +14,7 @@ _RUN = ("device", "driver", "torch", "triton", "commit")
 """Fields of a record that state its run."""
 _PLACE = re.compile(r"[\w.-]+\.py:\d+(?=: )")
 _NUMBER = re.compile(r"(?<![\w.:])[-+]?\d[\w.,+-]*")
-_OF_CONTRACT = re.compile(r"(run 2: )?(\S+:\d+: (inputs|reference)|reference): ")
+_OF_CONTRACT = re.compile(r"(run 2: )?([^:]+:\d+: (inputs|reference)|reference): ")
 _SHOWN_CONFIGS = 3
 
 

@@ -138,7 +138,7 @@ def test_sweep_exits_with_1_if_an_own_variant_fails(engine: dict[str, Any], tmp_
         ("mine.py:3: reference: RuntimeError: no, for rmsnorm_fwd M=8192", 2),
         ("run 2: mine.py:3: reference: changes its input x", 2),
         ("reference: NoneType: expected a dict of output -> tensor", 2),
-        ("mine.py:3: inputs: RuntimeError: no", 2),
+        ("my own.py:3: inputs: RuntimeError: no", 2),
         ("inputs: x was overwritten, and is no output", 1),
         ("mine.py:3: compare: None: expected a list of lines", 1),
         ("outputs: the reference gives z, the variant does not", 1),
