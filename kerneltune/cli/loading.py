@@ -12,7 +12,7 @@ from kerneltune import device, sweep_file, workloads
 from kerneltune.cache import CONFIGS, default_root, read_roots, readable
 from kerneltune.cli.options import captured, one_of
 from kerneltune.errors import unknown
-from kerneltune.files import in_checkout
+from kerneltune.files import in_checkout, written_root
 from kerneltune.listing import OpSummary, same_name, summary_of
 from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.spec import PLUGINS, Case, Op
@@ -49,10 +49,11 @@ def config_files() -> list[Path]:
 
 
 def where_configs_serve() -> str:
-    """Return a line about the programs that read the stored configs; empty if the folder is named or of this checkout."""
-    if os.environ.get(CONFIGS) or in_checkout():
-        return ""
-    return f"programs started in {Path.cwd()} use these configs; elsewhere set {CONFIGS}={default_root().resolve()}"
+    """Return a line about the programs that read the stored configs; empty if all programs in this checkout read them."""
+    folder = default_root().resolve()
+    if folder != written_root("configs").resolve():
+        return f"programs use these configs where {CONFIGS}={folder} is set"
+    return "" if in_checkout() else f"programs started in {Path.cwd()} use these configs; elsewhere set {CONFIGS}={folder}"
 
 
 def require_writable(folder: Path) -> None:
