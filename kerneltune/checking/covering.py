@@ -21,7 +21,7 @@ Value = tuple[str, object]
 Setting = tuple[str, Any]
 """An element type, a mode or an option of a case: its name and its value."""
 Interaction = tuple[str | Value, ...]
-"""Name of a class of cases with a value, or `_OTHER_KNOBS` with two values."""
+"""Name of a class of cases, or of a relation to a size (`_size_relations`), with a value; or `_OTHER_KNOBS` with two values."""
 
 _ALIGNMENT = 16
 """A size that is no multiple of `_ALIGNMENT` leaves a tail in vectorized accesses and in tiles."""
@@ -87,14 +87,14 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
     """
     names_of, covered = _names_by_case(list(configs)), set[Interaction]()
     for case, (default, *_others) in configs.items():
-        covered |= _interactions(default, names_of[case])
+        covered |= _interactions(default, case, names_of[case])
     pairs = [(config, case) for case, (_default, *rest) in configs.items() if names_of[case] for config in rest]
     random.Random(0).shuffle(pairs)
     heap = [(-math.inf, number) for number in range(len(pairs))]  # new interactions for the cost, negative, as last counted
     while heap:
         _last, number = heapq.heappop(heap)
         config, case = pairs[number]
-        new = _interactions(config, names_of[case]) - covered
+        new = _interactions(config, case, names_of[case]) - covered
         weight = sum(1 if name == _OTHER_KNOBS else _CLASS_WEIGHT for name, *_values in new)
         entry = (-weight / cost(config, case), number)
         if weight and heap and entry > heap[0]:  # another pair may have more: counts only fall, as interactions are covered
@@ -104,13 +104,28 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
             yield config, case
 
 
-def _interactions(config: Config, class_names: Set[str]) -> set[Interaction]:
-    """Return each knob value with the name of each class; with the name `_OTHER_KNOBS`, each two knob values."""
+def _interactions(config: Config, case: Case, class_names: Set[str]) -> set[Interaction]:
+    """Return each knob value with the names of classes and of relations to sizes; as `_OTHER_KNOBS`, each two knob values."""
     values = sorted(knob_values(config))
     interactions: set[Interaction] = {(name, value) for name in class_names - {_OTHER_KNOBS} for value in values}
+    if class_names:
+        interactions |= {(name, value) for value in values for name in _size_relations(case, value)}
     if _OTHER_KNOBS in class_names:
         interactions |= {(_OTHER_KNOBS, *two) for two in itertools.combinations(values, 2)}
     return interactions
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _size_relations(case: Case, knob_value: Value) -> tuple[str, ...]:
+    """Return names for the axes whose size is a multiple of `_ALIGNMENT`, but smaller than a knob value, or no multiple of it.
+
+    A kernel may take such a size for whole blocks: `EVEN_K = K % 32 == 0` is wrong for a block of 128 and 64 elements.
+    """
+    _knob, value = knob_value
+    if not isinstance(value, int) or value <= _ALIGNMENT:
+        return ()
+    uneven = [(axis, size) for axis, size in case.axes if size % _ALIGNMENT == 0 and size % value]
+    return tuple(f"aligned {axis} {'below' if size < value else 'not divided by'} a knob" for axis, size in uneven)
 
 
 def _names_by_case(cases: Sequence[Case]) -> dict[Case, set[str]]:
@@ -133,12 +148,12 @@ def uncovered(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iter
     names_of = _names_by_case(list(configs))
 
     def interactions_of(pairs: Iterable[Pair]) -> set[Interaction]:
-        return {interaction for config, case in pairs for interaction in _interactions(config, names_of[case])}
+        return {interaction for config, case in pairs for interaction in _interactions(config, case, names_of[case])}
 
     possible = interactions_of((config, case) for case, case_configs in configs.items() for config in case_configs)
     num_possible = Counter(name for name, *_values in possible)
     num_left = Counter(name for name, *_values in possible - interactions_of(done))
-    for name in (*classes(list(configs)), _OTHER_KNOBS):
+    for name in dict.fromkeys((*classes(list(configs)), *sorted(num_left.keys() - {_OTHER_KNOBS}), _OTHER_KNOBS)):
         if num_left[name]:
             yield f"{name} ({num_left[name]} of {num_possible[name]} left)"
 

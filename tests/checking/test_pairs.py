@@ -378,6 +378,17 @@ def test_covering_pairs_values_of_two_knobs_in_a_case_of_several_tiles() -> None
     assert list(covering.uncovered(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
 
 
+def test_covering_pairs_a_knob_value_with_an_aligned_size_below_it_and_with_an_aligned_size_that_it_does_not_divide() -> None:
+    short, even, uneven = case_of("short", 7, 64), case_of("even", 7, 256), case_of("uneven", 7, 192)
+    cases = [case_of("one", 1, 1), case_of("odd", 7, 200), short, even, uneven]
+    configs = {case: [Rows(rows, 1) for rows in (32, 64, 128)] for case in cases}
+    done = {*covering.covering(configs, cost_of_pair), *((listed[0], case) for case, listed in configs.items())}
+    assert {(Rows(128, 1), short), (Rows(128, 1), uneven)} <= done
+    assert list(covering.uncovered(configs, done)) == []
+    left = ["aligned N below a knob (1 of 1 left)", "aligned N not divided by a knob (1 of 1 left)"]
+    assert list(covering.uncovered(configs, done - {(Rows(128, 1), short), (Rows(128, 1), uneven)})) == left
+
+
 def test_classes_name_ragged_axes_wide_tiny_and_first_cases() -> None:
     names = {name: [case.name for case in members] for name, members in covering.classes(CASES).items()}
     assert names == {"ragged M": ["odd", "wide"], "ragged N": ["odd"], "wide": ["wide"], "tiny": ["one"], "first": ["one"]}
