@@ -84,9 +84,9 @@ class _SizeSearch:
         """
         bench, facts = self.bench, set[Fact]()
         variants, without = _variants_with_facts(self.op, self.check)
-        for variant, reason in without:
+        for variant, (case, reason) in without.items():
             if not only_calls_torch(self.op, variant, self.check):
-                where = f"sizes of bench cases alone of {variant.name}: host code fails without memory"
+                where = f"sizes of bench cases alone of {variant.name}, in check case {case.name}: host code fails without memory"
                 facts.add(Fact("not judged", f"{where}: {reason}"))
         for configs in (_default_alone, around_default) if self.check else (_default_alone,):
             launches = _Launches(self.op, variants, configs)
@@ -207,23 +207,25 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
     yield variant.default_config(case)
 
 
-def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], list[tuple[Variant, str]]]:
-    """Return the own variants whose launches do not depend on values in all cases, and variants with an error with its line.
+def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], dict[Variant, tuple[Case, str]]]:
+    """Return the own variants whose launches do not depend on values in all cases, and first errors with their cases.
 
     Launches of a variant may depend on values in some cases alone, as where lengths of sequences are given. A variant that
     supports none of the cases is returned.
     """
     variants, known = [variant for variant in op.variants if not variant.is_peer], set[Variant]()
-    reasons = dict[Variant, list[str]]()
+    reasons = dict[Variant, tuple[Case, str]]()
     begun_s = time.thread_time()
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             break
         for variant in [variant for variant in variants if not variant.unsupported(case)]:
-            if facts_by_config(op, variant, case, _default_alone(variant, case), reasons.setdefault(variant, [])):
+            lines = list[str]()
+            if facts_by_config(op, variant, case, _default_alone(variant, case), lines):
                 known.add(variant)
-    judged = [variant for variant in variants if variant in known or variant not in reasons]
-    return judged, [(variant, lines[0]) for variant, lines in reasons.items() if lines]
+            for line in lines:
+                reasons.setdefault(variant, (case, line))
+    return [variant for variant in variants if variant in known or variant not in reasons], reasons
 
 
 class _Launches:

@@ -35,10 +35,9 @@ def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addre
     (line,) = coverage_lines([addresses])
     start = f"summed: not judged: addresses of optimized in {BENCH[0].name}: host code fails without memory: test_not_judged"
     assert line.startswith(start), line
-    place, error = line.removeprefix(start).split("; sizes of bench cases alone of optimized: ")[0].split(": ", 1)
-    assert line.endswith(
-        f"; sizes of bench cases alone of optimized: host code fails without memory: test_not_judged{place}: {error}"
-    ), line
+    sizes = f"; sizes of bench cases alone of optimized, in check case {CASES[0].name}: host code fails without memory"
+    place, error = line.removeprefix(start).split(sizes)[0].split(": ", 1)
+    assert line.endswith(f"{sizes}: test_not_judged{place}: {error}"), line
 
 
 def test_host_code_that_reads_values_in_one_check_case_leaves_the_search_for_sizes_to_the_others() -> None:
@@ -51,7 +50,7 @@ def test_host_code_that_reads_values_in_one_check_case_leaves_the_search_for_siz
     derived, _, facts = derived_cases(replace(op, variants=(replace(op.variants[0], run=scaled),)), CASES, BENCH)
     assert any(case.name.startswith("long,M=") for case in derived)
     assert [fact.text.partition(": ")[0] for fact in facts if fact.kind == "not judged"] == [
-        "sizes of bench cases alone of optimized"
+        f"sizes of bench cases alone of optimized, in check case {CASES[1].name}"
     ]
 
 
