@@ -95,8 +95,16 @@ def command(
 
 
 def _show_space(rows: Sequence[StaticRow]) -> None:
-    """List the configs that do not compile, exceed a limit or spill, the worst first; end with 1 where none compiles."""
-    noted = [row for row in rows if row.error or _spilled_bytes(row)]
+    """List the configs that do not compile, exceed a limit or spill, the worst first; end with 1 where none compiles.
+
+    An error that all configs and targets of a case share, as of host code that reads values, is listed once.
+    """
+    noted = list[StaticRow]()
+    for first, *others in grouped(rows, lambda row: row.key[:3]).values():
+        if others and first.error and all(row.error == first.error for row in others):
+            show_wrapped(f"{first.op} {first.variant} {first.case}: every config for every target: {first.error}")
+        else:
+            noted += [row for row in (first, *others) if row.error or _spilled_bytes(row)]
     noted.sort(key=lambda row: (not row.error, -_spilled_bytes(row)))
     for row in noted[:_SHOWN]:
         reason = row.error or f"spills {_spilled_bytes(row)} bytes a thread"

@@ -148,6 +148,19 @@ def test_inspect_all_compiles_every_valid_config_and_lists_spills_and_failures(m
     assert text.endswith(f"sm_90: {len(asked)} configs, 1 fail or exceed a limit, 1 spill")
 
 
+def test_inspect_all_lists_an_error_of_every_config_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
+        error, rows = "host.py:7: Tensor.item() cannot be called on meta tensors", []
+        for target, (task, config) in itertools.product(targets, runs):
+            label = (task.op.name, task.variant.name, f"{task.case.name} {task.case.label}", task.policy, target)
+            rows.append(StaticRow(*label, dataclasses.asdict(config), (), error))
+        return Survey("3.7.1", tuple(rows))
+
+    monkeypatch.setattr(survey, "survey", fake)
+    result = run("inspect", "fp8_transpose_2d", "M=4096", "N=4096", "--all", "--target", "sm_90", "--target", "sm_100")
+    assert (result.exit_code, result.stdout.count("Tensor.item()")) == (1, 1), result.stdout
+
+
 def test_inspect_without_an_operator_compiles_nothing_unless_all_is_given(compiled: list[Any]) -> None:
     error = refused("inspect", "--target", "sm_90")
     assert re.fullmatch(
