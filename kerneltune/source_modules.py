@@ -166,13 +166,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def code_text(value: Any, doc: str | None = None) -> str:
-    """Return a text of bytecode without its docstring, or of a constant of it, that is the same in every process."""
+def code_text(value: Any, *without: str | None) -> str:
+    """Return a text of bytecode, or of a constant of it, that is the same in every process; without: constants left out."""
     if isinstance(value, frozenset):  # strings have another order in each process
         return f"frozenset({{{', '.join(sorted(map(code_text, value)))}}})"
     if not isinstance(value, CodeType):
         return repr(value)
-    constants = ", ".join(code_text(constant) for constant in value.co_consts if constant != doc)
+    constants = ", ".join(code_text(constant, None) for constant in value.co_consts if constant not in without)
     return f"({value.co_code!r}, [{constants}], {value.co_names!r}, {value.co_varnames!r})"
 
 
