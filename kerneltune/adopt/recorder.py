@@ -349,9 +349,10 @@ class Recorder:
         """Launch with a config of the class, or else by the program's own `run`, and count the launch."""
         held, recorded.held = recorded.held, None
         if not recorded.is_warm and program.is_interpreted():
-            from kerneltune.interpreter.corrections import correct_libdevice
+            with suppress(Exception):  # another version of triton: its libdevice stays
+                from kerneltune.interpreter.corrections import correct_libdevice
 
-            correct_libdevice()
+                correct_libdevice()
         try:
             if recorded.configs:
                 result = self._launch_config(autotuner, recorded, args, kwargs)

@@ -34,6 +34,14 @@ def test_capture_of_two_sizes_has_a_class_per_size(tmp_path: Path) -> None:
     assert of_kernel(capture, "scale_chosen")[0].key_names == ()
 
 
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="libdevice is corrected in Triton's interpreter")
+def test_capture_under_a_triton_whose_libdevice_cannot_be_corrected_runs_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("kerneltune.interpreter.corrections.correct_libdevice")
+    assert len(captured(tmp_path, (4, 96)).classes) == 2
+
+
 def test_captured_classes_can_be_read_by_whom_the_captures_folder_lets(tmp_path: Path) -> None:
     (launch, _) = captured(tmp_path).classes
     modes = [folder.stat().st_mode for folder in (tmp_path / CLASSES, tmp_path / CLASSES / launch.digest)]
