@@ -46,7 +46,7 @@ are zero points (`inspect int4_fp8_gemm`, sm_90)."""
 _TWO_AT_ONCE = 0.93
 """Share of the time that steps of two blocks of k take, with exact codes and up to 64 rows of x: H200, 2026-11-29, 38 cases."""
 _HELD_OF_TWO = {(32, 1): 5, (32, 2): 3, (64, 1): 3, (64, 2): 2}
-"""Programs of such steps that an SM holds, as `estimate.HELD` (`inspect int4_fp8_gemm`, sm_90)."""
+"""Programs with steps of two blocks of k that an SM holds, by rows of x and blocks of w (`inspect int4_fp8_gemm`, sm_90)."""
 _MOST_PROGRAMS = 2048
 """Most programs of a product of several splits, because each split has memory for its part."""
 
@@ -108,7 +108,7 @@ def cast_tokens(x: torch.Tensor) -> Fp8Tokens:
 
 
 def tokens_of(x: torch.Tensor | Fp8Tokens, rest: int) -> Fp8Tokens:
-    """Return x, cast if it is not; sums are written for a launch with a rest alone."""
+    """Return x as tokens, cast if they are not yet. The cast writes sums only if a launch has a rest."""
     return x if isinstance(x, Fp8Tokens) else Fp8Tokens(*_cast(x, reorder=True, has_sums=rest > 0), x.shape[1], x.dtype)
 
 
@@ -186,7 +186,7 @@ def norm_tokens(
 def _norm_tokens(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, scale and sums of `Fp8Tokens`, and x + residual, without elements where there is no residual."""
+    """Return q, scale and sums of `Fp8Tokens`, and x + residual; without a residual the last tensor is empty."""
     (q, scale, sums, total), (N, K) = _empty_norm(x, residual), x.shape
     if N:
         block = next_power_of_2(q.shape[1])

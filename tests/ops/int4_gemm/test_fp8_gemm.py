@@ -51,6 +51,14 @@ def test_cast_tokens_writes_each_32_elements_in_the_order_of_the_kernel() -> Non
     assert torch.equal(ordered.scale, scale)
 
 
+def test_tokens_for_a_launch_without_a_rest_have_no_sums() -> None:
+    x = whole_numbers(3, 160, torch.float16)
+    with_sums, without = fp8_gemm.tokens_of(x, 16), fp8_gemm.tokens_of(x, 0)
+    assert torch.equal(without.q.view(torch.uint8), with_sums.q.view(torch.uint8))
+    assert torch.equal(without.scale, with_sums.scale)
+    assert (with_sums.sums.shape, without.sums.shape) == ((3, 2, 5, 2), (0, 2, 5, 2))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_int4_fp8_gemm_of_a_token_with_nan_spoils_only_its_row(bad: float) -> None:
     codes, x = some_codes(66, 256, 128), tokens_of(3, 256, torch.float16)

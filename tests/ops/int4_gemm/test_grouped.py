@@ -187,12 +187,13 @@ def test_cached_config_of_512_tokens_serves_as_many_within_a_factor_of_1_4(token
     assert bool(near) is serves
 
 
-def test_invalid_refuses_too_many_registers_or_tokens() -> None:
+def test_invalid_refuses_too_many_registers_tokens_or_blocks_of_k() -> None:
     case, good = case_of(20, 128, 512, 2), Int4GroupedConfig(32, 2, 4, 3, early=True)
     assert grouped.invalid(case, good) is None
     for changed, reason in (
         ({"tokens": 64}, "64 tokens where there are 20"), ({"blocks": 1, "warps": 8}, "8 warps to 1 blocks"),
         ({"tokens": 128}, "128 sums"), ({"stages": 20}, "bytes of shared"), ({"maxnreg": 80}, "80 registers for 32 tokens"),
+        ({"rest": 16}, "a rest for each of 2 groups"), ({"k_blocks": 8}, "8 blocks of k and rests of 0 groups where there are 4"),
     ):  # fmt: skip
         assert reason in (grouped.invalid(case, dataclasses.replace(good, **changed)) or ""), changed
 
