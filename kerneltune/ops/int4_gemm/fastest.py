@@ -28,8 +28,8 @@ with one scale, whose result is scaled by token and row in a launch of its own; 
 product with a scale of x that is known in advance, and one of w."""
 _COPIES: Mapping[str, Option] = {"fp8": True, "fp8_scaled": True, "fp8_static": "static"}
 """Product that reads the weight in e4m3 -> value of the option `fp8_copy` that it needs."""
-_MOST_ELEMENTS = ((16, 250_000_000), (32, 110_000_000), (48, 40_000_000), (64, 20_000_000), (128, 10_000_000))
-"""Elements of w below which `int4_gemm` is the fastest for so many tokens or fewer (H200, 2026-11-26, 19 weights)."""
+_MOST_ELEMENTS = ((16, 250_000_000), (32, 35_000_000), (64, 20_000_000), (128, 10_000_000))
+"""Elements of w below which `int4_gemm` is the fastest for so many tokens or fewer (H200, 2026-11-29, 19 weights)."""
 _CAST_BLOCK = 1024
 """Elements that a program casts with a known scale, or scales."""
 
@@ -186,7 +186,7 @@ def invalid(case: Case, config: ProductConfig) -> str | None:
 def default(case: Case) -> ProductConfig:
     """Return a product for any shape, by rule.
 
-    The bounds fit the times of 19 weights with 16 to 256 tokens, casts included (H200, 2026-11-26).
+    The bounds fit the times of 19 weights with 16 to 256 tokens, casts included (H200, 2026-11-29).
     """
     tokens, rows, depth = case["N"], case["M"], case["K"]
     most = next((elements for limit, elements in _MOST_ELEMENTS if tokens <= limit), 0)
