@@ -19,7 +19,7 @@ CUT = Path(__file__).resolve().with_name("cut")
 KEPT = (
     "vllm/envs.py", "vllm/triton_utils/[!i]*.py", "vllm/utils/math_utils.py",
     "vllm/model_executor/layers/mamba/ops/*.py", "vllm/model_executor/layers/mamba/ops/configs/*/*NVIDIA_H[12]00*.json",
-    "vllm/model_executor/layers/fused_moe/fused_moe.py",
+    "vllm/model_executor/layers/fused_moe/fused_moe.py", "vllm/model_executor/layers/fused_moe/configs/*NVIDIA_H[12]00.json",
     "unsloth/kernels/[!_]*.py", "unsloth/device_type.py", "unsloth/bnb_availability.py",
     "unsloth_zoo/utils.py", "unsloth_zoo/log.py",
 )  # fmt: skip
