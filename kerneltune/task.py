@@ -1,11 +1,12 @@
 """Define a task, the unit of work that is searched, checked, timed and stored, and a trial, the result of a config on a task."""
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser, Match
@@ -123,10 +124,24 @@ class CaseError(ValueError):
 
     status: ClassVar[Status] = "failed"
 
+    @classmethod
+    def of_contract(cls, place: str, field: str, text: str) -> Self:
+        """Make the error of an operator's `inputs` or `reference` at a place; `is_of_contract` recognizes its text."""
+        return cls(f"{place}{field}: {text}")
+
     @property
     def outcome(self) -> Outcome:
         """Return the outcome of the variant."""
         return Outcome(self.status, str(self))
+
+
+_OF_CONTRACT = re.compile(r"(run 2: )?([^:]+:\d+: (inputs|reference)|reference): ")
+"""Beginning of the text of `CaseError.of_contract`, also of a second run. `inputs: ` without a place begins other reasons."""
+
+
+def is_of_contract(reason: str) -> bool:
+    """Return whether the reason of a failure is an operator's `inputs` or `reference`, so that no variant is wrong."""
+    return _OF_CONTRACT.match(reason) is not None
 
 
 class SkippedError(CaseError):

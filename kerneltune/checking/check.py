@@ -86,14 +86,15 @@ class Checker:
         except Exception as error:  # of a plug-in's code, or of the CPU's allocator
             if out_of_memory_reason(error):
                 raise
-            raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, {where}") from error
+            raise CaseError.of_contract(place_of(asked, error), field, f"{first_line(error)}, {where}") from error
         self._compared = self.inputs
         if not isinstance(self.expected, Mapping):
             given = type(self.expected).__name__
-            raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, {where}")
+            text = f"{given}: expected a dict of output -> tensor, {where}"
+            raise CaseError.of_contract(place_of(op.reference), "reference", text)
         for name, before in self.inputs_before.items():
             if not same_bits(self.inputs[name], before):
-                raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, {where}")
+                raise CaseError.of_contract(place_of(op.reference), "reference", f"changes its input {name}, {where}")
         if device == "cpu":
             meta_inputs(op, case)  # raises the error of inputs without memory
 
@@ -325,7 +326,7 @@ def meta_inputs(op: Op, case: Case) -> Inputs:
         return op.inputs(case, device="meta")
     except Exception as error:  # of a plug-in's code
         where = f"on device meta, which compiling and large cases need, for {op.name} {case.label}"
-        raise CaseError(f"{place_of(op.inputs, error)}inputs: {line_of_inputs(error)}, {where}") from error
+        raise CaseError.of_contract(place_of(op.inputs, error), "inputs", f"{line_of_inputs(error)}, {where}") from error
 
 
 def broken_context() -> str:

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from kerneltune.files import replace_text
 from kerneltune.records import Record
-from kerneltune.reporting.naming import failure_lines, is_of_contract
+from kerneltune.reporting.naming import failure_lines
 from kerneltune.table import Table
+from kerneltune.task import is_of_contract
 from kerneltune.wording import printable, wrapped
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
@@ -78,7 +79,7 @@ def end_if_failed(records: Iterable[Record]) -> None:
     for line in failure_lines(failed):
         show_wrapped(" ".join(f"failed: {line}".split()), target=messages)
     if failed:
-        raise typer.Exit(2 if any(map(is_of_contract, failed)) else 1)
+        raise typer.Exit(2 if any(is_of_contract(record.reason) for record in failed) else 1)
 
 
 STDOUT = Path("-")

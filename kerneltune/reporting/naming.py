@@ -14,7 +14,6 @@ _RUN = ("device", "driver", "torch", "triton", "commit")
 """Fields of a record that state its run."""
 _PLACE = re.compile(r"[\w.-]+\.py:\d+(?=: )")
 _NUMBER = re.compile(r"(?<![\w.:])[-+]?\d[\w.,+-]*")
-_OF_CONTRACT = re.compile(r"(run 2: )?([^:]+:\d+: (inputs|reference)|reference): ")
 _SHOWN_CONFIGS = 3
 
 
@@ -31,11 +30,6 @@ def failure_lines(failed: Iterable[Record]) -> list[str]:
         more = f" and {counted(len(cases) - 1, 'more case')}" if len(cases) > 1 else ""
         lines.append(f"{first_of(configs, _SHOWN_CONFIGS)}: {_case_of(first)}{more}: {_reason_of(first)}")
     return lines
-
-
-def is_of_contract(failed: Record) -> bool:
-    """Return whether a record failed by its operator's `inputs` or `reference`, so that no variant is wrong."""
-    return _OF_CONTRACT.match(failed.reason) is not None
 
 
 def _mistake(record: Record) -> str:
