@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,7 @@ from kerneltune.yaml_fields import read_integers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kerneltune.adopt.getter import CallCase
+    from kerneltune.adopt.getter import CallCase, GetterSpec
     from kerneltune.adopt.getter_tuning import TunedCall
 
 app = typer.Typer(
@@ -58,20 +59,41 @@ def lint_command(folder: Folder) -> None:
     show("nothing to report")
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Hold the options that give the sizes of calls."""
+
+    model: Annotated[Path | None, o.option("--model", "FILE", "Sizes of the experts of a config.json.")] = None
+    tp: Annotated[int, o.count("--tp", "GPUs that share each expert.")] = 1
+    ep: Ep = 1
+    tokens: Annotated[str, o.option("--tokens", "N1,N2", "Tokens to tune; by default the keys of a table.")] = ""
+    size: Annotated[list[str] | None, o.option("--size", "NAME=N1,N2", "Another size; may be repeated.")] = None
+
+
+@dataclass(frozen=True)
+class EngineTable:
+    """Hold the options of the table of an engine."""
+
+    export: Annotated[str | None, o.pick("--export", ("vllm", "sglang"), "Write the table of an engine.")] = None
+    named: Annotated[str, o.option("--named", "FIELDS", "In the table's name: dtype=fp8_w8a8,block_shape=[128,128].")] = ""
+
+    def texts(self, calls: "Sequence[TunedCall]") -> dict[str, str]:
+        """Return the tables of calls by path; none where no engine is named."""
+        from kerneltune.adopt.getter_tuning import engine_tables
+
+        return engine_tables(self.export, device.current().name, calls, self.named) if self.export else {}
+
+
 @app.command("getter")
+@o.grouped()
 def getter_command(
     getter: Annotated[str, o.argument("MODULE:FUNCTION", "What gives the config; also FILE.py:FUNCTION.")],
     call: Annotated[str, o.option("--call", "MODULE:FUNCTION", "An expert layer, or what makes a call of sizes.")],
     out: Annotated[Path, o.option("--out", "DIR", "Folder of trials, configs and tables.")],
-    model: Annotated[Path | None, o.option("--model", "FILE", "Sizes of the experts of a config.json.")] = None,
-    tp: Annotated[int, o.count("--tp", "GPUs that share each expert.")] = 1,
-    ep: Ep = 1,
-    tokens: Annotated[str, o.option("--tokens", "N1,N2", "Tokens to tune; by default the keys of a table.")] = "",
-    size: Annotated[list[str] | None, o.option("--size", "NAME=N1,N2", "Another size; may be repeated.")] = None,
+    sizes: Sizes,
+    table: EngineTable,
     dtype: Annotated[str, o.option("--dtype", "NAME", "Element type.", callback=o.full_name)] = "bfloat16",
     space: Annotated[Path | None, o.option("--space", "FILE", "YAML of values by knob.")] = None,
-    export: Annotated[str | None, o.pick("--export", ("vllm", "sglang"), "Write the table of an engine.")] = None,
-    named: Annotated[str, o.option("--named", "FIELDS", "In the table's name: dtype=fp8_w8a8,block_shape=[128,128].")] = "",
     budget: Annotated[float, o.seconds("Search time of all calls together.")] = 240.0,
     trials: o.Trials = None,
     policy: o.PolicyName = None,
@@ -84,25 +106,18 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune.adopt.getter import GetterSpec, call_case, probe, write_spec
-    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, engine_tables, tune_getter
-    from kerneltune.processes.start import in_fresh_processes
+    from kerneltune.adopt.getter import GetterSpec, call_case, write_spec
+    from kerneltune.adopt.getter_tuning import TunedCall, tune_getter
 
-    if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
-        raise ValueError(f"named: {named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
+    if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", table.named):
+        raise ValueError(f"named: {table.named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
     loading.require_writable(out)
     device.select_backend()
-    is_whole_table = not tokens and (model is not None or export is not None)
-    cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None), is_whole_table)
+    cases = _called_here(_call_cases(sizes, table), not sizes.tokens and bool(sizes.model or table.export))
     began = time.monotonic()
-    asked = GetterSpec(getter, call, str(Path.cwd()), dtype, cases, read_integers(space) if space else {})
-    try:
-        (spec,) = in_fresh_processes(1, probe, asked)
-    except ValueError as error:  # a crash or a hang has no name
-        raise ValueError(f"call: {call}: {error}" if str(error).startswith("process ") else str(error)) from error
+    spec = _probed(GetterSpec(getter, call, str(Path.cwd()), dtype, cases, read_integers(space) if space else {}))
     write_spec(out, spec)
-    if export is not None:
-        engine_tables(export, device.current().name, [TunedCall(case, case.own) for case in spec.cases], named)  # raises early
+    table.texts([TunedCall(case, case.own) for case in spec.cases])  # raises early
     names = [call_case(spec, case).name for case in spec.cases]
     if not device.current().is_gpu:
         return _check_calls(out, names, spec.cases)
@@ -113,28 +128,37 @@ def getter_command(
     with Reporter() as progress:
         calls = tune_getter(out, options, progress)
     _show_calls(names, calls, time.monotonic() - began)
-    if export is not None:
-        for path, text in engine_tables(export, device.current().name, calls, named).items():
-            deliver(text, out / path)
+    for path, text in table.texts(calls).items():
+        deliver(text, out / path)
     if not any(call.evidence for call in calls):
         raise typer.Exit(1)
 
 
-def _call_cases(
-    model: Path | None, tp: int, ep: int, tokens: str, sizes: "Sequence[str]", keys: "Sequence[int]", is_table: bool
-) -> "list[CallCase]":
-    """Return a case for each combination of sizes. A table has cases of all its keys; only cases of `tokens` are tuned."""
+def _probed(asked: "GetterSpec") -> "GetterSpec":
+    """Call the program in a process of its own, and return the spec with the program's own configs."""
+    from kerneltune.adopt.getter import probe
+    from kerneltune.processes.start import in_fresh_processes
+
+    try:
+        return next(in_fresh_processes(1, probe, asked))
+    except ValueError as error:  # a crash or a hang has no name
+        raise ValueError(f"call: {asked.call}: {error}" if str(error).startswith("process ") else str(error)) from error
+
+
+def _call_cases(sizes: Sizes, table: EngineTable) -> "list[CallCase]":
+    """Return a case for each combination of sizes. A table has cases of all its keys; only cases of `--tokens` are tuned."""
     from kerneltune.adopt.getter import CallCase, expert_sizes
+    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS
     from kerneltune.workloads.model_config import read
 
     values_of: dict[str, list[int]] = {}
-    if tokens or model is not None or is_table:
-        values_of["tokens"] = sizes_of("tokens", tokens) if tokens else list(keys)
-    if model is not None:
-        values_of |= {name: [value] for name, value in expert_sizes(read(model), tp, ep).items()}
-    elif max(tp, ep) > 1:
+    if sizes.tokens or sizes.model or table.export:
+        values_of["tokens"] = sizes_of("tokens", sizes.tokens) if sizes.tokens else list(ENGINE_TOKENS)
+    if sizes.model is not None:
+        values_of |= {name: [value] for name, value in expert_sizes(read(sizes.model), sizes.tp, sizes.ep).items()}
+    elif max(sizes.tp, sizes.ep) > 1:
         raise ValueError("tp, ep: expected with --model")
-    for text in sizes:
+    for text in sizes.size or ():
         name, _, values = text.partition("=")
         if not name.isidentifier():
             raise ValueError(f"size: {text!r}: expected NAME=N1,N2")
@@ -142,10 +166,10 @@ def _call_cases(
     if not values_of:
         raise ValueError("size: missing: expected --model FILE, --tokens or --size NAME=VALUE")
     tuned = set(values_of.get("tokens", ()))
-    if is_table:
-        values_of["tokens"] = sorted({*keys, *tuned})
+    if table.export:
+        values_of["tokens"] = sorted({*ENGINE_TOKENS, *tuned})
     combined = (dict(zip(values_of, values, strict=True)) for values in itertools.product(*values_of.values()))
-    return [CallCase(sizes, is_wanted=not is_table or sizes["tokens"] in tuned) for sizes in combined]
+    return [CallCase(call, is_wanted=not table.export or call["tokens"] in tuned) for call in combined]
 
 
 def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCase]":

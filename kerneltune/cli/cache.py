@@ -29,8 +29,9 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and exchange the cache
 
 
 @app.command("list")
-def list_(_configs: o.ReadConfigs = None) -> None:
+def list_(configs: o.Configs = None) -> None:
     """Show one line per GPU and operator."""
+    o.read_configs(configs)
     rows = []
     for path in loading.config_files():
         entries = load(path.stem, path.parent.name, path.parent.parent)
@@ -45,9 +46,10 @@ def list_(_configs: o.ReadConfigs = None) -> None:
 
 
 @app.command("show")
-@o.selection(without=("op",))
-def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, _configs: o.ReadConfigs = None) -> None:
+@o.grouped(without=("op",))
+def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, configs: o.Configs = None) -> None:
     """Show the cached configs of an operator."""
+    o.read_configs(configs)
     files = _chosen(op, gpu)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
     rows = []
@@ -78,9 +80,10 @@ def explain(
     variant: o.VariantName = "optimized",
     dtype: o.Dtype = None,
     quant: o.Quant = None,
-    _configs: o.ReadConfigs = None,
+    configs: o.Configs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
+    o.read_configs(configs)
     operator = loading.load_op(op)
     chosen_variant = operator.variant(variant)
     if chosen_variant.config is None:
@@ -169,7 +172,7 @@ def export_(
     format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
     gpu: o.Gpu = None,
     variant: o.VariantName = "optimized",
-    _configs: o.ReadConfigs = None,
+    configs: o.Configs = None,
 ) -> None:
     """Write cached configs for other programs.
 
@@ -177,6 +180,7 @@ def export_(
     that differs from it in capitals alone; a line names the other knobs and the axes of no argument: map them in NAMES and KEY.
     python: a module without dependencies that finds the best config of a case. json: tables by size.
     """
+    o.read_configs(configs)
     from kerneltune import exchange
 
     operator = loading.load_op(op)
@@ -236,9 +240,10 @@ def import_(
     files: Annotated[list[Path], o.argument("FILE...", "Files of `cache export`, or JSON in its form.")],
     gpu: Annotated[str, o.gpu("The GPU of the configs, by the name of its folder.")],
     force: Annotated[bool, o.flag("--force", "Store configs of another GPU, too, and replace stored configs.")] = False,
-    _configs: o.Configs = None,
+    configs: o.Configs = None,
 ) -> None:
     """Store the configs of exported files in the cache, after all of them are checked."""
+    o.use_configs(configs)
     from kerneltune import exchange
 
     operator = loading.load_op(op)
@@ -261,11 +266,12 @@ def import_(
 
 
 @app.command()
-def check(_configs: o.ReadConfigs = None) -> None:
+def check(configs: o.Configs = None) -> None:
     """Read every file strictly; exit code 2 and the reason at the first broken entry, or if no file has an entry.
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
+    o.read_configs(configs)
     files = _chosen(None, None)
     entries = [entry for path in files for entry in fitting_entries(path)]
     folders, own = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files)), cache.default_root()

@@ -66,10 +66,8 @@ def command(
     loading.require_writable(out)
     options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune, "ignored": ignore_arg or [], "plain": plain}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
-    if device.model() == device.INTERPRETER:
-        environment["TRITON_INTERPRET"] = "1"
-    if eager:
-        environment["TORCHDYNAMO_DISABLE"] = "1"
+    environment |= {"TRITON_INTERPRET": "1"} if device.model() == device.INTERPRETER else {}
+    environment |= {"TORCHDYNAMO_DISABLE": "1"} if eager else {}
     remove_parts(out)
     earlier, has_classes = process_files(out), (out / CLASSES).is_dir()
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
@@ -82,12 +80,9 @@ def command(
         error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")
         code = _BAD_INPUT
     elif not notes.launches:
-        more = f"; plain @triton.jit, captured only under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
-        if notes.has_compiled and not eager:
-            more += f"; kernels inside torch.compile are seen under --eager{'' if plain else _ALSO_PLAIN}"
         kept = f"; {out} keeps its earlier launches" if has_classes else ""
         reason = _reason(notes, pattern, code, plain) if is_found or written or code else NOT_FOUND
-        error_line(f"nothing was captured: {reason}{more}{kept}")
+        error_line(f"nothing was captured: {reason}{_unseen(notes, plain, eager)}{kept}")
     # Because a launcher ends the job where a rank ends with an error, one of several ranks may capture nothing.
     is_rank = any(os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1 for name in _NUM_RANKS)
     raise typer.Exit(code or int(not is_captured and not is_rank))
@@ -127,6 +122,14 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> boo
         return False
     note(f"wrote {file}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
     return True
+
+
+def _unseen(notes: "ProcessNotes", plain: bool, eager: bool) -> str:
+    """Return the kernels that other options capture, as the end of a line; plain, eager: whether the options are given."""
+    named = f"; plain @triton.jit, captured only under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
+    if notes.has_compiled and not eager:
+        named += f"; kernels inside torch.compile are seen under --eager{'' if plain else _ALSO_PLAIN}"
+    return named
 
 
 def _reason(notes: "ProcessNotes", pattern: str, code: int, plain: bool) -> str:

@@ -21,7 +21,7 @@ from kerneltune.table import join_tables
 Sides = tuple[list[Record], list[Record]]
 
 
-@o.selection(without=("variant",))
+@o.grouped(without=("variant",))
 def command(
     selection: Selection,
     a: Annotated[str | None, o.argument("[A]", "A variant, a peer, best-peer or a file of records; else best-peer.")] = None,

@@ -23,8 +23,9 @@ _NAMED = 2
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def command(_configs: o.Configs = None, results: o.Results = None) -> None:
+def command(configs: o.Configs = None, results: o.Results = None) -> None:
     """Show versions, GPU, clocks, tools and folders, with the consequence of each missing part."""
+    o.use_configs(configs)
     ncu = find_ncu()
     tool = Finding("ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it")
     rows = [*_software(), *_gpu(), tool, *peer_packages(), *_folders(results), *journey_lines()]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,30 +32,45 @@ New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl fil
 _PROCESSES = 3
 
 
-@o.selection()
+@dataclass(frozen=True)
+class Measuring:
+    """Hold the options of `--run`."""
+
+    policy: Annotated[str | None, o.pick("--policy", o.POLICIES, "With --run: timing policy; else the operator's.")] = None
+    processes: Annotated[int | None, o.count("--processes", f"With --run: processes to measure in, else {_PROCESSES}.")] = None
+    update: Annotated[bool, o.flag("--update", "With --run: put the rows measured into BASELINE, judge nothing.")] = False
+    save: Annotated[Path | None, o.option("--save", "FILE", "With --run: keep the rows measured.")] = None
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Hold the forms of the answer beside the text."""
+
+    junit: Annotated[Path | None, o.option("--junit", "FILE", "Write JUnit XML.")] = None
+    markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write a Markdown summary; - prints it.")] = None
+    annotations: Annotated[
+        bool, o.flag("--annotations", "Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
+    ] = False
+
+
+@o.grouped()
 def command(
-    selection: Selection,
     baseline: Baseline,
     new: New = None,
+    *,
+    selection: Selection,
     run: Annotated[str | None, o.option("--run", "FAMILY", "Measure this family now, on this GPU.")] = None,
     allow_stale: Annotated[bool, o.flag("--allow-stale", "Pass records of other code or configs than this checkout's.")] = False,
     peers: Annotated[bool, o.flag("--peers/--no-peers", "Judge peers as well; with --run: measure them.")] = False,
-    policy: Annotated[str | None, o.pick("--policy", o.POLICIES, "With --run: timing policy; else the operator's.")] = None,
-    processes: Annotated[int | None, o.count("--processes", f"With --run: processes to measure in, else {_PROCESSES}.")] = None,
-    update: Annotated[bool, o.flag("--update", "With --run: put the rows measured into BASELINE, judge nothing.")] = False,
-    save: Annotated[Path | None, o.option("--save", "FILE", "With --run: keep the rows measured.")] = None,
+    measuring: Measuring,
     margin: Annotated[float | None, o.option("--margin", "FRACTION", "Tolerated slowdown; the sweep file's, else 0.03.")] = None,
-    junit: Annotated[Path | None, o.option("--junit", "FILE", "Write JUnit XML.")] = None,
-    markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write a Markdown summary; - prints it.")] = None,
-    annotations: Annotated[
-        bool, o.flag("--annotations", "Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
-    ] = False,
+    forms: Forms,
     static: Annotated[bool, o.flag("--static", "Compile the cached configs instead of timing them, on any machine.")] = False,
     target: Annotated[
         list[str] | None, o.option("--target", "ARCH|all", "With --static: compile for it alone; may be repeated.")
     ] = None,
     workers: o.Workers = None,
-    _configs: o.ReadConfigs = None,
+    configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
     """Say whether the new records are slower than the baseline.
@@ -65,31 +81,29 @@ def command(
 
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
-    report = partial(_report, junit=junit, markdown=markdown, annotations=annotations)
+    o.read_configs(configs)
     if static:
-        o.refuse(
-            "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
-            allow_stale=allow_stale, save=save, margin=margin,
-        )  # fmt: skip
+        refused = {"new": new, "run": run, "allow_stale": allow_stale, "peers": peers, "margin": margin}
+        o.refuse("expected without --static", **refused, **o.given(measuring))
         if len(selection.ops) > 1:
             raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
-        return report(inspect.judge(baseline, selection, target, workers))
+        return _report(inspect.judge(baseline, selection, target, workers), forms)
     o.refuse("expected only with --static", target=target, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
-        o.refuse("expected only with --run", policy=policy, processes=processes, update=update, save=save)
-        return report(_judged_file(baseline, new, selection, margin, peers, allow_stale))
+        o.refuse("expected only with --run", **o.given(measuring))
+        return _report(_judged_file(baseline, new, selection, margin, peers, allow_stale), forms)
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
-    processes = _PROCESSES if processes is None else processes
-    for path in filter(None, (junit, markdown)):
+    for path in filter(None, (forms.junit, forms.markdown)):
         loading.require_writable(path.parent)
-    plan = loading.make_plan(run or "", selection, results=results, policy=policy, peers=peers)
-    if update:
+    plan = loading.make_plan(run or "", selection, results=results, policy=measuring.policy, peers=peers)
+    processes = measuring.processes or _PROCESSES
+    if measuring.update:
         return _update(baseline, plan, processes)
-    return report(_measured(baseline, plan, processes, margin, save))
+    _report(_measured(baseline, plan, processes, margin, measuring.save), forms)
 
 
 def _judged_file(
@@ -174,16 +188,16 @@ def _keep(path: Path, measured: list[Record]) -> None:
     show(f"wrote {path}", messages)
 
 
-def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
+def _report(verdict: "Verdict", forms: Forms) -> None:
     """Write and print the answer in every requested form; exit with its code, or with 2 where a pass cannot be written."""
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
-    is_printed = markdown == STDOUT
+    is_printed = forms.markdown == STDOUT
     writers: list[Callable[[], None]] = []
-    for path, render in ((junit, gate_junit), (None if is_printed else markdown, gate_markdown)):
+    for path, render in ((forms.junit, gate_junit), (None if is_printed else forms.markdown, gate_markdown)):
         if path is not None:
             writers.append(partial(write, path, render(verdict)))
-    if annotations and os.environ.get("GITHUB_STEP_SUMMARY"):
+    if forms.annotations and os.environ.get("GITHUB_STEP_SUMMARY"):
         summary = (gate_markdown(verdict) + "\n").encode()
         writers.append(partial(append_lines, Path(os.environ["GITHUB_STEP_SUMMARY"]), summary, keep_partial=True))
     code = verdict.exit_code
@@ -195,6 +209,6 @@ def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annot
             code = code or 2
     if code == verdict.exit_code:  # a file that cannot be written is no pass
         show(gate_markdown(verdict) if is_printed else gate_text(verdict, width()))
-        if annotations:
+        if forms.annotations:
             show(gate_annotations(verdict))
     raise typer.Exit(code)

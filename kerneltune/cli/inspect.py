@@ -46,7 +46,7 @@ def _compiled(runs: Sequence[Run], targets: list[str], workers: int | None) -> S
         return survey(runs, targets, workers, progress)
 
 
-@o.selection(without=("op",))
+@o.grouped(without=("op",))
 def command(
     selection: Selection,
     op: Annotated[str | None, o.argument("[OP]", "Only this operator.")] = None,
@@ -59,7 +59,7 @@ def command(
     ] = False,
     gpu: Annotated[str, o.gpu("Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
-    _configs: o.ReadConfigs = None,
+    configs: o.Configs = None,
 ) -> None:
     """Compile OP's cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
 
@@ -70,6 +70,7 @@ def command(
     With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config does not
     compile.
     """
+    o.read_configs(configs)
     selection = replace(selection, ops=(op,) if op else tuple(loading.captured_ops()))
     targets = _targets(target)
     if save is not None:

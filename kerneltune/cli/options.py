@@ -1,9 +1,10 @@
 """Declare the options that several commands share, and check their values."""
 
+import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,17 +89,17 @@ def captured() -> str:
     return _capture["folder"]
 
 
-def _use_folder(folder: Path | None) -> None:
-    """Use a folder as the config cache of this command and its processes."""
+def use_configs(folder: Path | None) -> None:
+    """Let all look-ups of this command and its processes read and write the folder of `--configs`; None for the usual folder."""
     if folder is not None:
         cache.use_root(folder)
 
 
-def _use_existing_folder(folder: Path | None) -> None:
-    """Use a folder as `_use_folder` does; it must exist unless it belongs to a capture that nobody tuned yet."""
+def read_configs(folder: Path | None) -> None:
+    """Use a folder as `use_configs` does; it must exist unless it belongs to a capture that nobody tuned yet."""
     if folder is not None and not folder.exists() and not captured():
         raise ValueError(f"configs: {str(folder)!r}: no such folder")
-    _use_folder(folder)
+    use_configs(folder)
 
 
 def _gpu_folder(name: str | None) -> str | None:
@@ -142,10 +143,7 @@ Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
 Budget = Annotated[float | None, seconds("Tuning time per case; of a capture, of all classes.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
 MaxCases = Annotated[int | None, count("--max-cases", "Most cases of a sweep file; 100000 by default.")]
-_configs = functools.partial(option, "--configs", "DIR", "Folder of the config cache.", envvar=CONFIGS)
-Configs = Annotated[Path | None, _configs(callback=_use_folder)]
-ReadConfigs = Annotated[Path | None, _configs(callback=_use_existing_folder)]
-"""The folder that a command writes or reads: it becomes the folder of all look-ups, so that no command passes it on."""
+Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar=CONFIGS)]
 Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
 Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]
 Workers = Annotated[int | None, count("--workers", "Processes that compile; one per CPU core if not given.")]
@@ -155,29 +153,47 @@ Output = Annotated[Path | None, option("--output -o", "FILE", "Write to this fil
 _SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants, "variant": VariantNames}
 
 
-def selection(without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's parameter `selection`, a Selection without a family, by the options that select.
+def grouped(without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace each parameter of a command that is a group of options by the options: a Selection, or a dataclass of options.
 
     without: the options among `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.
     """
-    names = [name for name in _SELECTING if name not in without]
+    selecting = [(name, annotation, None) for name, annotation in _SELECTING.items() if name not in without]
 
     def changed(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(**arguments: Any) -> None:
-            lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(arguments.pop(name) or ())) for name in names}
-            command(selection=Selection(**lists), **arguments)
-
+        groups: dict[str, tuple[Any, list[str]]] = {}
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(command).parameters.values():
-            keyword = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            options = [keyword.replace(name=name, default=None, annotation=_SELECTING[name]) for name in names]
-            parameters += options if parameter.name == "selection" else [keyword]
+            keyword, kind = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY), parameter.annotation
+            if not dataclasses.is_dataclass(kind):
+                parameters.append(keyword)
+                continue
+            fields = [(field.name, field.type, field.default) for field in dataclasses.fields(kind)]
+            options = selecting if kind is Selection else fields
+            groups[parameter.name] = (_selection if kind is Selection else kind), [name for name, _, _ in options]
+            parameters += [keyword.replace(name=name, annotation=given, default=usual) for name, given, usual in options]
+
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            made = {group: make(**{name: arguments.pop(name) for name in names}) for group, (make, names) in groups.items()}
+            command(**made, **arguments)
+
         vars(run)["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return changed
+
+
+def _selection(**values: Sequence[str] | None) -> Selection:
+    lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(listed or ())) for name, listed in values.items()}
+    return Selection(**lists)
+
+
+def given(group: Any) -> dict[str, Any]:
+    """Return the options of a group whose values are not the defaults, by name."""
+    options = {name: f"{name}s" for name in _SELECTING} if isinstance(group, Selection) else {name: name for name in vars(group)}
+    return {name: value for name, field in options.items() if (value := getattr(group, field)) != getattr(type(group)(), field)}
 
 
 def one_of(field: str, value: str, known: Collection[str]) -> str:

@@ -25,7 +25,7 @@ _PAGE = Path("report.html")
 _LARGE = 3_000_000
 
 
-@o.selection(without=("case", "variant"))
+@o.grouped(without=("case", "variant"))
 def command(
     selection: Selection,
     files: Annotated[list[Path] | None, o.argument("[FILE]...", "Records; the records of this GPU without a file.")] = None,
@@ -34,13 +34,14 @@ def command(
     b: Annotated[str | None, o.option("--b", "NAME", "The variant or peer that is B at first.")] = None,
     svg: Annotated[Path | None, o.option("--svg", "FILE", "Write a picture of all speed-ups instead; - prints it.")] = None,
     markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write A/B tables as Markdown; - prints them.")] = None,
-    _configs: o.ReadConfigs = None,
+    configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
     """Write an HTML page that needs no network: every family's speed-up, A against B by case, charts, and the gain of tuning.
 
     A is the fastest peer of every case unless it is named. With --svg or --markdown the page is written only if -o is given.
     """
+    o.read_configs(configs)
     sources = _sources(files or record_files(results), selection, (a, b))
     if svg is not None:
         deliver(_picture(sources), svg)

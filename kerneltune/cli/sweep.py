@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kerneltune.stale import Stale
 
 
-@o.selection()
+@o.grouped()
 def command(
     family: o.Family = "",
     *,
@@ -42,7 +42,7 @@ def command(
     max_cases: o.MaxCases = None,
     check_only: Annotated[bool, o.flag("--check-only", "Check against the reference and stop there.")] = False,
     mutate: Annotated[bool, o.flag("--mutate", "With --check-only: perturb right outputs; `compare` must refuse them.")] = False,
-    _configs: o.Configs = None,
+    configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
@@ -64,6 +64,7 @@ def command(
     Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if an operator's inputs or reference fail,
     if every row is skipped, or if --stale finds no records.
     """
+    o.use_configs(configs)
     o.refuse("expected only with --check-only", mutate=mutate and not check_only)
     folder = loading.capture_folder(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}

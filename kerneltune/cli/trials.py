@@ -25,7 +25,7 @@ _WEIGHED = 8
 """Largest number of cases whose important knobs are computed."""
 
 
-@o.selection(without=("variant",))
+@o.grouped(without=("variant",))
 def command(
     family: o.Family,
     selection: Selection,

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,33 +30,39 @@ _CALLED_VARIANT = "optimized"
 """Variant that a call of an operator runs, the only variant whose configs a model uses."""
 
 
-@o.selection()
+@dataclass(frozen=True)
+class Search:
+    """Hold the options that the folder of a capture does not take."""
+
+    policy: o.PolicyName = None
+    trials: o.Trials = None
+    max_cases: o.MaxCases = None
+    stale: Annotated[bool, o.flag("--stale", "Search again what was chosen with another source, driver or packages.")] = False
+    sampler: o.Sampler = None
+    until_gain: Annotated[
+        str | None, o.option("--until-gain", "PERCENT", "Stop when the rest is expected to gain less: 1%, or off.")
+    ] = None
+    exhaustive: Annotated[bool, o.flag("--exhaustive", "Measure every config, keep the trials, choose none.")] = False
+    gpus: Annotated[str, o.option("--gpus", "all|N", "GPUs of this host; each tunes one case at a time.")] = ""
+
+
+@o.grouped()
 def command(
-    selection: Selection,
     family: Annotated[str | None, typer.Argument(help="A file of sweeps/ by name, a .yaml file, or a capture's folder.")] = None,
     model: Annotated[
         Path | None, o.option("--model", "FILE", "Tune the operators that the model of a Hugging Face config.json uses.")
     ] = None,
-    tokens: cases.Tokens = cases.TOKENS,
-    ep: cases.Ep = 1,
-    batch: cases.Batches = cases.BATCHES,
-    policy: o.PolicyName = None,
+    *,
+    work: cases.Work,
+    selection: Selection,
+    search: Search,
     budget: o.Budget = None,
-    trials: o.Trials = None,
-    max_cases: o.MaxCases = None,
     force: Annotated[bool, o.flag("--force", "Search again what has a config, ran out of memory or crashed.")] = False,
-    stale: Annotated[bool, o.flag("--stale", "Search again what was chosen with another source, driver or packages.")] = False,
-    sampler: o.Sampler = None,
-    until_gain: Annotated[
-        str | None, o.option("--until-gain", "PERCENT", "Stop when the rest is expected to gain less: 1%, or off.")
-    ] = None,
-    exhaustive: Annotated[bool, o.flag("--exhaustive", "Measure every config, keep the trials, choose none.")] = False,
-    gpus: Annotated[str, o.option("--gpus", "all|N", "GPUs of this host; each tunes one case at a time.")] = "",
     share: Annotated[
         float | None, o.option("--share", "FRACTION", "In a capture, tune classes until they cover this part of the time.")
     ] = None,
     dry_run: Annotated[bool, o.flag("--dry-run", "Only say how many configs there are, and about how long they take.")] = False,
-    _configs: o.Configs = None,
+    configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
@@ -68,36 +74,29 @@ def command(
     `kerneltune cases`, and only the variant that calls run is tuned, unless --variant names another. Exit code 1 where a case
     that this GPU can run was not tuned.
     """
+    o.use_configs(configs)
     if (family is None) == (model is None):
         raise ValueError(f"family: {repr(family) if family else 'missing'}: expected either a family or --model FILE")
     if model is not None:
-        family = str(cases.write_sweep(results_root(results), model, tokens, ep, batch))
-        until_gain = until_gain or _MODEL_GAIN
+        family = str(cases.write_sweep(results_root(results), model, work))
+        search = replace(search, until_gain=search.until_gain or _MODEL_GAIN)
         selection = replace(selection, variants=selection.variants or (_CALLED_VARIANT,))
     else:
-        values = {"tokens": (tokens, cases.TOKENS), "ep": (ep, 1), "batch": (batch, cases.BATCHES)}
-        o.refuse("expected only with --model", **{name: value for name, (value, usual) in values.items() if value != usual})
+        o.refuse("expected only with --model", **o.given(work))
     assert family is not None
     if Path(family).is_dir():
         from kerneltune.cli.captures import tune_folder
 
-        o.refuse(
-            "expected without the folder of a capture",
-            op=selection.ops, case=selection.cases, dtype=selection.dtypes, quant=selection.quants, variant=selection.variants,
-            policy=policy, trials=trials, max_cases=max_cases, stale=stale,
-            sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, gpus=gpus,
-        )  # fmt: skip
+        o.refuse("expected without the folder of a capture", **o.given(selection), **o.given(search))
         return tune_folder(Path(family), budget, share, force, workers, dry_run)
     o.refuse("expected only with the folder of a capture", share=share)
     if not dry_run:
         start_server()  # its imports run beside the imports of this process and take as long
-    plan = loading.make_plan(
-        family, selection, max_cases=max_cases, policy=policy, budget_s=budget, trials=trials, sampler=sampler,
-        retune="all" if force else ("stale" if stale else None),
-        until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
-        exhaustive=exhaustive, gpus=gpus,
-        results=results, workers=workers,
-    )  # fmt: skip
+    options = vars(search) | {"budget_s": budget, "results": results, "workers": workers}
+    stale = options.pop("stale")
+    options["retune"] = "all" if force else ("stale" if stale else None)
+    options["until_gain"] = 0.0 if search.until_gain == "off" else o.percent("until-gain", search.until_gain)
+    plan = loading.make_plan(family, selection, **options)
     if not plan.cases():
         raise ValueError(f"{plan.sweep.path}: no bench case selected")
     if dry_run:
