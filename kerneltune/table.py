@@ -205,13 +205,15 @@ def _laid_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
     grid = [[column.name for column in columns], *rows]
     lengths = [_lengths(column, cells) for column, cells in zip(columns, zip(*grid, strict=True), strict=True)]
     widths = [max(map(cell_len, cells)) for cells in zip(*grid, strict=True)]
+    heads = [max(_lengths(column, [column.name])) for column in columns]
     wrapping = [at for at, column in enumerate(columns) if column.wraps]
     gap = 2 if wrapping and sum(map(max, lengths)) + 2 * (len(columns) - 1) <= width else 1
     while sum(widths) + gap * (len(columns) - 1) > width:
         narrowable = [at for at in wrapping if widths[at] > 1]
         if not narrowable:
             break
-        widths[min(narrowable, key=lambda at: (lengths[at].count(widths[at]), -widths[at]))] -= 1  # breaks the fewest words
+        # headings stay whole as long as any other word can be broken; the fewest words are
+        widths[min(narrowable, key=lambda at: (widths[at] <= heads[at], lengths[at].count(widths[at]), -widths[at]))] -= 1
     blocks = []
     for cells in grid:
         lines = zip_longest(*(list(map(_wrapped_cell, cells, widths)) or [[""]]), fillvalue="")

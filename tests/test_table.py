@@ -125,6 +125,12 @@ def test_table_markdown_escapes_pipes_and_backslashes() -> None:
     assert table.markdown() == "| x\\|y | b |\n| --- | --- |\n| a\\|b | c\\\\\\|d \\<e> \\f |\n"
 
 
+def test_table_too_narrow_for_long_words_keeps_its_headings_whole() -> None:
+    rows = [[f"{'kernel_of_a_capture_' * 4}{number}", "bf16", "none"] for number in range(3)]
+    heading, *_ = Table.of_texts(("op", "types", "modes"), rows).text(60).splitlines()
+    assert heading.split() == ["op", "types", "modes"]
+
+
 def test_joined_tables_repeat_a_heading_in_markdown_and_where_columns_differ() -> None:
     one, other, third = (Table.of_texts(head, [["x", "1"]]) for head in (("a", "b"), ("a", "b"), ("a", "c")))
     assert join_tables([one, other], "csv", 0) == "a,b,note\nx,1,\nx,1,\n"
