@@ -117,6 +117,13 @@ def line_of_inputs(error: BaseException) -> str:
     return f"values are made for device meta, which holds none: expected a branch: {branch}"
 
 
+def line_of_host(error: BaseException) -> str:
+    """Return the line of an error of host code on tensors without memory; if the code reads values, the line begins with that."""
+    line = first_line(error)
+    reads = isinstance(error, RuntimeError) and _META.search(line)
+    return f"host code reads values, which a compilation lacks: {line}" if reads else line
+
+
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
     """Make the error of an unknown value: the nearest known value, the known values, of many only the count, and `more`."""
     names = [str(name) for name in known]

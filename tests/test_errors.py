@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune.errors import first_line, line_of_inputs, meant, place_of, statement_in, unknown, without_places
+from kerneltune.errors import first_line, line_of_host, line_of_inputs, meant, place_of, statement_in, unknown, without_places
 
 
 @triton.jit
@@ -118,3 +118,10 @@ def test_line_of_inputs_without_a_branch_for_meta_says_what_they_must_do(make: C
         'return torch.empty(shape, dtype=dtype, device=device) for each tensor `if device == "meta"`'
     )
     assert line_of_inputs(RuntimeError("bad metadata")) == "RuntimeError: bad metadata"
+
+
+def test_line_of_host_code_that_reads_values_of_meta_tensors_says_so() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(1, device="meta").item()
+    assert line_of_host(caught.value) == f"host code reads values, which a compilation lacks: {first_line(caught.value)}"
+    assert line_of_host(RuntimeError("bad metadata")) == "RuntimeError: bad metadata"

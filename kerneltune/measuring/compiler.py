@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kerneltune.compat import failing_line
-from kerneltune.errors import first_line, line_of_inputs, statement_in
+from kerneltune.errors import first_line, line_of_host, line_of_inputs, statement_in
 from kerneltune.measuring.assembly import TARGETS, Kernel, Target
 from kerneltune.measuring.dry_driver import activate
 from kerneltune.processes.worker import Worker, WorkerCrashedError, WorkerHungError
@@ -192,7 +192,7 @@ class Compiler:
         started = time.perf_counter()
         try:
             inputs = job.make_inputs(device="meta")
-            line_of = first_line
+            line_of = line_of_host
             job.run(inputs, job.config)
         except Exception as exception:  # any other error of a compiler is a property of the config, and is recorded
             is_of_triton = type(exception).__module__.startswith("triton.")
