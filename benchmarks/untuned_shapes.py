@@ -2,9 +2,10 @@
 
 python benchmarks/untuned_shapes.py [OP]... [--distance D] [--worst COUNT] [--markdown]
 
-A row shows geometric mean and worst of the tuned time over the time of the default, and over the time of the config that a
-look-up gives without entries of the case's sizes. Without a tuned config, the least of at least four known times stands for the
-tuned time. `known` counts the cases in which the config was timed. `--worst` lists the cases whose default comes off worst.
+A row shows geometric mean (`mean`) and worst of the tuned time over the time of the default, and over the time of the config
+that a look-up gives without entries of the case's sizes. Without a tuned config, the least of at least four known times stands
+for the tuned time. `known` counts the cases in which the config was timed, `worst case` names the case of `look-up worst`.
+`--worst` lists the cases whose default comes off worst.
 """
 
 import argparse
@@ -27,7 +28,10 @@ LEAST = 4
 """Known times of a case without a tuned config, at least."""
 NOT_RUN = ("spills", "occupancy", "skipped", "crashed")
 """Statuses of configs that a search did not run though a call might."""
-NUMBERS = (("cases", 0), ("known", 0), ("default", 3), ("worst", 3), ("known", 0), ("look-up", 3), ("worst", 3))
+NUMBERS = (
+    ("cases", 0), ("default known", 0), ("default mean", 3), ("default worst", 3),
+    ("look-up known", 0), ("look-up mean", 3), ("look-up worst", 3),
+)  # fmt: skip
 """Headings and digits of the columns of numbers."""
 
 
