@@ -35,8 +35,8 @@ _CASE_S = 8.0
 """Seconds of measuring a case of a family without records. H200: 1 to 14 s, by family."""
 _EAGER_CASE_S = 150.0
 """Seconds of a case of whole training steps, timed launch by launch. H100: 84 s with four variants, 179 s with seven."""
-_LONGEST_GAP_S = 300.0
-"""Seconds between two records of a run, at most: the longest case measured, a step of a model with seven variants, took 179 s."""
+_LONGEST_GAP_S = 400.0
+"""Seconds between two records of a run, at most: the longest case, seven compiled variants of a model, took 324 s."""
 _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
 _DIGITS = 8
@@ -246,12 +246,13 @@ def _difference_to_op(row: Record, op: Op) -> Difference | None:
 
 
 def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
-    """Return the mean time of measuring a case, by the dates of the records."""
-    dates = sorted({datetime.fromisoformat(row.date) for row in recorded})
-    gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(dates)]
-    gaps_in_runs = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
+    """Return the mean time of measuring a case, by the dates of the records; the first case of a run has no earlier date."""
+    pairs = itertools.pairwise(sorted({datetime.fromisoformat(row.date) for row in recorded}))
+    gaps = {after: (after - before).total_seconds() for before, after in pairs}
+    gaps_in_runs = {after: gap for after, gap in gaps.items() if gap <= _LONGEST_GAP_S}
     if gaps_in_runs:
-        return sum(gaps_in_runs) / len({row.key.of_case for row in recorded})
+        cases = {row.key.of_case for row in recorded if datetime.fromisoformat(row.date) in gaps_in_runs}
+        return sum(gaps_in_runs.values()) / len(cases)
     return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 
