@@ -190,7 +190,7 @@ def default(case: Case) -> ProductConfig:
     """
     tokens, rows, depth = case["N"], case["M"], case["K"]
     most = next((elements for limit, elements in _MOST_ELEMENTS if tokens <= limit), 0)
-    if rows * depth < most:
+    if rows * depth < (most // 4 if case.option("zeros") and tokens > 8 else most):  # `int4_gemm` subtracts each zero point
         return ProductConfig("int4_gemm")
     is_static = case.option("fp8_copy") == "static"
     is_tall = rows < 8000 and (depth >= 4000 if is_static else depth >= 7000 and rows * depth < 100_000_000)

@@ -31,8 +31,8 @@ COPY = to_fp8(dequantise(WEIGHT, torch.float16))
 STATIC = to_fp8(dequantise(WEIGHT, torch.float16), 3.5 / 448)  # of tokens up to 3.5
 
 
-def case_of(tokens: int, rows: int, depth: int, fp8_copy: Option = True) -> Case:
-    options = (("group", 128), ("zeros", True), ("bias", False), ("fp8_copy", fp8_copy))
+def case_of(tokens: int, rows: int, depth: int, fp8_copy: Option = True, *, zeros: bool = False) -> Case:
+    options = (("group", 128), ("zeros", zeros), ("bias", False), ("fp8_copy", fp8_copy))
     return Case("", (("N", tokens), ("M", rows), ("K", depth)), "float16", "int4", options)
 
 
@@ -59,6 +59,14 @@ def test_default_product_depends_on_tokens_sizes_and_the_kept_weight(
     case = case_of(tokens, rows, depth, kept)
     assert fastest.default(case).product == name
     assert fastest.invalid(case, fastest.default(case)) is None
+
+
+@pytest.mark.parametrize(("tokens", "rows", "name"), [
+    (8, 28672, "int4_gemm"), (16, 7168, "int4_gemm"), (16, 28672, "int4_fp8_gemm"), (32, 7168, "int4_fp8_gemm"),
+])  # fmt: skip
+def test_default_product_of_a_weight_with_zero_points(tokens: int, rows: int, name: str) -> None:
+    assert fastest.default(case_of(tokens, rows, 4096, zeros=True)).product == name
+    assert fastest.default(case_of(tokens, rows, 4096)).product == "int4_gemm"
 
 
 @pytest.mark.parametrize("kept", [True, False, "static"])
