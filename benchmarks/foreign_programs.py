@@ -2,7 +2,8 @@
 
     python benchmarks/foreign_programs.py [--only NAME,NAME] [--share I/N] [--seconds S] [--limit S] [--out DIR] [--list]
 
-Needs a GPU, and transformers, flash-linear-attention, fla-core, liger-kernel, torchao and einops. A line for each item:
+Needs a GPU, and transformers, flash-linear-attention, fla-core, liger-kernel, torchao and einops; package-* need the packages
+that package_kernels.py names. A line for each item:
 
 - capture, tune and serve a program: its results under `serve` against its results under `capture`, launches that were served and
   missed, configs timed at run time, and the time of a step under the first configs, served, and with the authors' own tuning
@@ -41,8 +42,13 @@ LAYERS = (
 )  # fmt: skip
 MODELS = (
     "mixtral", "granitemoe", "glm4_moe", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "phi3", "gemma3_text", "t5", "vit",
-    "bert", "gpt_neox", "falcon", "cohere",
+    "bert", "gpt_neox", "falcon", "cohere", "llama4_text", "minimax", "phimoe", "ernie4_5_moe", "modernbert",
+    "siglip_vision_model", "gpt2",
 )  # fmt: skip
+PACKAGES = ("adam", "blocks", "experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "tangents")
+AUTOTUNED = ("experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu")
+"""Packages of which the kernels with an autotuner are captured alone."""
+RARE = ("arguments", "graphs", "threads", "made", "operators")
 SIZES = (1024, 2048, 4096)
 UNTUNED = (
     "rmsnorm_fwd", "fp8_rowwise_2d", "fp8_tensorwise_2d", "fp8_rowwise_3d_transpose", "fp8_group_colwise", "fp8_grouped_gemm",
@@ -58,8 +64,8 @@ IMPORTS = 2.2
 """Seconds that serving, and the checks of `tune`, are expected to take, times the seconds of the capture."""
 LIMITS_S = {"fla": 210, "liger": 150, "torchao": 150, "gemlite": 240, "gems": 240, "conch": 150}
 """Seconds of items by the beginning of their names, where more than --limit: their packages take 20 s to import."""
-NOTHING_TO_CONVERT = ("falcon",)
-"""Models whose linear layers have forward passes of their own; conversion names each with this reason."""
+NOTHING_TO_CONVERT = ("falcon", "gpt2")
+"""Models whose linear layers have forward passes of their own or are no nn.Linear; conversion names each with this reason."""
 FAILED, PASSED, LIMIT, NOT_RUN = "failed", "passed", "time limit", "not run"
 
 
@@ -276,6 +282,8 @@ ITEMS: dict[str, Callable[[Item], None]] = {
         for name in ("softmax", "norm", "attention", "persistent", "operator")
     },
     **{f"gems-{name}": adopted("flag_gems_ops.py", name, plain=True) for name in ("norms", "products")},
+    **{f"package-{name}": adopted("package_kernels.py", name, plain=name not in AUTOTUNED) for name in PACKAGES},
+    **{f"rare-{name}": adopted("rare_launches.py", name, eager=name == "operators") for name in RARE},
     **{f"fp8-{kind}": converted(kind) for kind in MODELS},
     **{f"fp8-size-{hidden}": converted("size", str(hidden)) for hidden in SIZES},
 }

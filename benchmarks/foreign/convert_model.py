@@ -30,6 +30,7 @@ SIZES: dict[str, Any] = {
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 0, "kv_lora_rank": sized(512, 32), "q_lora_rank": sized(512, 32), "qk_rope_head_dim": sized(64, 16),
     "qk_nope_head_dim": sized(128, 16), "v_head_dim": sized(128, 16), "bos_token_id": 1, "eos_token_id": 2,
+    "cls_token_id": 1, "sep_token_id": 2, "moe_num_experts": 8, "moe_k": 2,
     **EXPERTS,
 }  # fmt: skip
 OWN_SIZES: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_key_value_heads": HEADS}, "falcon": {"head_dim": None}}
@@ -47,8 +48,10 @@ def model_of(kind: str, **sizes: Any) -> torch.nn.Module:
         model: Any = transformers.T5EncoderModel(config)
     elif kind == "vit":
         model = transformers.ViTModel(config)
-    elif kind == "bert":
-        model = transformers.BertForMaskedLM(config)
+    elif kind == "siglip_vision_model":
+        model = transformers.SiglipVisionModel(config)
+    elif kind in ("bert", "modernbert"):
+        model = transformers.AutoModelForMaskedLM.from_config(config)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)
     return model.to(DEVICE, BF16)
@@ -57,7 +60,7 @@ def model_of(kind: str, **sizes: Any) -> torch.nn.Module:
 def loss_of(model: Any, kind: str, tokens: int = TOKENS) -> torch.Tensor:
     """Return the loss of a fixed batch: the language model's, or the mean square distance from fixed values."""
     torch.manual_seed(1)
-    if kind == "vit":
+    if kind in ("vit", "siglip_vision_model"):
         pixels = torch.randn(sized(16, 1), 3, model.config.image_size, model.config.image_size).to(DEVICE, BF16)
         output = model(pixel_values=pixels).last_hidden_state
     else:
