@@ -85,6 +85,7 @@ def correct_interpreter() -> None:
     builder.get_bf16 = lambda builder, value: builder.cast_impl(builder.get_fp32(value), interpreter.tl.bfloat16)
     correct_libdevice()
     quicken()
+    interpreter.interpreter_semantic.where = _noting_scalars(interpreter.interpreter_semantic.where)
     interpreter.ReduceOps.min_max = partialmethod(_min_max_without_warning, interpreter.ReduceOps.min_max)
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
         reduction.apply_impl = partialmethod(_reduce_in_fp32, reduction.apply_impl)
@@ -141,6 +142,20 @@ def _choice(builder: Any, function: Callable[..., Any], takes_second: Callable[.
     if takes_second(right.data, left.data).any():
         note_here("false")
     return builder.binary_op(left, right, function)
+
+
+def _noting_scalars(where: Callable[..., Any]) -> Callable[..., Any]:
+    """Note which operand `tl.where` takes for a scalar condition, as this is an `if` in another form; of a block, both."""
+
+    def chosen(condition: Any, *operands: Any) -> Any:
+        is_block, is_true = condition.type.is_block(), condition.handle.data.any()
+        if is_block or is_true:
+            note_here("true")
+        if is_block or not is_true:
+            note_here("false")
+        return where(condition, *operands)
+
+    return chosen
 
 
 class _Names:

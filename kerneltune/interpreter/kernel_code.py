@@ -179,6 +179,9 @@ class _Reading:
         """Note the facts of the conditions within an expression, and of the device functions that it calls."""
         if isinstance(node, ast.Call):
             (self._choose if _text(node.func).endswith(_CHOICES) else self._call)(node)
+            if _text(node.func).endswith("where") and node.args and self._value(node.args[0]) is _UNKNOWN:
+                # of conditions that are blocks, `unreached` names none
+                self.facts.add(Fact("condition", f"`where {_text(node.args[0])}`", self._place(node)))
         if isinstance(node, ast.IfExp):
             is_true = self._decide(node.test)
             for side in (node.body, node.orelse) if is_true is _UNKNOWN else (node.body if is_true else node.orelse,):

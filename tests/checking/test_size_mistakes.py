@@ -196,6 +196,8 @@ def _sums_with_conditions(x_ptr, y_ptr, N, LONG: tl.constexpr, VALUE: tl.constex
             x *= 2
         if tl.max(x, 0) == VALUE:
             x *= 2
+        x = tl.where(begin - 64 > LONG, 2 * x, x)
+        x = tl.where(at < N, x, 0.0)
         total += tl.sum(x, 0)
     tl.store(y_ptr + tl.program_id(0), total)
 
@@ -210,8 +212,8 @@ def sums_with_conditions(long: int, value: float, inputs: Inputs, _config: None)
 @pytest.mark.parametrize(
     ("long", "value", "named"),
     [
-        (6000, 0.0, ["`if begin > LONG` at test_size_mistakes.py:"]),
-        (6000, 42.5, ["`if begin > LONG` at test_size_mistakes.py:", "`if tl.max(x, 0) == VALUE` at test_size_mistakes.py:"]),
+        (6000, 0.0, ["`if begin > LONG` at test", "`where begin - 64 > LONG` at test"]),
+        (6000, 42.5, ["`if begin > LONG` at test", "`where begin - 64 > LONG` at test", "`if tl.max(x, 0) == VALUE` at test"]),
         (1000, 0.0, []),
     ],
 )
