@@ -33,7 +33,7 @@ def vary_rows(x: torch.Tensor, large: float = _LARGE) -> torch.Tensor:
     Args:
         large: factor of the large row.
     """
-    rows = x.view(-1, x.shape[-1])
+    rows = x.view(-1, max(1, x.shape[-1]))  # also without elements, where view tells no -1
     is_signed, magnitude = bool((rows < 0).any()), rows.float().abs().mean().nan_to_num()
     rows[1::_EVERY] = _CONSTANT  # the mean is exact: other constants leave errors that a division by the deviation makes large
     rows[2::_EVERY] *= _TINY

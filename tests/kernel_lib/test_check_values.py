@@ -13,3 +13,8 @@ def test_constant_rows_have_a_scale_that_is_a_power_of_two(largest: float) -> No
     for row in (1, 9):
         assert rows[row].unique().numel() == 1
         assert float(torch.frexp(rows[row, 0].float() / largest).mantissa) == 0.5
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)])
+def test_rows_without_elements_stay_empty(shape: tuple[int, ...]) -> None:
+    assert vary_rows(torch.empty(shape)).shape == shape
