@@ -116,14 +116,14 @@ def readable(file: Path, root: Path | None = None) -> Path:
     return next((path for path in paths if os.path.exists(path)), paths[-1])  # False where reading is forbidden
 
 
-def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
+def path_of(op_name: str, gpu: str, root: Path | None = None) -> Path:
     """Return the path of an operator's file for a GPU, which may not exist; root: as in `read_roots`."""
-    return readable(Path(device_slug) / f"{op_name}.json", root)
+    return readable(Path(gpu) / f"{op_name}.json", root)
 
 
-def load(op_name: str, device_slug: str, root: Path | None = None) -> list[CacheEntry]:
+def load(op_name: str, gpu: str, root: Path | None = None) -> list[CacheEntry]:
     """Return the readable entries of an operator, and warn once of entries that cannot be read."""
-    entries, errors = _scan(path_of(op_name, device_slug, root))
+    entries, errors = _scan(path_of(op_name, gpu, root))
     _warn_of(errors)
     return entries
 
@@ -143,7 +143,7 @@ def load_strict(path: Path) -> list[CacheEntry]:
     return entries
 
 
-def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Path | None = None) -> Path:
+def store(gpu: str, entries: CacheEntry | Sequence[CacheEntry], root: Path | None = None) -> Path:
     """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file."""
     new = {entry.key: entry for entry in ([entries] if isinstance(entries, CacheEntry) else entries)}
     ops = sorted({key.op for key in new})
@@ -152,20 +152,20 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     (op_name,) = ops
     for entry in new.values():
         entry_from(op_name, _fields(entry))
-    return _rewrite(device_slug, op_name, root, lambda stored: [*(e for e in stored if e.key not in new), *new.values()])
+    return _rewrite(gpu, op_name, root, lambda stored: [*(e for e in stored if e.key not in new), *new.values()])
 
 
-def drop(device_slug: str, entry: CacheEntry) -> Path:
+def drop(gpu: str, entry: CacheEntry) -> Path:
     """Remove an entry, unless another entry has replaced it; calls then run with a near entry or the default."""
-    return _rewrite(device_slug, entry.op, None, lambda stored: [other for other in stored if other != entry])
+    return _rewrite(gpu, entry.op, None, lambda stored: [other for other in stored if other != entry])
 
 
-def _rewrite(device_slug: str, op_name: str, root: Path | None, changed: Callable[[list[CacheEntry]], list[CacheEntry]]) -> Path:
+def _rewrite(gpu: str, op_name: str, root: Path | None, changed: Callable[[list[CacheEntry]], list[CacheEntry]]) -> Path:
     """Replace the entries of an operator under a lock; changed: function of the stored entries that returns the new entries."""
-    path = (root or default_root()) / device_slug / f"{op_name}.json"
+    path = (root or default_root()) / gpu / f"{op_name}.json"
     with files.locked(path):
-        stored = load_strict(path_of(op_name, device_slug, root))  # a new file begins as the packaged file
-        files.replace_text(path, _render(op_name, device_slug, changed(stored)))
+        stored = load_strict(path_of(op_name, gpu, root))  # a new file begins as the packaged file
+        files.replace_text(path, _render(op_name, gpu, changed(stored)))
     clear()
     return path
 
@@ -223,7 +223,7 @@ def _fields(entry: CacheEntry) -> dict[str, Any]:
     return {**entry.key.fields, "config": entry.config, "evidence": entry.evidence}
 
 
-def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
+def _render(op_name: str, gpu: str, entries: Sequence[CacheEntry]) -> str:
     """Return the file's text: each entry on its line, sorted, so that a diff shows the entries that changed."""
     rows = []
     for entry in sorted(entries, key=_file_order):
@@ -231,7 +231,7 @@ def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> st
             rows.append("    " + _json_text(_fields(entry)))
         except (TypeError, ValueError) as error:
             raise files.bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
-    head = f'{{\n  "schema": {SCHEMA},\n  "op": {_json_text(op_name)},\n  "device": {_json_text(device_slug)},\n  "entries": [\n'
+    head = f'{{\n  "schema": {SCHEMA},\n  "op": {_json_text(op_name)},\n  "device": {_json_text(gpu)},\n  "entries": [\n'
     return head + ",\n".join(rows) + "\n  ]\n}\n"
 
 
@@ -420,8 +420,9 @@ def _serving_folder(op: str, gpu: str, root: Path | None) -> str:
         return gpu
     tuned = sorted({path.parent.name for folder in read_roots(root) for path in folder.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)
-    same_maker = [other for other in tuned if _architecture(other)[0] == maker] if maker else []
-    return min(same_maker, key=lambda other: abs(_architecture(other)[1] - number), default=gpu)
+    others = ((other, *_architecture(other)) for other in tuned if maker)
+    distances = {other: abs(its_number - number) for other, its_maker, its_number in others if its_maker == maker}
+    return min(distances, key=distances.__getitem__, default=gpu)
 
 
 def _architecture(gpu: str) -> tuple[str, int]:

@@ -163,10 +163,10 @@ def current_slug() -> str:
     return current().slug
 
 
-def arch_of(device_slug: str) -> str:
+def arch_of(gpu: str) -> str:
     """Return the architecture of a GPU model by its folder; empty for an unknown model that is not the present device."""
     present = current()
-    return present.arch if present.slug == device_slug else ARCHITECTURES.get(device_slug, "")
+    return present.arch if present.slug == gpu else ARCHITECTURES.get(gpu, "")
 
 
 _SMS_COMPILED_FOR = 132

@@ -230,7 +230,7 @@ def _mistake_in_config(config: type[Any]) -> str | None:
     """Return the mistake of a config class, with the expected value; None for a right class."""
     if not dataclasses.is_dataclass(config):
         return f"{config!r}: expected a dataclass"
-    kinds = knobs_of_class(config)[0]
+    kinds = knobs_of_class(config)
     if not kinds:
         return f"{config.__name__}: no knobs: expected a field, or None"
     for knob, kind in kinds.items():
@@ -271,7 +271,7 @@ def _check_knobs(subject: str, variant: Variant, default: Callable[[Case], Any],
     """Check the space and the default of a variant for a case, and return whether the variant supports the case."""
     if not _is_supported(subject, variant, case):
         return False
-    wrong = _mistake_in_space(_ask(subject, "space", variant.space, case), knobs_of_class(config)[0])
+    wrong = _mistake_in_space(_ask(subject, "space", variant.space, case), knobs_of_class(config))
     if wrong is not None:
         raise _error(subject, "space", variant.space, wrong)
     chosen = _ask(subject, "default", default, case)

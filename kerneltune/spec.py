@@ -253,7 +253,10 @@ def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
 
 def config_of_class(config_class: Any, values: Mapping[str, Any]) -> Config:
     """Make the config of a class with these knob values; a knob that is newer than the stored values takes its default."""
-    types, needed = knobs_of_class(config_class)
+    types = knobs_of_class(config_class)
+    needed = {
+        knob.name for knob in dataclasses.fields(config_class) if knob.default is knob.default_factory is dataclasses.MISSING
+    }
     if not needed <= set(values) <= set(types):
         raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
     for name, value in values.items():
@@ -263,14 +266,13 @@ def config_of_class(config_class: Any, values: Mapping[str, Any]) -> Config:
 
 
 @functools.cache
-def knobs_of_class(config_class: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return the type of every knob of a class, also with postponed annotations, and the knobs without a default."""
+def knobs_of_class(config_class: Any) -> dict[str, Any]:
+    """Return the type of every knob of a class, also with postponed annotations."""
     try:
-        knobs, types = dataclasses.fields(config_class), typing.get_type_hints(config_class)
+        types = typing.get_type_hints(config_class)
     except NameError as error:
         raise ValueError(f"{config_class.__name__}: {error}") from error
-    needed = {knob.name for knob in knobs if knob.default is knob.default_factory is dataclasses.MISSING}
-    return {knob.name: types[knob.name] for knob in knobs}, needed
+    return {knob.name: types[knob.name] for knob in dataclasses.fields(config_class)}
 
 
 @dataclass(frozen=True, eq=False)

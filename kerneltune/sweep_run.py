@@ -173,8 +173,9 @@ class _SweepStages:
                 reason = f"failed its check in case {record.case}: {record.reason}"
                 self.default_failures.setdefault((record.op, record.variant), reason)
         if self.default_failures:  # the times of the first table go now, as an interrupt may end the run
-            tasks_of = [plan.tasks(sweep_case.op, sweep_case.case) for sweep_case in plan.headline()]
-            self.write([row for tasks in tasks_of for row in self._with_configs(tasks)[1]])
+            tasks = [task for sweep_case in plan.headline() for task in plan.tasks(sweep_case.op, sweep_case.case)]
+            _runs, failed_rows = self._with_configs(tasks)
+            self.write(failed_rows)
         if plan.options.mode == "tune":
             from kerneltune.tune.run import run_tune
 

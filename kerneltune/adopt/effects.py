@@ -32,7 +32,7 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     for _ in range(2):
         _run(replay, stored)
         for name, tensor in results_of(replay).items():
-            rms, _ = difference(replay.expected[name], tensor)
+            rms, _largest = difference(replay.expected[name], tensor)
             replay.noise[name] = max(replay.noise.get(name, 0.0), rms)
     _poison(replay, stored, written)
     if replay.guard_bytes:

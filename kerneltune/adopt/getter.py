@@ -379,7 +379,7 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
     """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
     spec, (op,) = read_spec(Path(folder)), operators(folder)
     getter, own = installed(spec.getter, spec.folder), op.variants[0].default_config(case)
-    maker = _named_function("call", spec.call, spec.folder)[2]
+    _owner, _name, maker = _named_function("call", spec.call, spec.folder)
     try:
         function = make_call(maker, dict(case.axes), spec.dtype, device, seed)
     except Exception:  # the program's own code, on tensors without memory
@@ -406,7 +406,8 @@ def reference(inputs: Inputs) -> Outputs:
         second = call.run(call.own)
     if not expected:
         raise ValueError("the call returned no tensor: let the case function return a function that returns its results")
-    call.noise = {name: difference(tensor, second[name])[0] for name, tensor in expected.items()}
+    for name, tensor in expected.items():
+        call.noise[name], _largest = difference(tensor, second[name])
     return expected
 
 
@@ -435,7 +436,7 @@ def probe(spec: GetterSpec) -> GetterSpec:
 
     device.select_backend()
     getter = installed(spec.getter, spec.folder)
-    call = _named_function("call", spec.call, spec.folder)[2]
+    _owner, _name, call = _named_function("call", spec.call, spec.folder)
     try:
         digest = code_digest(getter.function)[:4] + code_digest(call)[:4]
     except (ValueError, TypeError):  # a function without source

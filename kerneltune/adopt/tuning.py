@@ -106,7 +106,7 @@ class Forecast(NamedTuple):
 def forecast(root: Path, share: float, workers: int | None) -> Forecast:
     """Estimate what `tune_capture` will try; needs no GPU."""
     capture = read_capture(root, untried="")
-    chosen, reasons = _chosen(capture, share, device_slug=None)
+    chosen, reasons = _chosen(capture, share, gpu=None)
     works = [expected_work(task, Options(workers=workers)) for task in _tasks(capture, chosen)]
     num_configs, seconds = sum(configs for configs, _ in works), sum(seconds + _CLASS_S for _, seconds in works)
     return Forecast(len(chosen), num_configs, seconds, _skipped(capture, reasons))
@@ -233,7 +233,7 @@ def _tasks(capture: Capture, classes: Sequence[LaunchClass]) -> list[Task]:
     ]
 
 
-def _chosen(capture: Capture, share: float, device_slug: str | None) -> tuple[list[LaunchClass], dict[str, str]]:
+def _chosen(capture: Capture, share: float, gpu: str | None) -> tuple[list[LaunchClass], dict[str, str]]:
     """Return the classes that are tuned, the most expensive first, and by digest why each other class is not."""
     chosen, reasons = list[LaunchClass](), dict[str, str]()
     covered, shares = 0.0, capture.shares()
@@ -242,7 +242,7 @@ def _chosen(capture: Capture, share: float, device_slug: str | None) -> tuple[li
             reasons[launch_class.digest] = f"below --share {share:g}: keeps the author's choice"
             continue
         covered += shares[launch_class.digest]
-        if reason := why_untunable(launch_class, device_slug):
+        if reason := why_untunable(launch_class, gpu):
             reasons[launch_class.digest] = reason
         else:
             chosen.append(launch_class)
@@ -256,10 +256,10 @@ def _skipped(capture: Capture, reasons: Mapping[str, str]) -> list[tuple[str, st
     return damaged + [(labels[digest], reason) for digest, reason in reasons.items()]
 
 
-def why_untunable(launch_class: LaunchClass, device_slug: str | None = None) -> str:
-    """Return why a class cannot be tuned on a GPU; empty if it can; device_slug: folder name of the GPU, None for any GPU."""
-    if device_slug not in (None, launch_class.device):
-        return f"captured on {launch_class.device}, this is {device_slug}: capture again here"
+def why_untunable(launch_class: LaunchClass, gpu: str | None = None) -> str:
+    """Return why a class cannot be tuned on a GPU; empty if it can; gpu: folder name of the GPU, None for any GPU."""
+    if gpu not in (None, launch_class.device):
+        return f"captured on {launch_class.device}, this is {gpu}: capture again here"
     if launch_class.problem:
         return launch_class.problem
     grids = [candidate.grid for candidate in launch_class.offered]

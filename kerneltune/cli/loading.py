@@ -110,7 +110,8 @@ def damaged_classes() -> list[str]:
         from kerneltune.adopt.folder import read_classes
 
         with suppress(ValueError):  # no capture, which the error of the command says
-            return read_classes(Path(captured()))[1]
+            _classes, damaged = read_classes(Path(captured()))
+            return damaged
     return []
 
 

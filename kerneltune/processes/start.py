@@ -41,8 +41,8 @@ _SERVER = "KERNELTUNE_FORK_SERVER"
 """Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""
 _STARTING = Lock()
 """Held while this process starts the server."""
-_TELL: ContextVar[Callable[[object], None]] = ContextVar("tell", default=lambda _note: None)
-_LOOK_S = 0.25
+_SEND_NOTE: ContextVar[Callable[[object], None]] = ContextVar("tell", default=lambda _note: None)
+_POLL_S = 0.25
 _EXIT_GRACE_S = 5.0
 
 
@@ -110,17 +110,17 @@ def _is_guarded(file: str, line: int) -> bool:
 
 def tell(note: object) -> None:
     """Send a note to the parent, before a step that may crash, if this process is a fork or answers requests of a worker."""
-    _TELL.get()(note)
+    _SEND_NOTE.get()(note)
 
 
 @contextmanager
 def telling(send: Callable[[object], None]) -> Iterator[None]:
     """Let `tell` send notes by a function."""
-    token = _TELL.set(send)
+    token = _SEND_NOTE.set(send)
     try:
         yield
     finally:
-        _TELL.reset(token)
+        _SEND_NOTE.reset(token)
 
 
 def end(process: BaseProcess, grace_s: float = 0.0) -> int | None:
@@ -241,7 +241,7 @@ def _bind(parent: int, folder: str) -> None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sys.excepthook = functools.partial(_show_error, os.getpid(), parent)
     signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    signal.setitimer(signal.ITIMER_REAL, _POLL_S, _POLL_S)
 
 
 def _show_error(server: int, command: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -249,11 +249,11 @@ def _show_error(server: int, command: int, kind: type[BaseException], error: Bas
 
     A process that starts while its command ends finds its files removed. This error is not printed.
     """
-    ends = time.monotonic() + 4 * _LOOK_S
+    ends = time.monotonic() + 4 * _POLL_S
     while os.getpid() != server and time.monotonic() < ends:
         if os.getppid() != server or _stat(server)[1:2] not in ([], [str(command)]):
             return
-        time.sleep(_LOOK_S / 25)
+        time.sleep(_POLL_S / 25)
     sys.__excepthook__(kind, error, trace)
 
 

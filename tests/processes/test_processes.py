@@ -83,7 +83,7 @@ def test_error_of_a_process_is_printed_unless_the_server_or_its_command_ends(end
     code = f"""if True:
         import functools, os, sys
         from kerneltune.processes import start
-        start._LOOK_S = 0.05 if {ends == "nothing"} else 10.0
+        start._POLL_S = 0.05 if {ends == "nothing"} else 10.0
         command = os.getpid()
         if os.fork() == 0:
             sys.excepthook = functools.partial(start._show_error, os.getpid(), command)
