@@ -52,6 +52,18 @@ def test_capture_without_plain_records_no_plain_kernel(tmp_path: Path, module: A
     assert not (tmp_path / "cap" / CLASSES).exists()
 
 
+@pytest.mark.parametrize("name", ["torch.sparse._triton_ops", "torch._inductor.runtime.compile_tasks"])
+def test_capture_of_plain_kernels_leaves_out_what_torchs_compiler_makes(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(module.doubled.fn, "__module__", name)
+    startup.capture(tmp_path / "cap", plain=True)
+    launch(module)
+    startup.recorder().flush()
+    startup.uninstall()
+    assert (tmp_path / "cap" / CLASSES).exists() == ("sparse" in name)
+
+
 def test_capture_of_plain_kernels_has_one_class_for_all_scales(tmp_path: Path, module: Any) -> None:
     startup.capture(tmp_path / "cap", plain=True)
     for scale in (1.0, 2.0, 3.0):
