@@ -45,7 +45,7 @@ MODELS = (
     "bert", "gpt_neox", "falcon", "cohere", "llama4_text", "minimax", "phimoe", "ernie4_5_moe", "modernbert",
     "siglip_vision_model", "gpt2",
 )  # fmt: skip
-PACKAGES = ("adam", "blocks", "experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "tangents")
+PACKAGES = ("adam", "blocks", "experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "attention")
 AUTOTUNED = ("experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu")
 """Packages of which the kernels with an autotuner are captured alone."""
 RARE = ("arguments", "graphs", "threads", "made", "operators")

@@ -1,9 +1,9 @@
-"""Run kernels of packages: `python package_kernels.py adam|blocks|experts|mamba|maxsim|sinkhorn|sparse|splash|swiglu|tangents`.
+"""Run kernels of packages: `python package_kernels.py adam|blocks|experts|mamba|maxsim|sinkhorn|splash|swiglu|attention`.
 
 adam: turboadam, whose optimizer writes to all that it reads; blocks: torch.sparse and stanford-stk, products of block-sparse
 matrices; experts: moe_ops, routing and grouped products; mamba: mamba-ssm, whose hooks set outputs to zero; maxsim:
 late-interaction-kernels, whose autotuner keeps choices on disk; sinkhorn: flash-sinkhorn, autotuners made of a kernel with
-heuristics; splash: adasplash; swiglu: flash-swiglu-mlp, which reads the choice of its autotuner; tangents: jvp-flash-attention.
+heuristics; splash: adasplash; swiglu: flash-swiglu-mlp, which reads the choice of its autotuner; attention: jvp-flash-attention.
 """
 
 import sys
@@ -116,21 +116,17 @@ def swiglu() -> Any:
     return trained(flash_swiglu(x, gate, up, down), x, gate, up, down)
 
 
-def tangents() -> Any:
-    """Take attention with its forward derivative, and its gradient."""
+def attention() -> Any:
+    """Train attention, whose kernels make descriptors on the device."""
     from jvp_flash_attention.jvp_attention import attention
 
-    q, k, v = (leaf(2, sized(8, 1), sized(1024, 64), sized(64, 16), scale=s) for s in (1.0, 0.5, 0.8))
-    along = [leaf(*q.shape, scale=0.1 * n).detach() for n in (1, 2, 3)]
-    given = tuple(x.detach() for x in (q, k, v))
-    with torch.no_grad():
-        out, tangent = torch.func.jvp(lambda *x: attention(*x, causal=True), given, tuple(along))
-    return [out, tangent, *trained(attention(q, k, v, causal=True), q, k, v)]
+    q, k, v = (leaf(2, sized(8, 1), sized(1024, 64), 64, scale=s) for s in (1.0, 0.5, 0.8))
+    return trained(attention(q, k, v, causal=True), q, k, v)
 
 
 STEPS = {
     "adam": adam, "blocks": blocks, "experts": experts, "mamba": mamba, "maxsim": maxsim, "sinkhorn": sinkhorn, "splash": splash,
-    "swiglu": swiglu, "tangents": tangents,
+    "swiglu": swiglu, "attention": attention,
 }  # fmt: skip
 
 if __name__ == "__main__":
