@@ -101,8 +101,8 @@ class _JobRunner:
     def failures_and_coverage(self, jobs: Sequence[Job]) -> tuple[list[Record], list[str]]:
         """Return the failures of jobs that no record of a case has, and a line for each covered fact.
 
-        A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now; of
-        an operator with a failure, all others may not have run.
+        A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now.
+        After a failure of an operator, its other cases may not have run.
         """
         known = [_failure_key(row) for row in self.case_records()]
         rows = [row for job in jobs for row in self.records[job]]

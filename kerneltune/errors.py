@@ -93,7 +93,7 @@ def is_own(folder: str, file: str) -> bool:
 def statement_in(folder: str, error: BaseException) -> str:
     """Return `FILE:LINE: ` of the last statement in the files of a folder, or of no installed package, that led to an error.
 
-    The text is empty if no such statement led to the error, or if `first_line` names a statement of a kernel.
+    The text is empty if no statement of these files led to the error, or if `first_line` names a statement of a kernel.
 
     folder: path with a slash at its end, or empty.
     """

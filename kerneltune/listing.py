@@ -108,7 +108,7 @@ def check_contract(op: Op) -> None:
 
 
 def same_name(op: Op, other: Op) -> ValueError:
-    """Make the error of two operators with one name, with the lines that give the name."""
+    """Make the error of two operators with the same name, with the lines that give the name."""
     places = dict.fromkeys(place.removesuffix(": ") for each in (op, other) for place in _places(each, "name"))
     lines = f" ({', '.join(places)})" if places else ""
     return ValueError(f"two operators are called {op.name!r}: in {op.module} and in {other.module}{lines}: rename one of them")

@@ -92,7 +92,7 @@ class Stale:
 
 
 class Renewal(NamedTuple):
-    """Hold what a renewal did and left.
+    """Hold the results of a renewal.
 
     Attributes:
         configs: the stale configs that were timed, each with its result.

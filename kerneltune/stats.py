@@ -102,7 +102,7 @@ class Shift:
 
     @property
     def p_slower(self) -> float:
-        """Return the one-sided p-value of the hypothesis: the new side is as fast as the old side, or faster."""
+        """Return the one-sided p-value of the hypothesis that the new side is as fast as the old side, or faster."""
         from scipy.special import stdtr
 
         if self.error == 0:

@@ -484,7 +484,7 @@ def all_but_floats(launch: Launch) -> set[str]:
 
 
 def _shared(pointers: list[int]) -> tuple[int, ...]:
-    """Return for each address the place where it is first, nothing for addresses that all differ, as they do in most launches."""
+    """Return the first place of each address in the list; empty if all addresses differ, as they do in most launches."""
     return () if len(set(pointers)) == len(pointers) else tuple(map(pointers.index, pointers))
 
 

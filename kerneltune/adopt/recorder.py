@@ -38,7 +38,7 @@ MOST_CLASSES = 64
 _TIMED_LAUNCHES = 6
 _FLUSH_S = 1.0
 _MOST_WITHOUT_EFFECT = 16
-"""Launches of a class, at most, whose values are kept one after another because the launches change nothing."""
+"""Most launches of a class whose values are kept, one after another, while the launches change nothing."""
 _MAKERS = ("triton.", "torch._inductor.")
 """Beginnings of names in packages that make kernels without an autotuner while the program runs; they are not captured."""
 

@@ -374,7 +374,7 @@ def _rows(members: Sequence[TunedClass], worker: GpuWorker) -> list[ServingRow]:
 
 
 def _as_one(alike: Sequence[TunedClass]) -> TunedClass:
-    """Return classes of equal sizes, whose launches serving cannot tell apart, as one, such as in place and out of place.
+    """Join classes of equal sizes, whose launches serving cannot tell apart, such as in place and out of place.
 
     Its configs are correct in all of them, and slower than the author's in none.
     """

@@ -1,4 +1,4 @@
-"""Load and check what a command names before its work begins: operators, a plan, a capture, folders."""
+"""Load and check the operators, the plan, the capture and the folders of a command before its work begins."""
 
 import os
 import tempfile

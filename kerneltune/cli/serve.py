@@ -75,6 +75,6 @@ def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
 
 
 def _by_kernel(counts: Mapping[str, int], kind: str) -> Counter[str]:
-    """Return kernel -> the count of its launches of a kind, where there are any."""
+    """Return kernel -> the count of its launches of a kind; kernels without such launches are left out."""
     prefix = f"{kind} "
     return Counter({name.removeprefix(prefix): count for name, count in counts.items() if count and name.startswith(prefix)})

@@ -59,7 +59,7 @@ def time_runs(runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Ou
     `tell` gets its name; before all are timed together, an empty name.
 
     Args:
-        runs: runs of one case; a variant with two runs is timed like a variant with one run.
+        runs: runs of one case; a second run of a variant adds nothing, as the first variant is timed twice in any case.
         ceiling: the streaming operator that moves as many bytes, timed as `CEILING`.
         untimed: outcomes of variants that failed elsewhere and are not launched here.
 

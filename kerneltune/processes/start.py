@@ -145,7 +145,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:
-    """Yield the result of `work(*args)` in each of `count` processes, which run one after another; all values are pickled."""
+    """Run `work(*args)` in `count` processes, one process after another, and yield each result; all values are pickled."""
     for number in range(1, count + 1):
         process, pipe = start(_answer, work, args, method="spawn")
         try:

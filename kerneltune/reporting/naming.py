@@ -20,7 +20,7 @@ _SHOWN_CONFIGS = 3
 def failure_lines(failed: Iterable[Record]) -> list[str]:
     """Return a line for each mistake of failed records, with its first case.
 
-    Reasons with the same FILE:LINE, or with the same words around other numbers, are one mistake.
+    Reasons that share FILE:LINE, or that differ in numbers alone, are one mistake.
     """
     lines = []
     for records in grouped(failed, lambda record: (record.op, _mistake(record))).values():

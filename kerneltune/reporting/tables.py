@@ -296,7 +296,7 @@ def _reached(rows: Sequence[Comparison]) -> list[str]:
 
 
 def _shares(rows: Iterable[Comparison]) -> list[float]:
-    """Return the share of its bound that B reaches in each row where it is known."""
+    """Return the shares of the bound that B reaches, of the rows whose share is known."""
     return [part for part in (share(row.b) for row in rows) if part is not None]
 
 

@@ -29,7 +29,7 @@ class DeadValue(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """Hold configs of which one is near the best time of every case.
+    """Hold a set of configs: in every case the fastest config of the set is near the best time.
 
     Attributes:
         configs: the configs.
@@ -104,7 +104,7 @@ def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
 
 
 def set_cover(cases: Sequence[Mapping[Knobs, float]]) -> Cover:
-    """Return the fewest configs of which one is within 2 % of the best time of every case, by an integer program."""
+    """Return the smallest set of configs that has a config within 2 % of the best time of every case, by an integer program."""
     configs = list(dict.fromkeys(knobs for times in cases for knobs in times))
     times_us = np.array([[times.get(knobs, math.inf) for knobs in configs] for times in cases])
     gaps = times_us / times_us.min(axis=1, keepdims=True) - 1.0  # (cases, configs)

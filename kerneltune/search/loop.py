@@ -37,7 +37,7 @@ Defaults and near cases guess well. On the shipped spaces, configs within two kn
 of the 63 configs within 3 % of the best.
 """
 _GAIN_AFTER = 16
-"""Fewest known times of which the expected gain is computed."""
+"""Fewest known times from which the expected gain is computed."""
 _GAIN_EVERY = 4
 """Told configs between two computations of the expected gain."""
 _READY = 2
@@ -51,7 +51,7 @@ class SearchLimits:
 
     Attributes:
         budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
-        trials: largest number of configs, those of earlier searches of the task included.
+        trials: largest number of configs, with the configs of earlier searches of the task.
         sampler: a name of search.SAMPLERS.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.

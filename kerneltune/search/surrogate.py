@@ -30,7 +30,7 @@ _BLAS = ThreadpoolController()
 
 
 def _on_one_core(function: F) -> F:
-    """Limit BLAS to one core: for matrices of some hundred rows, two cores take six times as long and disturb the compilers."""
+    """Limit BLAS to a single core, because two cores take six times as long for some hundred rows and disturb the compilers."""
     limited: F = _BLAS.wrap(limits=1, user_api="blas")(function)
     return limited
 
