@@ -12,6 +12,8 @@ PLACE = "place_in_kernel"
 _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
 """First line of Triton's CompilationError; the kernel's code, a caret and the reason follow."""
+_PTXAS = re.compile(r"^ptxas\S* .*?\b(?:error|fatal) *: *(.+)", re.MULTILINE)
+"""Reason in the output of ptxas, which Triton's PTXASError quotes below a line of its own."""
 _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
 """Path in Triton's interpreter, or in this package's corrections of it."""
 _STRANGE = re.compile(rf"<|.*/(?:site|dist)-packages/|.*/lib/python3[^/]*/|{re.escape(str(Path(__file__).parent))}/")
@@ -23,7 +25,7 @@ _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 
 
 def first_line(error: BaseException) -> str:
-    """Return `TypeError: text`: the first line with text, for Triton's compiler also the last line.
+    """Return `TypeError: text`: the first line with text, for Triton's compiler also the last line, for ptxas its reason.
 
     An error without text has its type alone. An error that Triton's interpreter wrapped is unwrapped, and its line in the kernel
     is named.
@@ -36,6 +38,8 @@ def first_line(error: BaseException) -> str:
         lines[0] += f" {lines[-1]}"
     if not lines:
         return type(error).__name__
+    if type(error).__name__ == "PTXASError" and (reason := _PTXAS.search(str(error))):
+        lines[0] = reason[1]
     text = without_places(lines[0])[:_LONGEST].encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
     return f"{type(error).__name__}: {text}"
 

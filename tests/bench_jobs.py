@@ -114,6 +114,10 @@ class FakeCompare(FakeBench):
 def _do(does: str) -> None:
     if does == "abort":
         os.abort()
+    if does == "llvm":
+        os.write(1, b"a kernel of 4000 lines\n")
+        os.write(2, b"LLVM ERROR: cannot select\nstack dump\n")
+        os.abort()
     if does == "stop":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(600)

@@ -30,6 +30,14 @@ def _asks_what_is_not_there(x_ptr, n):
             RuntimeError("at 24:8:\n    while at < LANES:\n    ^\nname 'at' has two types"),
             "RuntimeError: at 24:8: name 'at' has two types",
         ),
+        (
+            type("PTXASError", (Exception,), {})(
+                "PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\n"
+                "ptxas info    : 12 bytes gmem\n"
+                "ptxas /tmp/a.ptx, line 67; error   : Unknown modifier '.b'\nptxas fatal   : aborted"
+            ),
+            "PTXASError: Unknown modifier '.b'",
+        ),
         (AssertionError(), "AssertionError"),
         (KeyboardInterrupt(" \n "), "KeyboardInterrupt"),
         (

@@ -88,7 +88,9 @@ class CompilePool:
             cores: cores that the processes may use; None for all.
         """
         self.workers = workers or len(cores or os.sched_getaffinity(0))
-        self._compilers = [Worker(partial(Compiler, target, cores), "the compiler") for _ in range(self.workers)]
+        self._compilers = [
+            Worker(partial(Compiler, target, cores), "the compiler", quiet=("compile",)) for _ in range(self.workers)
+        ]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         self._threads = ThreadPoolExecutor(self.workers)
         for compiler in self._compilers:

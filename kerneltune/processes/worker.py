@@ -1,21 +1,28 @@
 """Send requests to a process that may crash: a request that crashes, hangs or kills the process costs itself alone."""
 
 import multiprocessing
+import os
+import re
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from threading import Lock
 from typing import Any, Self
 
 from kerneltune.errors import first_line
-from kerneltune.processes.start import WorkerStoppedError, end, start, telling
+from kerneltune.processes.start import WorkerStoppedError, end, process_folder, start, telling
 
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes after SIGTERM: 255 if the server of processes got the signal, too."""
+_ERROR = re.compile(r"^.*(?:error|assert).*$", re.IGNORECASE | re.MULTILINE)
+_LONGEST = 200
+"""Characters of a printed line in a message."""
 _START_TIMEOUT_S = 300.0
 """Seconds for the imports of a process, and to make its object."""
 
@@ -67,6 +74,7 @@ class Worker:
         *,
         environment: Mapping[str, str] | None = None,
         has_children: bool = False,
+        quiet: tuple[str, ...] = (),
         problem: Callable[[], str] = str,  # str() is empty: no problem
         passed_on: tuple[type[Exception], ...] = (),
         exit_grace_s: float = 0.0,
@@ -78,11 +86,17 @@ class Worker:
             name: name of the worker in messages.
             environment: `os.environ` of the process; None for the environment of this process.
             has_children: the process may start processes.
+            quiet: methods whose output is not shown, because Triton prints whole kernels where a config does not compile; the
+                message of a crash quotes the first error.
             problem: importable function that returns why the process is of no further use after a request; empty if it is.
             passed_on: types of the object's exceptions that a request raises as they are, not as a WorkerCrashedError.
             exit_grace_s: seconds that a process has to end by itself.
         """
-        self._start = partial(start, _serve, make, problem, passed_on, environment=environment, is_daemon=not has_children)
+        self._output = process_folder() / f"output-{id(self)}" if quiet else None
+        output = (quiet, self._output)
+        self._start = partial(
+            start, _serve, make, problem, passed_on, *output, environment=environment, is_daemon=not has_children
+        )
         self._passed_on = passed_on
         self._name, self._exit_grace_s = name, exit_grace_s
         self.process: multiprocessing.process.BaseProcess | None = None
@@ -158,7 +172,7 @@ class Worker:
                 raise WorkerStoppedError(f"{self._name} was stopped") from error
             if code in _ENDED_FROM_OUTSIDE:
                 raise WorkerStoppedError(f"{self._name} was ended from outside: exit code {code}") from error
-            raise WorkerCrashedError(f"{self._name} died: exit code {code}", last_note) from error
+            raise WorkerCrashedError(f"{self._name} died: exit code {code}{self._printed_error()}", last_note) from error
         except BaseException:  # an interrupt: the process would send this answer to the next request
             self.end()
             raise
@@ -172,6 +186,12 @@ class Worker:
             raise answer
         return answer
 
+    def _printed_error(self) -> str:
+        """Return `: text`, the first error that the process printed in a quiet request; empty if it printed none."""
+        text = self._output.read_text(errors="replace") if self._output is not None and self._output.exists() else ""
+        found = _ERROR.search(text)
+        return f": {found[0].strip()[:_LONGEST]}" if found else ""
+
     def _receive(self, pipe: Connection, timeout_s: float | None, last_note: str) -> Any:
         if not pipe.poll(timeout_s):
             self.end()
@@ -180,7 +200,12 @@ class Worker:
 
 
 def _serve(
-    pipe: Connection, make: Callable[[], Any], problem_of: Callable[[], str], passed_on: tuple[type[Exception], ...] = ()
+    pipe: Connection,
+    make: Callable[[], Any],
+    problem_of: Callable[[], str],
+    passed_on: tuple[type[Exception], ...] = (),
+    quiet: tuple[str, ...] = (),
+    output: Path | None = None,
 ) -> None:
     """Answer requests in the worker's process until the process has a problem or the parent closes the pipe."""
     served = make()
@@ -189,7 +214,8 @@ def _serve(
         while True:
             method, arguments = pipe.recv()
             try:
-                answer, problem = getattr(served, method)(*arguments), ""
+                with _into(output if method in quiet else None):
+                    answer, problem = getattr(served, method)(*arguments), ""
             except passed_on as error:
                 answer, problem = error, ""
             except Exception as error:  # also missing memory for the inputs: the next request finds a clean process
@@ -198,3 +224,27 @@ def _serve(
             pipe.send((answer, problem))
             if problem:
                 return
+
+
+@contextmanager
+def _into(path: Path | None) -> Iterator[None]:
+    """Let this process, libraries in C++ included, print to a new file in place of stdout and stderr; None changes nothing."""
+    if path is None:
+        yield
+        return
+    shown = [os.dup(number) for number in (1, 2)]
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    try:
+        _redirect((file, file))
+        yield
+    finally:
+        _redirect(shown)
+        for number in (*shown, file):
+            os.close(number)
+
+
+def _redirect(numbers: Sequence[int]) -> None:
+    """Let stdout and stderr be open files, by their numbers."""
+    for stream, number, target in zip((sys.stdout, sys.stderr), (1, 2), numbers, strict=True):
+        stream.flush()
+        os.dup2(target, number)

@@ -167,7 +167,7 @@ class GpuWorker(Worker):
 
     def __init__(self, make: Callable[[], Any] = GpuBench, config_timeout_s: float = CONFIG_TIMEOUT_S) -> None:
         """Start no process yet; make: importable function that makes the object that answers."""
-        super().__init__(make, "the GPU worker", problem=broken_context, exit_grace_s=_EXIT_GRACE_S)
+        super().__init__(make, "the GPU worker", quiet=("measure",), problem=broken_context, exit_grace_s=_EXIT_GRACE_S)
         self.config_timeout_s, self.variant_timeout_s = config_timeout_s, VARIANT_TIMEOUT_S
 
     def prepare(self, task: Task) -> None:

@@ -26,7 +26,7 @@ from subprocesses import environment, wait_for
 
 from kerneltune import cache, misses
 from kerneltune.processes.start import WorkerStoppedError
-from kerneltune.processes.worker import State, WorkerCrashedError, _serve
+from kerneltune.processes.worker import State, WorkerCrashedError, _into, _serve
 from kerneltune.spec import Config
 from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.tune import gpu_worker as tuning_bench
@@ -106,10 +106,23 @@ def test_worker_begun_early_answers_later_requests(worker: GpuWorker) -> None:
     assert worker.started == 1
 
 
+def test_output_of_a_quiet_request_goes_to_a_new_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def write(text: str) -> None:
+        for number in (1, 2):
+            os.write(number, f"{text}\n".encode())
+
+    for path, text in ((None, "shown"), (tmp_path / "output", "earlier"), (tmp_path / "output", "quiet"), (None, "shown again")):
+        with _into(path):
+            write(text)
+    assert capfd.readouterr() == ("shown\nshown again\n", "shown\nshown again\n")
+    assert (tmp_path / "output").read_text() == "quiet\nquiet\n"
+
+
 @pytest.mark.parametrize(
     ("does", "detail"),
     [
         ("abort", "the GPU worker died: exit code -6"),
+        ("llvm", "the GPU worker died: exit code -6: LLVM ERROR: cannot select"),
         ("exit", "the GPU worker died: exit code 7"),
         ("memory", "MemoryError: no memory for 17 tensors"),
         ("fault", "RuntimeError: CUDA error: an illegal memory access was encountered"),
