@@ -77,10 +77,10 @@ class Options:
 
     Attributes:
         policy: timing policy, `cold`, `hot` or `eager`; None for the policy of each operator.
-        mode: last stage of a sweep: `check`, which times nothing; `measure`, with present configs; `tune`, which searches missing
-            configs before it measures.
+        extent: how far a sweep goes: `check` times nothing, `measure` takes present configs, `tune` searches missing configs
+            before it measures.
         peers: measure other packages' variants as well.
-        quick: take ten headline cases alone: in mode `check` without derived cases, else measured without checks and tuning.
+        quick: take ten headline cases alone: checked without derived cases, or measured without checks and tuning.
         search: limits of each search; of `sweep --stale`, `budget_s` is the limit of all that is timed.
         results: folder of the records.
         workers: number of compile processes; None for the number of cores.
@@ -92,7 +92,7 @@ class Options:
     """
 
     policy: str | None = None
-    mode: Literal["check", "measure", "tune"] = "tune"
+    extent: Literal["check", "measure", "tune"] = "tune"
     peers: bool = True
     quick: bool = False
     search: SearchLimits = _TO_A_PERCENT

@@ -54,7 +54,7 @@ class SweepResult:
 
 
 def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = None) -> SweepResult:
-    """Run the mode of a sweep that the options ask for; without a GPU only check.
+    """Run a sweep as far as the options ask for; without a GPU only check.
 
     The records are written under results/, measured records also as tables in Markdown and CSV, also if the run is interrupted.
     The next run does not repeat the cases that were checked or measured before the interruption.
@@ -66,7 +66,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         records.load_if_present(path)  # a file that cannot be merged with is an error before the work
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         stages = _SweepStages(plan, progress, worker, first_table)
-        if plan.options.mode == "check" or not device.current().is_gpu:
+        if plan.options.extent == "check" or not device.current().is_gpu:
             return stages.check_alone()
         return stages.measure_headline() if plan.options.quick else stages.check_tune_and_measure()
 
@@ -176,7 +176,7 @@ class _SweepStages:
             tasks = [task for sweep_case in plan.headline() for task in plan.tasks(sweep_case.op, sweep_case.case)]
             _runs, failed_rows = self._with_configs(tasks)
             self.write(failed_rows)
-        if plan.options.mode == "tune":
+        if plan.options.extent == "tune":
             from kerneltune.tune.run import run_tune
 
             self.worker.end()

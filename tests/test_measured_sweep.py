@@ -60,7 +60,7 @@ def test_free_memory_is_asked_while_the_worker_holds_no_other_case(
     monkeypatch.setattr(GpuWorker, "check", lambda _worker, task, _config: held.append(task.case) or Outcome("checked"))
     monkeypatch.setattr(GpuWorker, "close", lambda _worker: held.clear())
     monkeypatch.setattr(check, "why_too_large", why_too_large)
-    plan = load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, mode="check"))
+    plan = load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, extent="check"))
     assert {row.status for row in run_sweep(plan, Progress()).records} == {"checked"}
     assert len(asked) > 1
 
@@ -71,7 +71,7 @@ def test_check_that_crashes_its_process_fails_only_its_row(
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
     monkeypatch.setattr(sweep_run, "GpuWorker", partial(GpuWorker, FakeCheck))
-    rows = run_sweep(load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, mode="check")), Progress()).records
+    rows = run_sweep(load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, extent="check")), Progress()).records
     assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024)}
     assert {row.config["block"] for row in rows if row.config} >= {512, 1024, 4096}
     for row in rows:
@@ -255,7 +255,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
 
     monkeypatch.setattr(sweep_run, "compare_in_worker", compared)
     monkeypatch.setattr(sweep_run, "check_runs", checked)
-    selection, untuned = Selection(str(path), ("rmsnorm_bwd",)), replace(options, mode="measure")
+    selection, untuned = Selection(str(path), ("rmsnorm_bwd",)), replace(options, extent="measure")
     with pytest.raises(KeyboardInterrupt):
         run_sweep(load_plan(OPS, selection, untuned), Progress(), lambda rows: happened.append(f"table of {len(rows)}"))
     assert happened[:2] == ["fast", f"table of {len([v for v in OP.variants if not v.compiles and not v.missing()])}"]
@@ -329,7 +329,7 @@ def test_sweep_after_an_interrupted_measurement_repeats_no_check(
 
     monkeypatch.setattr(sweep_run, "check_runs", checks)
     monkeypatch.setattr(sweep_run, "compare_in_worker", interrupted)
-    plan = load_plan(OPS, Selection(str(path)), replace(options, mode="measure"))
+    plan = load_plan(OPS, Selection(str(path)), replace(options, extent="measure"))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(plan, Progress())
     monkeypatch.setattr(sweep_run, "compare_in_worker", lambda *_: [])
@@ -357,7 +357,7 @@ def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
         return [make_record("", runs[0], Outcome("skipped", "x"))]
 
     monkeypatch.setattr(sweep_run, "compare_in_worker", comparing)
-    untuned = replace(options, mode="measure")
+    untuned = replace(options, extent="measure")
     selection = Selection(str(path), cases=("big*",))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(load_plan(OPS, selection, untuned), Progress())

@@ -72,9 +72,9 @@ def require_folders(options: Options) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
     gpu = device.current()
     folders = [runs_folder(options.results, gpu.slug)]
-    if gpu.is_gpu and options.mode != "check":
+    if gpu.is_gpu and options.extent != "check":
         folders.append(options.records_folder)
-    if gpu.is_gpu and options.mode == "tune":
+    if gpu.is_gpu and options.extent == "tune":
         folders += [default_root() / gpu.slug, trials_folder(options.results, gpu.slug)]
     for folder in folders:
         require_writable(folder)

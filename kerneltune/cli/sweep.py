@@ -68,7 +68,7 @@ def command(
     o.refuse("expected only with --check-only", mutate=mutate and not check_only)
     folder = loading.capture_folder(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}
-    fields["mode"] = "check" if check_only else ("tune" if tune and not quick else "measure")
+    fields["extent"] = "check" if check_only else ("tune" if tune and not quick else "measure")
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)
         if folder:
@@ -103,7 +103,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
         show_wrapped(f"{op_name} {variant_name}: skipped {counted(len(rows), 'case')}: {reasons}")
     if capture and not timed:
         _show_unchecked(plan, swept.records, Path(capture))
-    if not timed and plan.options.mode != "check":
+    if not timed and plan.options.extent != "check":
         _show_recorded(plan, asked)
     for line in swept.coverage:
         show_wrapped(line)
@@ -123,7 +123,7 @@ def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> Non
     from kerneltune import stale
 
     gpu = device.current()
-    measures = gpu.is_gpu and options.mode != "check"
+    measures = gpu.is_gpu and options.extent != "check"
     if measures:
         loading.require_folders(options)
     plans = stale.plans_of(ops, selection, options)

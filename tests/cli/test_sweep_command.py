@@ -26,7 +26,7 @@ def test_sweep_passes_all_options_on_and_prints_the_table(engine: dict[str, Any]
     selection, options = engine["selection"], engine["options"]
     assert (selection.family, selection.ops, selection.cases) == ("rmsnorm", ("rmsnorm_fwd",), ("te-*", "llama*"))
     assert (selection.dtypes, selection.quants, selection.variants) == (("bfloat16",), ("fp8",), ("optimized",))
-    assert (options.policy, options.mode, options.peers) == ("hot", "check", False)
+    assert (options.policy, options.extent, options.peers) == ("hot", "check", False)
     assert (options.search.budget_s, options.search.trials, options.workers) == (2.5, 7, 3)
     assert (engine["configs"], options.results) == (tmp_path / "configs", tmp_path / "results")
     assert result.stdout.splitlines() == [
