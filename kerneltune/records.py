@@ -41,6 +41,8 @@ K = TypeVar("K")
 
 _LEAST_US = 1e-6
 """Least time of a record in µs, below a clock cycle of any GPU: ratios of times stay finite."""
+_ROUNDING = 1e-5
+"""Fraction by which rounded times may exceed each other."""
 _Time = Annotated[float, Meta(ge=_LEAST_US, le=LARGEST_MEASURE)]
 _Rounds = Annotated[Sequence[_Time], Meta(min_length=1)]
 
@@ -397,6 +399,9 @@ def _check_measures(record: Record) -> None:
     samples = sum(map(len, record.samples_us))
     if samples != record.n:
         raise bad("n", record.n, f"the number of samples_us, {samples}")
+    least, most = min(map(min, record.samples_us)), max(map(max, record.samples_us))
+    if record.time_us is not None and not least * (1 - _ROUNDING) <= record.time_us <= most * (1 + _ROUNDING):
+        raise bad("time_us", record.time_us, f"a time within samples_us, {least!r} to {most!r}")
 
 
 def _check_status(record: Record) -> None:

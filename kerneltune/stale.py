@@ -211,7 +211,8 @@ def difference(row: Record, task: Task, gpu: str) -> Difference | None:
 
 def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op]) -> list[str]:
     """Return a line for each own variant that has timed rows of other code than `ops`, and a line for rows of other configs."""
-    timed = [row for row in rows if row.status == "passed" and row.role != "peer"]
+    own = {(op.name, variant.name) for op in ops.values() for variant in op.variants if not variant.is_peer}
+    timed = [row for row in rows if row.status == "passed" and (row.role != "peer" or (row.op, row.variant) in own)]
     lines = []
     for (name, variant), variant_rows in grouped(timed, lambda row: (row.op, row.variant)).items():
         if name not in ops:

@@ -20,7 +20,8 @@ def untimed(status: str, reason: str = "y: values\ndiffer", **changes: Any) -> R
 
 
 def by_process(us: float, *offsets: float, **changes: Any) -> Record:
-    """Make a record of processes that lie at `us` times 1 + offset, with a round noise of about 0.1 %."""
+    """Make a record of processes that lie at `us` times 1 + offset, with a round noise of about 0.1 %; its time is near `us`."""
     rounds = [0.999, 1.0, 1.001, 1.0, 1.0005]
     samples = [[us * (1 + offset) * noise for noise in rounds] for offset in offsets]
-    return record(us, samples_us=samples, n=len(samples) * len(rounds), **changes)
+    least, most = min(map(min, samples)), max(map(max, samples))
+    return record(min(max(us, least), most), samples_us=samples, n=len(samples) * len(rounds), **changes)

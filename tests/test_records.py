@@ -96,6 +96,7 @@ def test_record_begins_with_the_fields_of_the_contract() -> None:
         ({"status": "failed", "reason": "y differs"}, "time_us: 43.5: expected none where the status is 'failed'"),
         ({"reason": "odd"}, "reason: 'odd': expected none where the status is 'passed'"),
         ({"samples_us": [[1.0, 2.0], [3.0]]}, "n: 40: expected the number of samples_us, 3"),
+        ({"samples_us": [[1.0, 2.0]], "n": 2}, "time_us: 43.5: expected a time within samples_us, 1.0 to 2.0"),
     ],
 )
 def test_record_with_an_inconsistent_value_raises_with_field_and_value(changes: dict[str, Any], message: str) -> None:

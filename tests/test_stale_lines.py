@@ -105,7 +105,8 @@ def test_default_that_changed_makes_a_record_without_a_cached_config_stale(tmp_p
 def test_peers_untimed_rows_and_variants_without_knobs_are_never_stale_by_config() -> None:
     other = h200_entries()[0].config | {"warps": OTHER_WARPS}
     untimed = dict.fromkeys(("time_us", "gbps", "ci_low_us", "ci_high_us", "n"))
-    assert stale_lines([with_config(other, role="peer")], OPS) == []
+    assert stale_lines([with_config(other, role="peer", variant="of_another_package")], OPS) == []
+    assert len(stale_lines([with_config(other, role="peer")], OPS)) == 1  # an own variant, whatever its record says
     assert stale_lines([with_config(other, status="skipped", reason="no memory", **untimed)], OPS) == []
     plain = dataclasses.replace(OPS["rmsnorm_fwd"].variant("optimized"), config=None, default=None)
     bare = dataclasses.replace(OPS["rmsnorm_fwd"], variants=(plain,))

@@ -39,6 +39,8 @@ noise. Fewer than _SPREAD_ROWS rows of one process a side do not show this diffe
 (1 + limit) (1 + _BETWEEN_PROCESSES) - 1. In simulated runs of 3 unchanged rows, 3 of 1,000 runs fail; without this rule 228."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
+_MOST_TRAFFIC = 10.0
+"""Factor between the bytes of two sides above which their times are no times of the same work in the same unit."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
 """Reasons why a row is a note."""
 RERUNS = 2
@@ -290,6 +292,7 @@ def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
 
     | the row is | verdict |
     |---|---|
+    | of a tenth or ten times the bytes (time times GB/s): another unit of time, or another `traffic` | ambiguous |
     | long, and surely slower by more than the limit and the usual difference of processes | regression |
     | long, and slower by more than the margin | ambiguous |
     | long, surely slower, and perhaps by more than the limit | ambiguous |
@@ -307,6 +310,9 @@ def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
     limit, tolerated, old_us = max(margin, change.floor), f"tolerated {margin:.1%}", us_of(change.old)
     half_width, most_us = (change.high - change.low) / 2, change.high * old_us
     is_long, is_surely_slower = change.us > MIN_CHANGE_US, change.p <= ALPHA and change.low > 0
+    before, after = (us_of(side) * (side.gbps or 0.0) / 1e3 for side in (change.old, change.new))
+    if max(before, after) > _MOST_TRAFFIC * min(before, after):
+        return "ambiguous", f"{before:.6g} MB before, now {after:.6g}, as time_us times gbps: another unit, or another traffic?"
     if is_long and is_surely_slower and (1 + change.low) / (1 + change.between_processes) > 1 + limit:
         return "regression", f"at least {change.low:.1%} slower, {tolerated}"
     if is_long and change.slowdown > margin:

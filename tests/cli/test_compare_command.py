@@ -249,7 +249,7 @@ def test_compare_with_run_to_standard_output_needs_no_writable_folder(monkeypatc
 
 def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(shift: float, noise: list[float], **changes: Any) -> Record:
-        return record(100.0, samples_us=[[100.0 * (shift + x) for x in noise]], n=len(noise), **changes)
+        return record(100.0 * shift, samples_us=[[100.0 * (shift + x) for x in noise]], n=len(noise), **changes)
 
     noise = [0.01, -0.01, 0.02, -0.02, 0.0]
     good = [timed(1.0, noise), timed(1.0, noise[::-1])]

@@ -56,10 +56,19 @@ def test_gate_change_has_the_bounds_of_both_intervals() -> None:
 def test_gate_of_times_without_proportion_gives_a_verdict(us: float) -> None:
     """A ratio of 1e-18 less 1 is -1 in floating point, whose logarithm does not exist."""
     sizes = [{"axes": {"M": size, "N": 8}} for size in range(1, 13)]
-    old, new = ([record(time_us, spread=0.0, **size) for size in sizes] for time_us in (1e12, us))
+    old, new = ([record(time_us, spread=0.0, gbps=1e9 / time_us, **size) for size in sizes] for time_us in (1e12, us))
     answer = gate(old, new, 0.03)
     assert {row.verdict for row in answer.rows} == {"faster" if us < 1 else "regression"}
     assert gate(old[:1], new[:1], 0.03).exit_code == answer.exit_code
+
+
+def test_gate_of_times_in_another_unit_is_ambiguous() -> None:
+    """Times in ms look a thousand times faster; times of the same bytes do not, whatever the speed-up."""
+    (row,) = gate([record(100.0)], [record(0.1, spread=0.0)], 0.03).rows
+    assert (row.verdict, row.reason) == (
+        "ambiguous", "100 MB before, now 0.1, as time_us times gbps: another unit, or another traffic?; one process a side",
+    )  # fmt: skip
+    assert gate([record(100.0)], [record(0.1, spread=0.0, gbps=1e6)], 0.03).exit_code == 0
 
 
 def test_gate_of_a_missing_skipped_or_failed_row_exits_with_1() -> None:
