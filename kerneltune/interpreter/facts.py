@@ -5,10 +5,10 @@
 
 import ast
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kerneltune.interpreter.faults import statement
 
@@ -16,7 +16,7 @@ Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
-    "lossy cast", "equal", "equal at 1", "unequal",
+    "lossy cast", "equal", "equal at 1", "unequal", "same draw",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -33,6 +33,7 @@ _TEXTS: Mapping[str, str] = {
     "not judged": "{text}",
     "even blocks": "{text}, {block}",
     "lossy cast": "integers that {text} does not hold at {where}",
+    "same draw": "two programs draw the same random numbers, {where}: do their offsets lack the program?",
     "equal": "equal sizes above 1 at {text} in {where}",
 }
 """Texts of the kinds that users and tests see."""
@@ -60,6 +61,7 @@ class Fact(NamedTuple):
     | even blocks | several blocks of `block` elements, none of them ragged | text | |
     | lossy cast | integers that a cast to 8 or 16 bits changes | element type | PATH:LINE |
     | equal, equal at 1, unequal | how two sizes compare in `M == N`; at 1x1 all are equal | text | kernel, function |
+    | same draw | two programs of a launch draw random numbers from the same seed and offsets | | PATH:LINE |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 
@@ -108,6 +110,17 @@ def note_here(kind: Kind, text: str = "") -> None:
     """Note a fact whose place is the kernel's statement that runs."""
     file, line = statement()
     note(Fact(kind, text, f"{file}:{line}"))
+
+
+def noting_draws(philox: Callable[..., Any], is_drawn: Callable[[Sequence[Any]], bool]) -> Callable[..., Any]:
+    """Return Triton's generator of random numbers, which notes if `is_drawn` says that another program has drawn the same."""
+
+    def drawn(*state: Any, **named: Any) -> Any:
+        if is_drawn(state):
+            note_here("same draw")
+        return philox(*state, **named)
+
+    return drawn
 
 
 def compared_for_equality(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:

@@ -82,6 +82,12 @@ class Races:
         self._segment = self._program = 0
         self._known: Any = None
         self._num_programs = num_programs
+        self._draws: dict[int, int] = {}
+
+    def is_drawn(self, state: Sequence[Any]) -> bool:
+        """Return whether another program has drawn random numbers from the same seed and offsets."""
+        drawn = hash(tuple(np.asarray(part.handle.data).tobytes() for part in state if hasattr(part, "handle")))
+        return self._draws.setdefault(drawn, self._program) != self._program
 
     def begin_program(self, program: int) -> None:
         """Begin a program, which knows of no other program's accesses."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, note_here, noting
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, note_here, noting, noting_draws
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
@@ -77,6 +77,7 @@ class NotJudgedError(Exception):
 
 def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
     """Return the parts of the interpreter, (owner, name), that are replaced in the mode `modes.strict`."""
+    from triton.language import random
     from triton.runtime import interpreter
 
     guard = _Guard(interpreter, largest)
@@ -93,6 +94,7 @@ def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
         **{(owner, name): _around(getattr(owner, name), function) for (owner, name), function in methods.items()},
         (interpreter, "_implicit_cvt"): guard.converted,
         (interpreter, "_interpreter"): guard,
+        (random, "philox_impl"): noting_draws(random.philox_impl, lambda state: guard._races.is_drawn(state)),
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
         (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_whole,
         (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_whole,

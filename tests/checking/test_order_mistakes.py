@@ -1,13 +1,19 @@
 """Mistakes in the order of programs and in addresses: fix-ups, locks, persistent tiles, block pointers, scatters, dropout."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import triton
 import triton.language as tl
-from mistaken_ops import Knobs, Mistaken, mistakes_of, rows_of, values
+from mistaken_ops import CASES, Knobs, Mistaken, mistakes_of, rows_of, values
+from row_sums import summing
 
+from kerneltune.checking.jobs import case_job, coverage_lines, run_jobs
 from kerneltune.kernel_lib.agreement import close
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.spec import Case, Inputs, Outputs, Variant
+from kerneltune.task import Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="mistakes that Triton's interpreter finds")
 
@@ -220,3 +226,27 @@ def test_check_finds_a_mistake_in_order_or_addresses(name: str, mistake: str) ->
 @pytest.mark.parametrize("name", OPERATORS)
 def test_check_finds_nothing_in_right_order_and_addresses(name: str) -> None:
     assert OPERATORS[name].findings("") == []
+
+
+@triton.jit
+def _noisy(x_ptr, y_ptr, count, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    noise = tl.rand(7, tl.program_id(0) * STEP + tl.arange(0, BLOCK))
+    tl.store(y_ptr + at, tl.load(x_ptr + at, at < count, other=0.0) + noise, at < count)
+
+
+def noisy(step: int, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
+    y = torch.empty_like(x)
+    _noisy[(triton.cdiv(x.numel(), 32),)](x, y, x.numel(), STEP=step, BLOCK=32)
+    return {"y": y}
+
+
+@pytest.mark.parametrize("step", [0, 32])
+def test_programs_that_draw_the_same_random_numbers_are_named(step: int) -> None:
+    variant = Variant("optimized", partial(noisy, step))
+    op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
+    job = case_job([Run(Task(op, CASES[1], variant), None)])
+    assert [outcome.reason for _job, outcomes in run_jobs([job]) for outcome in outcomes] == [""]
+    text = "summed: two programs draw the same random numbers, test_order_mistakes.py:"
+    assert any(line.startswith(text) for line in coverage_lines([job])) == (step == 0)
