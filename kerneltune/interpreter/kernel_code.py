@@ -145,14 +145,20 @@ class _Reading:
         else:
             self._expression(node)
         value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        of_name = self._value(value) if value is not None else _UNKNOWN
-        self._forget(node)
         target = getattr(node, "targets", [getattr(node, "target", None)])[0]
-        if value is not None and isinstance(target, ast.Name):
-            if of_name is not _UNKNOWN:
-                self._known[target.id] = of_name
-            if not isinstance(value, ast.Compare):
-                self._blocks[target.id] = self._blocks.get(target.id, frozenset()) | self._blocks_of(value)
+        match target, value:
+            case ast.Tuple(names), ast.Tuple(parts) if len(names) == len(parts):
+                pairs = list(zip(names, parts, strict=True))
+            case _:
+                pairs = [(target, value)] if isinstance(value, ast.expr) else []
+        values = [self._value(part) for _name, part in pairs]
+        self._forget(node)
+        for (name, part), of_name in zip(pairs, values, strict=True):
+            if isinstance(name, ast.Name):
+                if of_name is not _UNKNOWN:
+                    self._known[name.id] = of_name
+                if not isinstance(part, ast.Compare):
+                    self._blocks[name.id] = self._blocks.get(name.id, frozenset()) | self._blocks_of(part)
         return isinstance(node, ast.Return)
 
     def _forget(self, node: ast.stmt) -> None:

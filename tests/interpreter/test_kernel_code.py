@@ -21,3 +21,17 @@ def test_names_that_one_side_of_an_if_assigns_are_unchanged_on_its_other_side() 
     facts = facts_of(SimpleNamespace(fn=two_sides, constexprs=()), arguments)
     branches = {fact.text for fact in facts if fact.kind == "branch"}
     assert branches == {"not (limit > N)"}, "8 > 64, and behind the ifs rows is unknown"
+
+
+def counts_of_a_tuple(x_ptr, M, N) -> None:  # type: ignore[no-untyped-def]
+    rows, columns = M // 16, N // 16
+    rows, columns = columns, rows
+    if rows > columns:
+        return
+
+
+def test_names_that_are_assigned_together_have_their_values() -> None:
+    for sizes, text in (((64, 128), "rows > columns"), ((128, 64), "not (rows > columns)")):
+        arguments = {"x_ptr": SimpleNamespace(data_ptr=None), "M": sizes[0], "N": sizes[1]}
+        facts = facts_of(SimpleNamespace(fn=counts_of_a_tuple, constexprs=()), arguments)
+        assert text in {fact.text for fact in facts if fact.kind == "branch"}
