@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 from kerneltune.checking.check import Checker
 from kerneltune.spec import Case, Inputs, Op, Variant
 
+_BLOCK = 16
+"""Least size of a block; smaller knobs are counts."""
 _ROW, _LARGE = 8, 10.0
 """Least length of a row, and least large value: a softmax of smaller values needs no maximum."""
 _EQUAL = 0.01
@@ -35,6 +37,7 @@ def blind_spots(op: Op, variant: Variant, cases: Sequence[Case]) -> list[str]:
         *plain,
         *_equal(op, with_work),
         *_unread(op, with_work),
+        *_never_ragged_by_one(op, variant, with_work),
     ]
 
 
@@ -188,6 +191,31 @@ def _unread(op: Op, cases: Sequence[Case]) -> Iterator[str]:
                 unread = {field.name for field in fields(config)} - read
         if unread:
             yield f"{variant.name} reads no {', '.join(sorted(unread))} of its config: all values are checked and timed alike"
+
+
+def _never_ragged_by_one(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield a line for each input of ends, such as `cu_seqlens`, of whose sequences none has whole blocks and an element."""
+    lengths, blocks = dict[str, set[int]](), set[int]()
+    for case in cases:
+        with suppress(Exception):  # the check of the case says why
+            config = variant.default_config(case)
+            knobs = [getattr(config, field.name) for field in fields(config)] if is_dataclass(config) else []
+            blocks |= {knob for knob in knobs if type(knob) is int and knob >= _BLOCK}
+            inputs = op.inputs(case, device="cpu")
+            sizes = {size for value in inputs.values() if isinstance(value, torch.Tensor) for size in value.shape}
+            for name, value in inputs.items():
+                if _are_ends(value) and int(value[-1]) in sizes:
+                    lengths.setdefault(name, set()).update(value.diff().tolist())
+    for name, known in lengths.items():
+        if blocks and not any(length > block and length % block == 1 for length in known for block in blocks):
+            example = min(blocks) + 1
+            yield f"no sequence of {name} has a block and an element, such as {example}: an end that is too small by 1 passes"
+
+
+def _are_ends(value: Any) -> bool:
+    """Return whether a value is a vector of integers that rise from 0."""
+    is_vector = isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) > 1
+    return is_vector and value.dtype in (torch.int32, torch.int64) and int(value[0]) == 0 and bool((value.diff() >= 0).all())
 
 
 def _watched(config: Any, read: set[str]) -> Any:

@@ -131,3 +131,16 @@ def test_rows_of_normal_values_alone_are_named_unless_the_reference_is_linear(is
     line = "no row of an input is constant or has a value above 10: draw rows by `vary_rows`"
     lines = [it for it in blind_spots(op, op.variants[0], CASES) if "of its config" not in it]
     assert lines == [line] * (not is_varied and not is_linear)
+
+
+@pytest.mark.parametrize(("lengths", "is_named"), [((5, 40, 0), True), ((5, 33, 0), False), ((1, 16, 64), True)])
+def test_ends_of_sequences_none_of_which_has_a_block_and_an_element_are_named(lengths: tuple[int, ...], is_named: bool) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return {"x": vary_rows(values(seed, device, int(ends[-1]), case["N"])), "ends": ends}
+
+    space: Any = {"parts": (1,), "block": (16, 32)}
+    variant = Variant("optimized", lambda *_: {}, Knobs, lambda _case: space, default=lambda _case: Knobs(1, 16))
+    op = replace(op_with(""), inputs=inputs, reference=lambda given: {"y": given["x"]}, variants=(variant,))
+    line = "no sequence of ends has a block and an element, such as 17: an end that is too small by 1 passes"
+    assert [it for it in blind_spots(op, variant, CASES) if "sequence" in it] == [line] * is_named
