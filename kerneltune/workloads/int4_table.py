@@ -19,41 +19,42 @@ class _Layout:
         ours: the product, or chosen product, whose time is compared.
         against: names of the products that it is compared with.
         peers: names of the products that are left out where the fastest is named.
-        foot: the meaning of the names.
+        note: the meaning of the names.
     """
 
     products: dict[str, tuple[str, ...]]
     ours: str
     against: tuple[str, ...]
     peers: tuple[str, ...]
-    foot: str
+    note: str
 
 
 _LAYOUTS = {
     "int4_gemm": _Layout(
-        {"int4": ("optimized",), "fp8": ("scaled_mm",), "fp16": ("dequantised",), "peer": ("tinygemm", "humming", "gemlite")},
+        {"int4": ("optimized",), "fp8": ("scaled_mm",), "16 bit": ("dequantised",), "peer": ("tinygemm", "humming", "gemlite")},
         ours="int4",
-        against=("peer", "fp8", "fp16"),
+        against=("peer", "fp8", "16 bit"),
         peers=("peer",),
-        foot="peer: the fastest other int4 kernel. fp8, fp16: torch's products, fp8 without the cast of x.",
+        note="peer: the fastest other int4 kernel. fp8, 16 bit: torch's products. Times of fp8 leave out the cast of x; those of "
+        "family int4_fp8 include it.",
     ),
     "int4_fastest_gemm": _Layout(
         {
             "int4_gemm": ("baseline",), "int4_fp8_gemm": ("int4_fp8",), "fp8 row": ("scaled_mm_rowwise",),
-            "fp8 tensor": ("scaled_mm_static",), "fp16": ("dequantised",), "chosen": ("optimized",),
+            "fp8 tensor": ("scaled_mm_static",), "16 bit": ("dequantised",), "chosen": ("optimized",),
         },
         ours="chosen",
         against=("fp8 row", "fp8 tensor"),
         peers=("fp8 tensor", "chosen"),
-        foot="fp8 row: torch's, a scale for every token and row of w. fp8 tensor: torch's, one for x, known in advance, and one "
-        "for w. Times include the cast of x.",
+        note="fp8 row: torch's, with scales per token and row of w. fp8 tensor: torch's, with one scale for x, known in "
+        "advance, and one for w. Times include the cast of x.",
     ),
     "int4_fp8_grouped_gemm": _Layout(
         {"int4": ("optimized",), "fp8": ("scaled_grouped_mm",), "bf16": ("baseline",)},
         ours="int4",
         against=("fp8", "bf16"),
         peers=(),
-        foot="fp8, bf16: torch's grouped products, fp8 with a scale for every token and row. Times include the cast of x.",
+        note="fp8, bf16: torch's grouped products, fp8 with a scale for every token and row. Times include the cast of x.",
     ),
 }  # fmt: skip
 OPS = (*_LAYOUTS, "int4_fp8_gemm")
@@ -85,9 +86,9 @@ def _table(layout: _Layout, of_cases: Sequence[OfCase], title: str) -> Table:
         rows.append(Row((*case, *(of_case.get(name) for name in layout.products), *product, *ratios)))
     by_layer = {layer: list(of_layer) for layer, of_layer in groupby(ordered, key=lambda case: case[0])}
     fastest = (f"{layer}: {_fastest(layout, times, of_layer)}" for layer, of_layer in by_layer.items())
-    means = tuple(_means(layout, [(tokens, times[layer, tokens]) for layer, tokens in ordered]))
-    foot = (f"{layout.foot} x: how many times as long it takes as {layout.ours}.", *fastest)
-    return Table(_columns(layout), tuple(rows), means, foot, repeated=1, title=title)
+    means = _means(layout, [(tokens, times[layer, tokens]) for layer, tokens in ordered])
+    note = f"{layout.note} x: how many times as long it takes as {layout.ours}."
+    return Table(_columns(layout), tuple(rows), (*means, note), tuple(fastest), repeated=1, title=title)
 
 
 def _columns(layout: _Layout) -> tuple[Column, ...]:
