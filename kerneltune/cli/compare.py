@@ -7,7 +7,7 @@ from typing import Annotated
 
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
-from kerneltune.cli.console import STDOUT, deliver, width
+from kerneltune.cli.console import STDOUT, deliver, note, width
 from kerneltune.cli.files import SUFFIX, load_some, record_files, selected, tables_of_devices
 from kerneltune.cli.progress import Reporter
 from kerneltune.plan import Selection, load_plan
@@ -17,6 +17,7 @@ from kerneltune.reporting.pairing import BEST_PEER, Comparison, ab_rows, default
 from kerneltune.reporting.tables import ab_table
 from kerneltune.sweep_file import family_name
 from kerneltune.table import join_tables
+from kerneltune.wording import counted
 
 Sides = tuple[list[Record], list[Record]]
 
@@ -69,6 +70,15 @@ def command(
         same = f"{'variant, ' if _is_file(a) or _is_file(b) else ''}case, device and policy"
         raise ValueError(f"nothing to compare: {a} and {b} have no record of the same {same}")
     deliver(_render((a, b), tables, style), output)
+    _note_unpaired((a, b), sides, tables)
+
+
+def _note_unpaired(names: tuple[str, str], sides: Sides, tables: dict[str, list[Comparison]]) -> None:
+    """Print how many rows of two files the tables lack, as a slow case that a file leaves out looks like none."""
+    shown = {id(record) for rows in tables.values() for row in rows for record in (row.a, row.b)}
+    for name, records in zip(names, sides, strict=True) if all(map(_is_file, names)) else ():
+        if unpaired := sum(id(record) not in shown for record in records):
+            note(f"{counted(unpaired, 'row')} of {name} without a row of the other file")
 
 
 def _default_names(b: str | None, records: Sequence[Record]) -> tuple[str, str]:

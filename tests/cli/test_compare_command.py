@@ -107,6 +107,12 @@ def test_compare_of_two_files_has_a_table_per_variant(write: Callable[..., Path]
     assert run("compare", old, new, "--format", "markdown").stdout.startswith("### baseline\n\n- A: ")
 
 
+def test_compare_of_two_files_counts_the_rows_of_one_file_alone(write: Callable[..., Path]) -> None:
+    old, new = write("old.jsonl", record(axes={"M": 1, "N": 1}), *both(100, 60)), write("new.jsonl", *both(100, 50))
+    assert " ".join(run("compare", old, new).stderr.split()) == f"1 row of {old} without a row of the other file"
+    assert run("compare", new, write("again.jsonl", *both(100, 50))).stderr == ""
+
+
 def test_compare_of_two_files_takes_the_selected_cases(write: Callable[..., Path]) -> None:
     old, new = write("old.jsonl", *both(100, 60)), write("new.jsonl", *both(100, 50))
     assert run("compare", old, new, "--op", "rmsnorm_fwd").stdout == run("compare", old, new).stdout
