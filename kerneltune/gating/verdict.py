@@ -149,6 +149,8 @@ def gate(
     notes = [
         _other_unit(changes),
         _too_short(changes, margin),
+        _older("baseline", len(baseline) - len(old_rows)),
+        _older("new", len(new) - len(new_rows)),
         _left_out("baseline", old_rows.values(), new_setups),
         _left_out("new", new_rows.values(), old_setups),
         _added([fresh for key, fresh in new_rows.items() if key not in old_rows and setup_of(fresh) in old_setups]),
@@ -208,6 +210,11 @@ def _left_out(side: str, records: Iterable[Record], setups: Collection[tuple[str
     counts = Counter(setup_of(record) for record in records if record.status == "passed")
     named = ", ".join(f"{count} of {' '.join(setup)}" for setup, count in sorted(counts.items()) if setup not in setups)
     return f"rows that only {side} has, left out: {named}" if named else ""
+
+
+def _older(side: str, count: int) -> str:
+    """Return a note on rows of a case that a newer row has as well, as without an option and with its default; empty if none."""
+    return f"{counted(count, 'older row')} of {side} not judged, as newer rows have the same cases" if count else ""
 
 
 def _added(records: Iterable[Record]) -> str:

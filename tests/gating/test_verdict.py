@@ -181,7 +181,10 @@ def test_gate_of_row_measured_in_another_order_of_axes_compares_it() -> None:
 
 
 def test_gate_judges_the_newest_record_of_a_row() -> None:
-    assert gate([record(50.0), record()], [record(200.0), record(case="renamed")], 0.03).exit_code == 0
+    answer = gate([record(50.0), record()], [record(200.0), record(case="renamed")], 0.03)
+    assert answer.exit_code == 0
+    lines = [f"1 older row of {side} not judged, as newer rows have the same cases" for side in ("baseline", "new")]
+    assert answer.notes == tuple(lines)
 
 
 def test_gate_with_a_regression_and_an_ambiguous_row_exits_with_1() -> None:
