@@ -159,6 +159,8 @@ def _check(
     require_call("kernel_check", run, args)
     require_call("kernel_check", reference, args)
     name = str(getattr(run, "__name__", "kernel"))
+    if run is reference:
+        pytest.fail(f"kernel_check: {name}: compared with itself: expected another function as reference", pytrace=False)
     reason = _why_not_checked(args, rtol, atol) or _mistake(_operator(name, run, reference, args, rtol, atol))
     if reason:
         pytest.fail(f"kernel_check: {name}: {reason}", pytrace=False)

@@ -47,13 +47,16 @@ def test_other_outputs(kernel_check):
 
 @pytest.mark.parametrize("given", [lambda x: [], lambda x: None, lambda x: x.sum() * 1j])
 def test_outputs_that_hold_nothing_to_compare(kernel_check, given):
-    kernel_check(given, given if given(torch.ones(1)) in ([], None) else lambda x: x.sum() * 2j, [torch.randn(50)])
+    wrong = lambda x: given(x) if given(torch.ones(1)) in ([], None) else x.sum() * 2j
+    kernel_check(given, wrong, [torch.randn(50)])
 
 def test_whole_numbers_and_doubles(kernel_check):
     expected = [torch.tensor([200000]), torch.ones(1, dtype=torch.float64)]
     kernel_check(lambda: [expected[0] + 1, expected[1] + 1e-9], lambda: expected, [], rtol=1e-12)
 
-@pytest.mark.parametrize("changes", [{"rtol": float("nan")}, {"rtol": 1.0}, {"atol": -1}, {"args": 3}, {"reference": 3}])
+WRONG = [{"rtol": float("nan")}, {"rtol": 1.0}, {"atol": -1}, {"args": 3}, {"reference": 3}, {"reference": double}]
+
+@pytest.mark.parametrize("changes", WRONG)
 def test_refused(kernel_check, changes):
     kernel_check(**{"run": double, "reference": lambda x: x * 2, "args": [torch.randn(50)]} | changes)
 
@@ -116,7 +119,7 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=800
     )
     text = done.stdout
-    assert "21 failed, 3 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
+    assert "22 failed, 3 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
     assert "kernel_check: double: output: 1 of 50 wrong, first at (49,): nan, expected " in text
     assert "kernel_check: <lambda>: inputs: argument 0 was overwritten, and is no output" in text
     assert "reference: AttributeError: " in text or "reference: 'Tensor' object has no attribute 'no_such_name'" in text
@@ -140,6 +143,7 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         assert f"kernel_check: {line}" in text, text[-3000:]
     assert "kernel_check: int: expected a list of arguments" in text
     assert "kernel_check: 3: expected a function" in text
+    assert "kernel_check: double: compared with itself: expected another function as reference" in text
     assert "kernel_time needs a GPU: times of the interpreter mean nothing" in text
 
 
