@@ -19,7 +19,7 @@ _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
 _STRANGE = re.compile(rf"<|.*/(?:site|dist)-packages/|.*/lib/python3[^/]*/|{re.escape(str(Path(__file__).parent))}/")
 """Path in generated code, in an installed package, in Python's library or in this package."""
 _META = re.compile(r"\bmeta\b", re.IGNORECASE)
-_FEW, _MOST = 12, 60
+_FEW, _MOST = 12, 25
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 

@@ -117,7 +117,8 @@ def find(family: str) -> Path:
     if Path(family).is_dir() and not Path(family, "classes").is_dir():
         raise ValueError(f"{family}: no capture: expected a folder that `kerneltune capture` wrote")
     captures = sorted(str(classes.parent) for classes in Path(family).parent.glob("*/classes"))
-    raise unknown("family", family, [*families(), *captures], NO_FAMILY)
+    files = [str(path) for path in (Path(f"{family}.yaml"), Path(f"{family}.yml")) if path.is_file()]
+    raise unknown("family", family, [*families(), *captures, *files], NO_FAMILY)
 
 
 def families() -> list[str]:

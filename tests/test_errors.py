@@ -78,6 +78,7 @@ def test_unknown_name_error_lists_known_names_and_the_nearest() -> None:
     near = r"variant: 'variant_x': did you mean variant_\d+\? expected one of 25 names, or a file"
     assert re.fullmatch(near, str(unknown("variant", "variant_x", many, ", or a file")))
     assert str(unknown("variant", "?", many)).endswith(many[-1])
+    assert str(unknown("case", "?", [*many, "a", "b", "c"])).endswith(f"{many[-1]} and 3 more")
     assert meant(None, ["none"]) == meant("softmax", ["rmsnorm"]) == meant("rmsnorm", ["rmsnorm", "rmsnorm_2"]) == ""
     assert meant("rmsnorn", iter(["rmsnorm", "stream"])) == "; did you mean rmsnorm?"
     assert meant("bf61", ["float32", "bfloat16"]) == "; did you mean bf16?"

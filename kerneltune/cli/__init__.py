@@ -127,12 +127,19 @@ def _refused(error: Exception) -> typer.Exit:
         text = f"{place}: {parsing_errors()[0]['input']!r}: {expected}"
     option, missing = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "name", None)
     if option is not None and hasattr(error, "possibilities"):
-        text = f"{text.rstrip('.')}{_holders(option)}"
+        text = f"{text.rstrip('.')}{_argument(option, getattr(error, 'ctx', None)) or _holders(option)}"
     elif missing == "family" and text.startswith("Missing"):
         text = loading.without_family()
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)
+
+
+def _argument(option: str, ctx: Any) -> str:
+    """Return `; family is an argument: sweep FAMILY`, if the command has an argument of the option's name; else nothing."""
+    name = option.lstrip("-")
+    arguments = [parameter.name for parameter in ctx.command.params if isinstance(parameter, TyperArgument)] if ctx else []
+    return f"; {name} is an argument: {ctx.info_name} {name.upper()}" if name in arguments else ""
 
 
 def _holders(option: str) -> str:

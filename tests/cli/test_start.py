@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kerneltune import device
 from kerneltune.cli import doctor
 from kerneltune.files import data_root
 from kerneltune.sweep_file import NO_FAMILY
+from kerneltune.wording import first_of
 
 COMMANDS = [
     "ops",
@@ -146,6 +148,9 @@ def test_wrong_command_or_option_fails_with_one_line(tmp_path: Path) -> None:
     assert error.startswith("error: Missing argument 'family': expected one of decode, fp8_")
     assert error.endswith(NO_FAMILY)
     assert refused("tune", "nowhere").endswith(NO_FAMILY)
+    with chdir(tmp_path):
+        Path("mine.yaml").touch()
+        assert "did you mean mine.yaml? expected one of" in refused("sweep", "mine")
     (tmp_path / "empty").mkdir()
     assert refused("sweep", tmp_path / "empty").endswith("/empty: no capture: expected a folder that `kerneltune capture` wrote")
     for command in ("ops",), ("compare",), ("cache", "list"):
@@ -209,8 +214,7 @@ def test_ops_with_dtype_or_quant_but_no_operator_fails() -> None:
 
 
 def test_ops_and_inspect_of_unknown_names_fail_with_known_names() -> None:
-    names = ", ".join(operators())
-    message = f"error: op: 'softmax': expected one of {names}, or an operator that --plugin loads"
+    message = f"error: op: 'softmax': expected one of {first_of(operators(), 25)}, or an operator that --plugin loads"
     assert refused("ops", "softmax") == refused("cache", "explain", "softmax", "M=1") == message
     options = "zero_centered, fp8_format, row_pad"
     assert refused("ops", "rmsnorm_fwd", "K=3") == f"error: axis: 'K': expected one of M, N, or an option: {options}"
@@ -274,6 +278,7 @@ def test_doctor_prints_facts_of_the_gpu(tmp_path: Path, monkeypatch: pytest.Monk
 def test_unknown_option_names_the_commands_that_have_it() -> None:
     assert refused("report", "--family", "x") == "error: No such option: --family; compare has it"
     assert refused("compare", "--recipe", "x") == "error: No such option: --recipe"
+    assert refused("trials", "--family", "x") == "error: No such option: --family; family is an argument: trials FAMILY"
 
 
 def test_ops_and_inspect_accept_options_beside_sizes() -> None:
