@@ -342,6 +342,10 @@ def test_browser_table_equals_that_of_compare_and_sorts_and_filters(browser: Any
     window.fill("#text", "8192 M=8192")
     assert set(column("kind")) == {"rmsnorm_bwd"}
     assert set(column("M")) == {"8192"}
+    assert window.locator("#tiles .tile").last.inner_text().endswith("of the ceiling, B's median")
+    window.fill("#text", "no such case")
+    assert window.locator("#tiles .tile").last.inner_text().endswith("of the bound, B's median")
+    window.fill("#text", "8192 M=8192")
     window.select_option("#a", "pr593")
     assert "A is pr593, B is optimized" in window.locator("#table caption").inner_text()
     window.close()

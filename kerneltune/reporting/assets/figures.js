@@ -12,7 +12,7 @@ const colour = (variant) => `var(--c${data.looks[variant][0]})`;
 const symbol = (variant) => SYMBOLS[data.looks[variant][1]];
 /** The result of A or B on a case: of a variant, or of the fastest peer. */
 const side = (c, name) => (name === BEST ? c.best : c.of[name]);
-const bounds = (cases) => [...new Set(cases.map((c) => c.bound))].join(" or ");
+const bounds = (cases) => [...new Set(cases.map((c) => c.bound))].filter(Boolean).join(" or ") || "bound";
 const axisNames = (axes) => Object.keys(axes).join("×");
 const shown = (variants) => variants.filter((variant) => !state.hidden.has(variant));
 const fixed = (value, digits) => (value == null ? "" : value.toFixed(digits));
