@@ -380,10 +380,15 @@ def of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_page_names_the_gpu_of_a_table_of_a_workload(of_all: Path) -> None:
+    titles = re.findall("<h2>(.*: table of the workload.*?)</h2>", of_all.read_text(encoding="utf-8"))
+    assert "moe_training: table of the workload, NVIDIA H200" in titles
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 1000])
 def test_browser_keeps_labels_within_their_charts_in_every_family(browser: Any, of_all: Path, width: int) -> None:
-    window = browser.new_page(viewport={"width": width, "height": 900})
+    window = browser.new_page(bypass_csp=True, viewport={"width": width, "height": 900})
     window.goto(of_all.as_uri())
     for family in window.evaluate("data.families.map((family) => family.name)"):
         window.evaluate(f"location.hash = 'family={family}'")
@@ -402,7 +407,7 @@ def test_browser_keeps_labels_within_their_charts_in_every_family(browser: Any, 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 1200])
 def test_browser_speed_ups_are_in_view_and_the_keyboard_reaches_configs(browser: Any, of_all: Path, width: int) -> None:
-    window = browser.new_page(viewport={"width": width, "height": 900})
+    window = browser.new_page(bypass_csp=True, viewport={"width": width, "height": 900})
     window.goto(of_all.as_uri())
     window.locator("#families a", has_text="rmsnorm_add").focus()
     window.keyboard.press("Enter")
@@ -424,7 +429,7 @@ def test_browser_speed_ups_are_in_view_and_the_keyboard_reaches_configs(browser:
 
 @pytest.mark.browser
 def test_browser_shows_values_under_the_pointer_hides_variants_and_changes_theme(browser: Any, shown: Path) -> None:
-    window = browser.new_page(viewport={"width": 400, "height": 900}, color_scheme="light")
+    window = browser.new_page(bypass_csp=True, viewport={"width": 400, "height": 900}, color_scheme="light")
     window.goto(shown.as_uri())
     window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")
     chart = window.locator("#scaling figure").first
