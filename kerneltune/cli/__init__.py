@@ -5,6 +5,7 @@ Modules that import torch, numpy or Optuna are imported inside the commands, so 
 
 import errno
 import itertools
+import mmap
 import os
 import sys
 import warnings
@@ -237,9 +238,17 @@ def _root(
         loading.use_plugins(plugin)
 
 
-def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:
+def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:
+    """Print a warning on a line, each warning once."""
     place = "" if category is UserWarning else f"{filename}:{lineno}: "  # because a message of other code says nothing without it
-    error_line(f"warning: {place}{message}")
+    line = f"warning: {place}{message}"
+    if not _SHOWN[hash(line) % len(_SHOWN)]:
+        _SHOWN[hash(line) % len(_SHOWN)] = 1
+        error_line(line)
+
+
+_SHOWN = mmap.mmap(-1, 1 << 16)
+"""A byte for the hash of each warning: 1 once it was shown. Forked processes share it, so that one of them shows it."""
 
 
 def main() -> None:
@@ -250,7 +259,7 @@ def main() -> None:
     """
     try:
         interrupts.take()
-        warnings.showwarning = _show_warning
+        warnings.showwarning = show_warning
         write_any_character()
         app(_root_options_first(sys.argv[1:]))
     except KeyboardInterrupt:  # before or after a command

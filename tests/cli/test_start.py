@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import both, operators, record, refused, run
 
-from kerneltune import device
+from kerneltune import cli, device
 from kerneltune.cli import doctor
 from kerneltune.files import data_root
 from kerneltune.sweep_file import NO_FAMILY
@@ -297,6 +297,15 @@ def test_plugin_that_is_no_module_fails_and_names_the_nearest_file(tmp_path: Pat
     message = "expected a .py file, or the name of a module"
     assert refused("--plugin", ".", "ops") == f"error: plug-in .: {message}"
     assert refused("--plugin", "topq.yaml", "ops") == f"error: plug-in topq.yaml: {message}; did you mean topq.py?"
+
+
+def test_warning_of_several_processes_is_shown_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for text in ("once for all", "once for all", "another"):
+        if not (child := os.fork()):
+            cli.show_warning(text, UserWarning, "k.py", 1)
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert capfd.readouterr().err.splitlines() == ["warning: once for all", "warning: another"]
 
 
 def test_warning_about_code_of_a_plug_in_names_file_and_line(tmp_path: Path) -> None:
