@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kerneltune.adopt import getter
 from kerneltune.adopt.tuning import SearchResult, search_results, search_tasks
 from kerneltune.plan import Options
 from kerneltune.progress import Progress
-from kerneltune.task import Outcome, Task
+from kerneltune.task import Outcome, Run, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,16 @@ def _tuned_call(task: Task, case: getter.CallCase, found: SearchResult) -> Tuned
 
 
 def check_getter(root: Path) -> list[Outcome]:
-    """Check pairs of call and override without a GPU, in a fork; return what `check_pairs` returns."""
-    from kerneltune.checking.jobs import pairs_job, run_jobs
+    """Check calls, then pairs of call and override, without a GPU; return a call's failure, else what `check_pairs` returns."""
+    from kerneltune.checking.jobs import case_job, pairs_job, run_jobs
 
     spec, (op,) = getter.read_spec(root), getter.operators(str(root))
     cases = [getter.call_case(spec, case) for case in spec.cases if case.is_searched]
-    ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
+    tasks = [Task(op, case, op.variants[0], op.policy) for case in cases]
+    for job, (outcome,) in run_jobs([case_job([Run(task, task.default)]) for task in tasks]):
+        if outcome.status == "failed":
+            return [replace(outcome, config=job.task.default, case=job.task.case)]
+    ((_, outcomes),) = run_jobs([pairs_job(tasks[0], cases)])
     return outcomes
 
 

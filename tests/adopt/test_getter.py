@@ -288,6 +288,16 @@ def test_check_finds_an_override_under_which_the_host_forgets_its_padding(tmp_pa
         assert all(re.match(reason, one.reason) and block == one.config.BLOCK for one in failed)
 
 
+def test_check_of_a_call_that_changes_its_argument_fails_and_says_so(tmp_path: Path) -> None:
+    """Pairs of a case whose reference fails do not run: without a check of the call itself nothing says why."""
+    file = program(tmp_path, "PADS = True" + PAIRWISE.replace("return padded.view", "x.zero_(); return padded.view"))
+    facts = probed(file, space={"BLOCK": [32]})
+    write_spec(tmp_path, probe(msgspec_with(facts, cases=[CallCase({"rows": 48})])))
+    (failed,) = check_getter(tmp_path)
+    assert (failed.status, failed.config.BLOCK) == ("failed", 16)
+    assert "reference: changes its input argument 0" in failed.reason
+
+
 def msgspec_with(facts: GetterSpec, **fields: Any) -> GetterSpec:
     from msgspec.structs import replace
 
