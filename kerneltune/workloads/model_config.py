@@ -293,6 +293,8 @@ def _of_class(kind: str) -> dict[str, int]:
 
 def _experts(fields: _Fields) -> Experts | None:
     counted = fields.name_of(_EXPERTS)
+    if counted is None and fields.kind.endswith("_moe"):
+        raise ValueError(f"{fields.path}: {_EXPERTS[0]}: missing in a {fields.kind}: looked for {', '.join(_EXPERTS)}")
     if counted is None or _first(fields.get(counted)) in (0, 1) or fields.get("is_moe") is False:
         return None
     count = fields.checked(counted, _first(fields.get(counted)))

@@ -267,6 +267,10 @@ def test_config_of_a_vision_language_model_gives_its_language_model(tmp_path: Pa
         ({**SMALL, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": "2"}, "block_ffn_dim_multiplier: '2': expected"),
         ({**SMALL, "num_key_value_heads": 7}, "num_key_value_heads: 7: expected a divisor of 32"),
         ({**EXPERTS, "num_experts_per_tok": 65}, "num_experts_per_tok: 65: expected at most the 64 experts of num_experts"),
+        (
+            {**EXPERTS, "model_type": "qwen3_moe", "num_experts": None},
+            "num_experts: missing in a qwen3_moe: looked for num_experts, ",
+        ),
         ({**EXPERTS, "num_experts_per_tok": None}, "num_experts_per_tok: missing: looked for num_experts_per_tok, "),
         ({**EXPERTS, "moe_intermediate_size": 1411}, "moe_intermediate_size: 1411: expected a multiple of 16"),
         ({**EXPERTS, "num_experts": 60}, "num_experts: 60: expected a multiple of ep=8"),
