@@ -129,7 +129,7 @@ def test_line_of_inputs_without_a_branch_for_meta_says_what_they_must_do(make: C
     assert line_of_inputs(RuntimeError("bad metadata")) == "RuntimeError: bad metadata"
 
 
-def test_line_of_host_code_that_reads_values_of_meta_tensors_says_so() -> None:
+def test_line_of_host_code_that_reads_values_names_what_compilations_lack() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.ones(1, device="meta").item()
     assert line_of_host(caught.value) == f"host code reads values, which a compilation lacks: {first_line(caught.value)}"

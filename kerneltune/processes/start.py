@@ -268,9 +268,8 @@ def held_folder() -> Iterator[Path]:
         os.close(lock)
 
 
-@functools.cache
 def process_folder() -> Path:
-    """Return a temporary folder, also for sockets, that lasts as long as this process. Removes abandoned folders first.
+    """Return a new temporary folder for sockets that lasts as long as this process. Removes abandoned folders first.
 
     It is below /tmp where the path of TMPDIR is too long for sockets.
     """

@@ -11,12 +11,13 @@ from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
 
 from kerneltune.errors import first_line
-from kerneltune.processes.start import WorkerStoppedError, end, process_folder, start, telling
+from kerneltune.processes.start import WorkerStoppedError, end, start, start_server, telling
 
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes after SIGTERM: 255 if the server of processes got the signal, too."""
@@ -92,11 +93,8 @@ class Worker:
             passed_on: types of the object's exceptions that a request raises as they are, not as a WorkerCrashedError.
             exit_grace_s: seconds that a process has to end by itself.
         """
-        self._output = process_folder() / f"output-{id(self)}" if quiet else None
-        output = (quiet, self._output)
-        self._start = partial(
-            start, _serve, make, problem, passed_on, *output, environment=environment, is_daemon=not has_children
-        )
+        self._start = partial(start, _serve, make, problem, passed_on, quiet, environment=environment, is_daemon=not has_children)
+        self._output: Path | None = None
         self._passed_on = passed_on
         self._name, self._exit_grace_s = name, exit_grace_s
         self.process: multiprocessing.process.BaseProcess | None = None
@@ -149,7 +147,9 @@ class Worker:
             self._pipe.close()
             self._pipe = None
         if self.process is None or self._pipe is None:
-            (self.process, self._pipe), self.state = self._start(), State.STARTING
+            start_server()  # its folder ends with this process
+            self._output = Path(get_temp_dir()) / f"output-{id(self)}"
+            (self.process, self._pipe), self.state = self._start(self._output), State.STARTING
             self.started += 1
         return self._pipe
 

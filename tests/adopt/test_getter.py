@@ -288,7 +288,7 @@ def test_check_finds_an_override_under_which_the_host_forgets_its_padding(tmp_pa
         assert all(re.match(reason, one.reason) and block == one.config.BLOCK for one in failed)
 
 
-def test_check_of_a_call_that_changes_its_argument_fails_and_says_so(tmp_path: Path) -> None:
+def test_check_of_a_call_that_changes_its_argument_fails(tmp_path: Path) -> None:
     """Pairs of a case whose reference fails do not run: without a check of the call itself nothing says why."""
     file = program(tmp_path, "PADS = True" + PAIRWISE.replace("return padded.view", "x.zero_(); return padded.view"))
     facts = probed(file, space={"BLOCK": [32]})

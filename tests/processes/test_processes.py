@@ -1,6 +1,5 @@
 """Work in fresh processes: a new process per call, errors in a line, and temporary folders that end with processes."""
 
-import inspect
 import os
 import signal
 import socket
@@ -162,7 +161,7 @@ def test_folder_for_sockets_is_below_tmp_where_the_path_of_tmpdir_is_too_long(
     monkeypatch.setattr("atexit.register", ends.append)
     (tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
-    folder = inspect.unwrap(process_folder)()
+    folder = process_folder()
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "listener-12345678"))
