@@ -1,5 +1,6 @@
 """Results in README and notes: they equal those of the records."""
 
+import json
 import re
 from statistics import geometric_mean
 
@@ -57,3 +58,20 @@ def test_readme_results_equal_those_of_the_records() -> None:
         pairs = ab_rows(best_peers(rows), [row for row in rows if row.variant == "optimized"])
         speedups = [pair.speedup for pair in pairs if pair.speedup]
         assert (len(speedups), f"{geometric_mean(speedups):.2f}") == (int(cases), speedup), name
+
+
+def test_times_of_fused_moe_equal_those_of_the_record() -> None:
+    """The page's table has, for each model, times under the own config and tuned, and the median ratio."""
+    recorded = json.loads((ROOT / "results" / "nvidia_h200" / "adopted_fused_moe.json").read_text())
+    page = (ROOT / "docs/notes/adoption.md").read_text()
+    table = page[page.index("fused_moe.json") :].splitlines()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("|")][:8]
+    tokens = lines[0][1:]
+    for model, (own, tuned, ratio) in zip(recorded["models"], (lines[2:5], lines[5:8]), strict=True):
+        rows = {str(row["tokens"]): row for row in model["rows"]}
+        assert own[0].startswith(model["model"])
+        for at, count in enumerate(tokens, 1):
+            expected = ("", "", "")
+            if row := rows.get(count):
+                expected = (f"{row['own_us']:.1f}", f"{row['time_us']:.1f}", f"{row['speedup']:.2f}x")
+            assert (own[at], tuned[at], ratio[at]) == expected, (model["model"], count)

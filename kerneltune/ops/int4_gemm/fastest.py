@@ -186,7 +186,8 @@ def invalid(case: Case, config: ProductConfig) -> str | None:
 def default(case: Case) -> ProductConfig:
     """Return a product for any shape, by rule.
 
-    The bounds fit the times of 19 weights with 16 to 256 tokens, casts included (H200, 2026-11-29).
+    The bounds fit the times of 19 weights with 16 to 256 tokens, casts included (H200, 2026-11-29). With zero points
+    a quarter lies between the two weights that were timed with 16 tokens.
     """
     tokens, rows, depth = case["N"], case["M"], case["K"]
     most = next((elements for limit, elements in _MOST_ELEMENTS if tokens <= limit), 0)
