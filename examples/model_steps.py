@@ -1,6 +1,7 @@
 """Measure whole training steps of models: time, memory, where the GPU's time goes, launches, and losses. Needs a GPU.
 
 Run `python examples/model_steps.py qwen3-30b-a3b tensorwise --dense --compiled`, or with `bf16` in place of the recipe.
+`phi-3.5-moe`, whose experts are wide, is in no sweep.
 """
 
 import argparse
@@ -15,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kerneltune.nn import convert_to_fp8_training
+from kerneltune.nn.recipes import SCALINGS, Recipe
 from kerneltune.workloads import models
+
+WIDE_EXPERTS = models.ModelShape("phimoe", 8192, {
+    "vocab_size": 16384, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 2, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 2, "output_router_logits": False,
+})  # fmt: skip
 
 GROUPED = ("grouped_gemm", "GroupGemm", "GroupProblemShape", "grouped_mm", "_weight_gradient")
 KINDS = {
@@ -148,13 +155,18 @@ def _train(model: nn.Module, ids: Tensor, count: int) -> list[float]:
 def main(arguments: list[str] | None = None) -> None:
     """Print the measures of a model and a recipe as JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
+    models.SHAPES.setdefault("phi-3.5-moe", WIDE_EXPERTS)
     parser.add_argument("model", choices=sorted(models.SHAPES))
     parser.add_argument("recipe", choices=("bf16", "tensorwise", "rowwise", "delayed", "torchao"))
     parser.add_argument("--dense", action="store_true", help="dense layers in fp8 as well")
     parser.add_argument("--compiled", action="store_true", help="decoder layers compiled")
+    parser.add_argument("--cast-twice", action="store_true", help="keep no casts for the backward pass")
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="train N steps after that")
     given = parser.parse_args(arguments)
-    convert: Callable[[nn.Module], object] = partial(convert_to_fp8_training, recipe=given.recipe, dense=given.dense)
+    if given.cast_twice and given.recipe not in SCALINGS:
+        parser.error(f"--cast-twice: expected with {' or '.join(SCALINGS)}, not {given.recipe}")
+    recipe = Recipe(given.recipe, keep_weights=False) if given.cast_twice else given.recipe
+    convert: Callable[[nn.Module], object] = partial(convert_to_fp8_training, recipe=recipe, dense=given.dense)
     if given.recipe == "bf16":
         convert = nn.Module.train  # the model stays in bf16
     elif given.recipe == "torchao":

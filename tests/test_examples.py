@@ -29,6 +29,14 @@ def test_model_steps_of_an_unknown_model_names_the_known_ones(capsys: pytest.Cap
     assert "qwen3-30b-a3b" in capsys.readouterr().err
 
 
+def test_model_steps_cast_twice_without_a_recipe_of_fresh_scales_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from model_steps import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["phi-3.5-moe", "delayed", "--cast-twice"])
+    assert "--cast-twice: expected with tensorwise or rowwise, not delayed" in capsys.readouterr().err
+
+
 def test_memory_text_is_a_table_of_kept_bytes() -> None:
     from moe_memory import Memory, memory_text
 
