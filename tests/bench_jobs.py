@@ -133,6 +133,18 @@ def _do(does: str) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
 
+class Prints:
+    """Prints an error, or dies without a word."""
+
+    def whisper(self) -> None:
+        """Print an error."""
+        os.write(2, b"error: of another request\n")
+
+    def die(self) -> None:
+        """End the process."""
+        os.abort()
+
+
 class NeverOpens(FakeBench):
     """Dies before it comes to a config."""
 

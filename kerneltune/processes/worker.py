@@ -94,7 +94,7 @@ class Worker:
             exit_grace_s: seconds that a process has to end by itself.
         """
         self._start = partial(start, _serve, make, problem, passed_on, quiet, environment=environment, is_daemon=not has_children)
-        self._output: Path | None = None
+        self._quiet, self._output = quiet, Path()
         self._passed_on = passed_on
         self._name, self._exit_grace_s = name, exit_grace_s
         self.process: multiprocessing.process.BaseProcess | None = None
@@ -172,7 +172,7 @@ class Worker:
                 raise WorkerStoppedError(f"{self._name} was stopped") from error
             if code in _ENDED_FROM_OUTSIDE:
                 raise WorkerStoppedError(f"{self._name} was ended from outside: exit code {code}") from error
-            raise WorkerCrashedError(f"{self._name} died: exit code {code}{self._printed_error()}", last_note) from error
+            raise WorkerCrashedError(f"{self._name} died: exit code {code}{self._printed_error(method)}", last_note) from error
         except BaseException:  # an interrupt: the process would send this answer to the next request
             self.end()
             raise
@@ -186,9 +186,9 @@ class Worker:
             raise answer
         return answer
 
-    def _printed_error(self) -> str:
+    def _printed_error(self, method: str) -> str:
         """Return `: text`, the first error that the process printed in a quiet request; empty if it printed none."""
-        text = self._output.read_text(errors="replace") if self._output is not None and self._output.exists() else ""
+        text = self._output.read_text(errors="replace") if method in self._quiet and self._output.exists() else ""
         found = _ERROR.search(text)
         return f": {found[0].strip()[:_LONGEST]}" if found else ""
 

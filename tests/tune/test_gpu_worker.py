@@ -26,7 +26,7 @@ from subprocesses import environment, wait_for
 
 from kerneltune import cache, misses
 from kerneltune.processes.start import WorkerStoppedError
-from kerneltune.processes.worker import State, WorkerCrashedError, _into, _serve
+from kerneltune.processes.worker import State, Worker, WorkerCrashedError, _into, _serve
 from kerneltune.spec import Config
 from kerneltune.task import Evaluation, Outcome, Run, Task
 from kerneltune.tune import gpu_worker as tuning_bench
@@ -104,6 +104,13 @@ def test_worker_begun_early_answers_later_requests(worker: GpuWorker) -> None:
     assert begun is not None
     assert begun is worker.process
     assert worker.started == 1
+
+
+def test_crash_of_a_request_quotes_no_error_of_an_earlier_quiet_request() -> None:
+    with Worker(bench_jobs.Prints, "the worker", quiet=("whisper",)) as worker:
+        worker.ask("whisper")
+        with pytest.raises(WorkerCrashedError, match=r"^the worker died: exit code -6$"):
+            worker.ask("die")
 
 
 def test_output_of_a_quiet_request_goes_to_a_new_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
