@@ -11,7 +11,7 @@ from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
 from kerneltune.search.loop import SearchLimits
 from kerneltune.spec import Case, Op, TaskKey, Variant
-from kerneltune.sweep_file import MAX_CASES, Section, Sweep, SweepCase, cases_by_op
+from kerneltune.sweep_file import Section, Sweep, SweepCase, cases_by_op
 from kerneltune.task import Run, Task, runs_folder
 
 RunFile = Literal["check", "check.journal", "journal"]
@@ -88,7 +88,6 @@ class Options:
             which also evaluates configs with transient failures again.
         exhaustive: measure every config of a space, and choose none.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
-        max_cases: most rows of the family's sweep file.
     """
 
     policy: str | None = None
@@ -101,7 +100,6 @@ class Options:
     retune: Literal["", "stale", "all"] = ""
     exhaustive: bool = False
     gpus: str = ""
-    max_cases: int = MAX_CASES
 
     @property
     def records_folder(self) -> Path:
@@ -179,7 +177,7 @@ class Plan:
 
 def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options) -> Plan:
     """Load the sweep of a selection's family, and check that the selection has a case."""
-    loaded = sweep_file.load(sweep_file.find(selection.family), ops, options.max_cases)
+    loaded = sweep_file.load(sweep_file.find(selection.family), ops)
     sweep_cases = (*loaded.check, *loaded.bench)
     selection.require_names([ops[name] for name in cases_by_op(sweep_cases)], f" in family {loaded.family}")
     for sweep_case in selected_cases(selection, loaded.path, sweep_cases):

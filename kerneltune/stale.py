@@ -108,7 +108,7 @@ class Renewal(NamedTuple):
 def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> list[Plan]:
     """Return the plan of the selected family, or of each family where none is selected."""
     names = [selection.family] if selection.family else sweep_file.families()
-    loaded = [sweep_file.load(sweep_file.find(name), ops, options.max_cases) for name in names]
+    loaded = [sweep_file.load(sweep_file.find(name), ops) for name in names]
     sweep_cases = [sweep_case for family in loaded for sweep_case in family.bench]
     selection.require_names([ops[name] for name in cases_by_op(sweep_cases)])
     selected_cases(selection, selection.family or "families", sweep_cases)

@@ -28,8 +28,8 @@ _TOP = ("family", "defaults", "ops", "check", "bench", "headline", "gate")
 _HEADLINE = ("op", "case", "dtype", "quant")
 _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
 _FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
-MAX_CASES = 100_000
-"""Default limit of the rows of a sweep file; an entry for two operators counts twice."""
+_MOST_CASES = 100_000
+"""Most rows of a sweep file; an entry for two operators counts twice."""
 NO_FAMILY = ", or a .yaml file; sweep and tune also take the folder of a capture"
 NO_OP = ", or an operator that --plugin loads"
 """End of messages about a family, or an operator: what else may be given in its place."""
@@ -130,15 +130,9 @@ def _folders() -> list[Path]:
     return [Path("sweeps"), data_root("sweeps")]
 
 
-def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep:
-    """Load a sweep file.
-
-    Args:
-        path: the sweep file.
-        ops: operators by name.
-        max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
-    """
-    return _Reader(ops, max_cases).read_sweep(read_yaml(path))
+def load(path: Path, ops: Mapping[str, Op]) -> Sweep:
+    """Load a sweep file of operators by name; a file with more than `_MOST_CASES` is refused before its cases are built."""
+    return _Reader(ops).read_sweep(read_yaml(path))
 
 
 def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tuple[str, Case]]]) -> str:
@@ -193,8 +187,8 @@ def _read_headline(field: Field | None) -> dict[str, tuple[str, ...]]:
 class _Reader:
     """Expand the sections of a file to cases; remember its operators and the names used so far."""
 
-    def __init__(self, ops: Mapping[str, Op], max_cases: int) -> None:
-        self.rows_left = self.max_cases = max_cases
+    def __init__(self, ops: Mapping[str, Op]) -> None:
+        self.rows_left = _MOST_CASES
         self.known = ops
         self.ops: list[Op] = []
         self.defaults: dict[str, Field] = {}
@@ -251,7 +245,7 @@ class _Reader:
             count += rows
             self.rows_left -= rows
             if self.rows_left < 0:  # before the rows are built
-                entry.fail(f"at most {self.max_cases}; see --max-cases", f"{self.max_cases - self.rows_left} or more", "cases")
+                entry.fail(f"at most {_MOST_CASES}", f"{_MOST_CASES - self.rows_left} or more", "cases")
             for point in itertools.product(*sizes):
                 axes = tuple(zip(op.axes, point, strict=True))
                 sized = _sized_name(name, template, axes)

@@ -313,13 +313,8 @@ def test_load_time_grows_linearly_with_the_number_of_sizes(tmp_path: Path) -> No
 def test_sweep_file_with_more_cases_than_the_limit_raises_before_it_builds_them(tmp_path: Path) -> None:
     sizes = ", ".join(map(str, range(1, 1001)))
     text = f"{HEAD}bench:\n  - {{name: '{{M}}x{{N}}', op: rmsnorm_bwd, N: [{sizes}], M: [{sizes}]}}\n"
-    with pytest.raises(ValueError, match=r"f\.yaml:4: cases: 1000000 or more: expected at most 100000; see --max-cases$"):
+    with pytest.raises(ValueError, match=r"f\.yaml:4: cases: 1000000 or more: expected at most 100000$"):
         read(tmp_path, text)
-    path = tmp_path / "f.yaml"
-    path.write_text(f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, N: 8, M: [1, 2, 3]}}\n")
-    assert len(sweep_file.load(path, OPS, max_cases=3).bench) == 3
-    with pytest.raises(ValueError, match=r"f\.yaml:4: cases: 3 or more: expected at most 2; see --max-cases$"):
-        sweep_file.load(path, OPS, max_cases=2)
 
 
 def test_sweep_file_above_1_mib_raises(tmp_path: Path) -> None:

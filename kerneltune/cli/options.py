@@ -142,7 +142,6 @@ PolicyName = Annotated[
 Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
 Budget = Annotated[float | None, seconds("Tuning time per case; of a capture, of all classes.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
-MaxCases = Annotated[int | None, count("--max-cases", "Most cases of a sweep file; 100000 by default.")]
 Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar=CONFIGS)]
 Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
 Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]

@@ -39,7 +39,6 @@ def command(
     stale: Annotated[bool, o.flag("--stale", "Measure again what other code measured: FAMILY, or all families.")] = False,
     budget: Annotated[float | None, o.seconds("Tuning time per case; with --stale time of all.")] = None,
     trials: o.Trials = None,
-    max_cases: o.MaxCases = None,
     check_only: Annotated[bool, o.flag("--check-only", "Check against the reference and stop there.")] = False,
     mutate: Annotated[bool, o.flag("--mutate", "With --check-only: perturb right outputs; `compare` must refuse them.")] = False,
     configs: o.Configs = None,
@@ -67,7 +66,7 @@ def command(
     o.use_configs(configs)
     o.refuse("expected only with --check-only", mutate=mutate and not check_only)
     folder = loading.capture_folder(family)
-    fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers, "max_cases": max_cases}
+    fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers}
     fields["extent"] = "check" if check_only else ("tune" if tune and not quick else "measure")
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)

@@ -36,7 +36,6 @@ class Search:
 
     policy: o.PolicyName = None
     trials: o.Trials = None
-    max_cases: o.MaxCases = None
     stale: Annotated[bool, o.flag("--stale", "Search again what was chosen with another source, driver or packages.")] = False
     sampler: o.Sampler = None
     until_gain: Annotated[

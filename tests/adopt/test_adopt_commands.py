@@ -236,7 +236,6 @@ def test_tune_of_a_capture_with_dry_run_counts_configs(tmp_path: Path) -> None:
         (("--trials", "5"), "trials: 5"),
         (("--case", "a"), "case: 'a'"),
         (("--policy", "hot"), "policy: 'hot'"),
-        (("--max-cases", "3"), "max-cases: 3"),
         (("--exhaustive",), "exhaustive"),
     ],
 )
