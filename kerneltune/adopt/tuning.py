@@ -6,7 +6,8 @@ All classes of an author's key share a config, unless a paired comparison shows 
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.errors import first_line
 from kerneltune.files import replace_text
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.progress import Progress
@@ -38,9 +40,10 @@ from kerneltune.search.loop import times_of
 from kerneltune.search.trials import TrialStore, open_store
 from kerneltune.spec import Config
 from kerneltune.stats import ratio_interval
-from kerneltune.task import Evaluation, Task
+from kerneltune.task import Evaluation, Run, Task
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
+from kerneltune.tune.session import TuningSession
 from kerneltune.wording import counted
 
 FAMILY = "captured"
@@ -136,11 +139,11 @@ def tune_capture(
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
     capture = read_capture(root)
     chosen, reasons = _chosen(capture, share, device.current().slug)
-    if probe_blocks(capture, chosen):
+    options = Options(workers=workers, retune="all" if force else "")
+    if probe_blocks(capture, chosen, options, progress):
         capture = read_capture(root)
         by_digest = {launch_class.digest: launch_class for launch_class in capture.classes}
         chosen = [by_digest[launch_class.digest] for launch_class in chosen]
-    options = Options(workers=workers, retune="all" if force else "")
     until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
@@ -188,37 +191,57 @@ def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
         yield stores[name].evaluations(task), task.own_entry()
 
 
-def probe_blocks(capture: Capture, classes: Sequence[LaunchClass]) -> bool:
+def probe_blocks(capture: Capture, classes: Sequence[LaunchClass], options: Options, progress: Progress) -> bool:
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
     A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by the
     block. Write the verdicts beside the classes, and return whether a verdict is new.
     """
-    blocks, is_new = read_blocks(capture.root), False
+    blocks = read_blocks(capture.root)
     plain = [launch_class for launch_class in classes if launch_class.is_plain]
-    with GpuWorker() as worker:
-        for launch_class, task in zip(plain, _tasks(capture, plain), strict=True):
-            verdicts = blocks.setdefault(launch_class.digest, {})
-            for name in launch_class.candidates[0].config.kwargs:
-                if name not in verdicts:
-                    verdicts[name], is_new = _why_coupled(worker, task, launch_class, name), True
-    if is_new:
-        write_blocks(capture.root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
-    return is_new
+    untried = [
+        (launch_class, task, name)
+        for launch_class, task in zip(plain, _tasks(capture, plain), strict=True)
+        for name in launch_class.candidates[0].config.kwargs
+        if name not in blocks.get(launch_class.digest, {})
+    ]
+    if not untried:
+        return False
+    progress.stage("try blocks", len(untried))
+    with TuningSession(options) as session:
+        trials = [
+            [(value, run, session.queue.compile(*run)) for value, run in _other_values(launch_class, task, name)]
+            for launch_class, task, name in untried
+        ]
+        for (launch_class, _, name), tried in zip(untried, trials, strict=True):
+            blocks.setdefault(launch_class.digest, {})[name] = _why_coupled(session.worker, name, tried)
+            progress.advance(f"{launch_class.label}: {name}")
+    write_blocks(capture.root, blocks)
+    return True
 
 
-def _why_coupled(worker: GpuWorker, task: Task, launch_class: LaunchClass, name: str) -> str:
-    """Return why a block may not change; empty if launches with other values leave the same results."""
-    own, kind, passed = launch_class.candidates[0].config, task.variant.config, False
+def _other_values(launch_class: LaunchClass, task: Task, name: str) -> Iterator[tuple[int, Run]]:
+    """Yield twice and half of a block with the run that launches it."""
+    own, kind = launch_class.candidates[0].config, task.variant.config
     assert kind is not None
-    for size in (own.kwargs[name] * 2, own.kwargs[name] // 2):
-        candidate = launch_class.candidate(replace(own, kwargs={**own.kwargs, name: size}))
-        if candidate is None:
-            continue
-        outcome = worker.check(task, config_of(candidate.config, launch_class, kind))
-        if outcome.status != "checked" and not any(failure in outcome.reason for failure in LAUNCH_FAILURES):
-            return f"{name}={size}: {outcome.reason}"
-        passed |= outcome.status == "checked"
+    for value in (own.kwargs[name] * 2, own.kwargs[name] // 2):
+        candidate = launch_class.candidate(replace(own, kwargs={**own.kwargs, name: value}))
+        if candidate is not None:
+            yield value, Run(task, config_of(candidate.config, launch_class, kind))
+
+
+def _why_coupled(worker: GpuWorker, name: str, trials: Iterable[tuple[int, Run, "Future[CompileResult]"]]) -> str:
+    """Return why a block may not change; empty if launches with other values leave the same results."""
+    passed = False
+    for value, run, compilation in trials:
+        reason = compilation.result().error
+        if not reason:
+            outcome = worker.check(*run)
+            reason = "" if outcome.status == "checked" else outcome.reason or outcome.status
+        if not reason:
+            passed = True
+        elif not any(failure in reason for failure in LAUNCH_FAILURES):
+            return f"{name}={value}: {reason}"
     return "" if passed else f"{name}: no other value can be launched"
 
 

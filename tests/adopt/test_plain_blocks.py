@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.runtime.interpreter
+from fake_operator import Pool
 from plain_kernels import SOURCE, captured, captured_call, cdiv_grid
 from test_capture_tuning import GPU, SizedBench
 
@@ -21,6 +23,7 @@ from kerneltune.adopt.replay import make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.checking.check import Checker
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.progress import Progress
 from kerneltune.task import Outcome, Task
 
@@ -100,6 +103,30 @@ def test_capture_keeps_a_block_that_divides_the_work_among_a_number_of_programs(
     x, y = torch.arange(96.0), torch.empty(96)
     launch = captured_call(tmp_path, lambda: getattr(module, name)[(3,)](x, y, 96, BLOCK=32))
     assert {tuple(one.config.kwargs) for one in launch.candidates} == {()}
+
+
+def test_tune_compiles_both_other_values_of_a_block_before_it_launches_one(
+    tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value that the compiler refuses is not launched."""
+    folder, seen = tmp_path / "cap", list[tuple[str, int]]()
+    captured(folder, module, 96)
+
+    def submit(pool: Pool, job: Any) -> Future[CompileResult]:
+        seen.append(("compiled", job.config.BLOCK))
+        return pool.done(CompileResult((), 0.0, "no such block" * (job.config.BLOCK == 64)))
+
+    def check(bench: CheckedBench, task: Task, config: Any) -> Outcome:
+        seen.append(("launched", config.BLOCK))
+        return Outcome("checked")
+
+    monkeypatch.setattr(Pool, "submit", submit)
+    monkeypatch.setattr(CheckedBench, "check", check)
+    tune_capture(folder, Progress())
+    (verdict,) = read_blocks(folder).values()
+    assert verdict == {"BLOCK": "BLOCK=64: no such block"}
+    assert seen[:2] == [("compiled", 64), ("compiled", 16)]
+    assert ("launched", 64) not in seen
 
 
 @pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
