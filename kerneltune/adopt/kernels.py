@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -27,11 +27,10 @@ _COPY_OF = "_kerneltune_copy_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS = 16
 """Most decorators around a kernel."""
-_MOST_KEYS, _MOST_PLANS, _MOST_LISTS = 4096, 32, 1024
-"""Most keys of a plan, most plans of a kernel, most lists of configs of an autotuner that are remembered."""
+_MOST_KEYS, _MOST_FORMS, _MOST_LISTS = 4096, 32, 1024
+"""Most keys of a form, most forms of a kernel, most lists of configs of an autotuner that are remembered."""
 _OTHER_KIND = (LookupError, AttributeError, TypeError, ValueError)
-"""Errors of a plan's keys for launches with other names, types or numbers of arguments."""
-
+"""Errors of the key function of a form for launches with other names, types or numbers of arguments."""
 
 V = TypeVar("V")
 
@@ -324,15 +323,30 @@ class Launch:
             yield name, value.base if is_descriptor(value) else value
 
 
-class LaunchMap(Generic[V]):
-    """Hold a value for each key of a kernel's launches.
+@dataclass(slots=True)
+class _Form(Generic[V]):
+    """Hold values for the launches whose arguments have the same names and types.
 
-    There is a plan for each combination of names and types of arguments, the newest first: names and types, the function that
-    returns the key of a launch from its arguments, the values by key, and a list of the last launch's key and value. Because the
-    layers of a model repeat launches, `find` compares the last key first, in half the time of a look-up.
+    Attributes:
+        kind: names and types.
+        key_of: function that returns the key of a launch from its arguments.
+        values: values by key.
+        last: key and value of the last launch.
     """
 
-    __slots__ = ("_has_layout", "_has_signs", "_is_kept", "_plans")
+    kind: tuple[Any, ...]
+    key_of: Callable[..., tuple[Any, ...]]
+    values: dict[tuple[Any, ...], V] = field(default_factory=dict)
+    last: tuple[Any, V | None] = (None, None)
+
+
+class LaunchMap(Generic[V]):
+    """Hold a value for each key of a kernel's launches, in a form for each combination of names and types, the newest first.
+
+    Because the layers of a model repeat launches, `find` compares the last key first, in half the time of a look-up.
+    """
+
+    __slots__ = ("_forms", "_has_layout", "_has_signs", "_is_kept")
 
     def __init__(
         self, has_layout: bool = False, has_signs: bool = False, is_kept: Callable[[V], bool] = lambda _value: False
@@ -340,20 +354,21 @@ class LaunchMap(Generic[V]):
         """Make an empty map.
 
         Args:
-            has_layout, has_signs: whether the layout of tensors and the signs of floats are part of the keys, see `plan_key`.
-            is_kept: whether a value stays when the map forgets values, because it has very many keys or plans.
+            has_layout, has_signs: whether the layout of tensors and the signs of floats are part of the keys, see
+                `key_function`.
+            is_kept: whether a value stays when the map forgets values, because it has very many keys or forms.
         """
-        self._plans: list[tuple[tuple[Any, ...], Callable[..., Any], dict[tuple[Any, ...], V], list[tuple[Any, V | None]]]] = []
+        self._forms: list[_Form[V]] = []
         self._has_layout, self._has_signs, self._is_kept = has_layout, has_signs, is_kept
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
         """Return the value of a launch's key, None for a key without a value. The hot path of serving."""
-        for _kind, key_of, values, last in self._plans:
+        for form in self._forms:
             try:  # in place of `suppress`, which costs more than the key
-                key, (last_key, value) = key_of(args, kwargs), last[0]
+                key, (last_key, value) = form.key_of(args, kwargs), form.last
                 if key != last_key:
-                    value = values[key]
-                    last[0] = key, value
+                    value = form.values[key]
+                    form.last = key, value
                 return value
             except _OTHER_KIND:
                 pass
@@ -362,53 +377,23 @@ class LaunchMap(Generic[V]):
     @property
     def num_keys(self) -> int:
         """Return the number of keys that have a value."""
-        return sum(len(values) for _kind, _key_of, values, _last in self._plans)
+        return sum(len(form.values) for form in self._forms)
 
     def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:
-        """Hold a value for the key of a launch, and return the value; `deciding`: see `plan_key`."""
+        """Hold a value for the key of a launch, and return the value; `deciding`: see `key_function`."""
         kind = (*launch.kwargs, *map(type, launch.values))
-        plan = next((plan for plan in self._plans if plan[0] == kind), None)
-        if plan is None:
-            plan = (kind, plan_key(launch, deciding, self._has_layout, self._has_signs), {}, [(None, None)])
-            newest, oldest = self._plans[: _MOST_PLANS - 1], self._plans[_MOST_PLANS - 1 :]
-            self._plans = [plan, *newest, *(old for old in oldest if any(map(self._is_kept, old[2].values())))]
-        _kind, key_of, values, last = plan
-        if values and len(values) % _MOST_KEYS == 0:
-            for forgotten in [key for key, held in values.items() if not self._is_kept(held)]:
-                del values[forgotten]
-        key = key_of(launch.args, launch.kwargs)
-        values[key] = value
-        last[0] = key, value
+        form = next((form for form in self._forms if form.kind == kind), None)
+        if form is None:
+            form = _Form(kind, key_function(launch, deciding, self._has_layout, self._has_signs))
+            newest, oldest = self._forms[: _MOST_FORMS - 1], self._forms[_MOST_FORMS - 1 :]
+            self._forms = [form, *newest, *(old for old in oldest if any(map(self._is_kept, old.values.values())))]
+        if form.values and len(form.values) % _MOST_KEYS == 0:
+            for forgotten in [key for key, held in form.values.items() if not self._is_kept(held)]:
+                del form.values[forgotten]
+        key = form.key_of(launch.args, launch.kwargs)
+        form.values[key] = value
+        form.last = key, value
         return value
-
-
-class MapOfDevices(LaunchMap[V]):
-    """Hold a map for each GPU, in a process that sees GPUs of several models: a launch uses the map of its own GPU."""
-
-    __slots__ = ("_maps", "_options")
-
-    def __init__(self, **options: Any) -> None:
-        """Make an empty map; `options`: see `LaunchMap`."""
-        super().__init__(**options)
-        self._maps: dict[int, LaunchMap[V]] = {}
-        self._options = options
-
-    def _here(self) -> LaunchMap[V]:
-        device = sys.modules["torch"].cuda.current_device()
-        return self._maps.get(device) or self._maps.setdefault(device, LaunchMap(**self._options))
-
-    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
-        """Return the value of a launch in the map of the present GPU."""
-        return self._here().find(args, kwargs)
-
-    def remember(self, launch: Launch, deciding: Collection[str], value: V) -> V:
-        """Hold a value in the map of the present GPU."""
-        return self._here().remember(launch, deciding, value)
-
-
-def map_of_launches(**options: Any) -> LaunchMap[Any]:
-    """Return an empty map for the GPUs that this process sees; `options`: see `LaunchMap`."""
-    return MapOfDevices(**options) if has_several_models() else LaunchMap(**options)
 
 
 def get_or_make(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) -> V:
@@ -429,15 +414,17 @@ def get_or_make(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], 
     return value
 
 
-def plan_key(
+def key_function(
     launch: Launch, deciding: Collection[str], has_layout: bool = False, has_signs: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
-    The key has the element types of all tensors and the types of all other arguments. The function is compiled from text, such as
-    `[v0, v1] = args`, then `v2 = kwargs['N']`, then `return (len(kwargs), v0.dtype, v1.__class__, v1, v2.__class__, v2)`, because
-    a loop over the arguments takes 2.5 times as long. For a launch with other names or types it raises an error of `_OTHER_KIND`,
-    or returns a key that none of its own launches has. Types come before values, because a tensor may not be compared with a key.
+    The key has the element types of all tensors and the types of all other arguments; in a process that sees GPUs of several
+    models, also the present GPU. Types come before values, because a tensor may not be compared with a key. For a launch with
+    other names or types the function raises an error of `_OTHER_KIND`, or returns a key that none of its own launches has.
+
+    Because a loop over the arguments takes 2.5 times as long, the function is compiled from text, such as `[v0, v1] = args`, then
+    `v2 = kwargs['N']`, then `return (len(kwargs), v0.dtype, v1.__class__, v1, v2.__class__, v2)`.
 
     Args:
         launch: a launch.
@@ -446,7 +433,8 @@ def plan_key(
             are part of the key.
         has_signs: whether the signs of floats whose values are no part of the key are.
     """
-    parts, pointers, sources = ["len(kwargs)"], list[str](), [f"v{place}" for place in range(len(launch.values))]
+    parts = ["len(kwargs)", *(["device()"] if has_several_models() else ())]
+    pointers, sources = list[str](), [f"v{place}" for place in range(len(launch.values))]
     for name, value, source in zip(launch.names, launch.values, sources, strict=True):
         is_deciding = name in deciding
         if name in NO_ARGUMENT:
@@ -470,7 +458,8 @@ def plan_key(
                 parts += [f"{source} > 0", f"{source} < 0"]
     if has_layout:
         parts.append(f"shared([{', '.join(pointers)}])")
-    num_args, names = len(launch.args), {"other": _other_key, "shared": _shared}
+    names: dict[str, Any] = {"other": _other_key, "shared": _shared, "device": _present_gpu}
+    num_args = len(launch.args)
     given = [f"{source} = kwargs[{name!r}]" for source, name in zip(sources[num_args:], launch.kwargs, strict=True)]
     lines = [f"[{', '.join(sources[:num_args])}] = args", *given, f"return ({', '.join(parts)},)"]
     exec(compile("\n ".join(["def key_of(args, kwargs):", *lines]), __file__, "exec"), names)  # torch.compile skips our files
@@ -486,6 +475,10 @@ def all_but_floats(launch: Launch) -> set[str]:
 def _shared(pointers: list[int]) -> tuple[int, ...]:
     """Return the first place of each address in the list; empty if all addresses differ, as they do in most launches."""
     return () if len(set(pointers)) == len(pointers) else tuple(map(pointers.index, pointers))
+
+
+def _present_gpu() -> int:
+    return int(sys.modules["torch"].cuda.current_device())
 
 
 def _other_key(value: Any) -> Any:

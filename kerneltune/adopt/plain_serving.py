@@ -181,7 +181,7 @@ class ServedPlainKernel:
     served_slot: int
     missed_slot: int
     autotuned: Collection[Any]
-    by_launch: LaunchMap[ServedChoices] = field(default_factory=lambda: kernels.map_of_launches(has_signs=True))
+    by_launch: LaunchMap[ServedChoices] = field(default_factory=lambda: LaunchMap(has_signs=True))
     kernels_of: dict[str, list[TableKernel]] = field(default_factory=dict)
     by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 

@@ -86,7 +86,7 @@ class _Held:
     is_missing: bool = False
 
 
-_launch_map = partial(kernels.map_of_launches, has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
+_launch_map = partial(LaunchMap, has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
 """Make a map that keeps recorded classes, so that their launches are counted however many other keys a kernel has."""
 
 

@@ -59,7 +59,7 @@ class ServedList:
     missed_slot: int
     key_names: set[str]
     device: str = field(default_factory=program.device_slug)
-    by_launch: LaunchMap[ServedChoices] = field(default_factory=kernels.map_of_launches)
+    by_launch: LaunchMap[ServedChoices] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[Group] = field(default_factory=LaunchMap)
     by_row: dict[int, ServedChoices] = field(default_factory=dict)
     author_choices: dict[Any, Any] | None = None
@@ -322,7 +322,7 @@ class Server:
 
     def _on_this_gpu(self, launch: Launch, served_list: ServedList) -> ServedList:
         """Return the server of the same list with the table of the present GPU."""
-        if not isinstance(served_list.by_launch, kernels.MapOfDevices) or (device := program.device_slug()) == served_list.device:
+        if not program.has_several_models() or (device := program.device_slug()) == served_list.device:
             return served_list
         with self._lock:
             if device not in served_list.on_others:

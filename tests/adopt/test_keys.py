@@ -12,7 +12,7 @@ import triton
 from adopted import run_python
 
 from kerneltune.adopt.arguments import encode_value
-from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, get_or_make, plan_key
+from kerneltune.adopt.kernels import Launch, LaunchMap, all_but_floats, get_or_make, key_function
 
 
 def launch(*args: Any, **kwargs: Any) -> Launch:
@@ -22,14 +22,14 @@ def launch(*args: Any, **kwargs: Any) -> Launch:
 
 def test_key_holds_deciding_arguments_and_the_types_of_all_arguments() -> None:
     x = torch.ones(2)
-    key = plan_key(launch(x, 3, 0.5, grid=(1,)), {"N"})
+    key = key_function(launch(x, 3, 0.5, grid=(1,)), {"N"})
     first = key((x, 3, 0.5), {"grid": (1,)})
     assert first == key((torch.ones(9), 3, 2.0), {"grid": (7,)}) == (1, torch.float32, int, 3, float, tuple)
     assert key((x, 4, 0.5), {"grid": (1,)}) != first != key((x.half(), 3, 0.5), {"grid": (1,)})
 
 
 def test_key_of_keyword_arguments_is_the_same_in_any_order() -> None:
-    key = plan_key(launch(torch.ones(2), N=3, BLOCK=64), {"N", "BLOCK"})
+    key = key_function(launch(torch.ones(2), N=3, BLOCK=64), {"N", "BLOCK"})
     assert key((torch.ones(2),), {"BLOCK": 64, "N": 3}) == (2, torch.float32, int, 3, int, 64)
     with pytest.raises(KeyError, match="BLOCK"):
         key((torch.ones(2),), {"N": 3, "WIDTH": 64})
@@ -58,14 +58,14 @@ def test_key_of_an_enumeration_member_has_its_plain_value() -> None:
 @pytest.mark.parametrize("other", [torch.ones(4, 4).T, torch.ones(17)[1:].view(4, 4)], ids=["strides", "alignment"])
 def test_key_with_layout_depends_on_strides_and_alignment(other: torch.Tensor) -> None:
     call = launch(torch.ones(4, 4))
-    assert plan_key(call, {"x"})(call.args, {}) == plan_key(call, {"x"})((other,), {})
-    key = plan_key(call, {"x"}, has_layout=True)
+    assert key_function(call, {"x"})(call.args, {}) == key_function(call, {"x"})((other,), {})
+    key = key_function(call, {"x"}, has_layout=True)
     assert key(call.args, {}) == key((torch.zeros(4, 4),), {}) != key((other,), {})
 
 
 def test_key_with_layout_depends_on_which_tensors_begin_at_the_same_byte() -> None:
     x, y, z = (torch.ones(4) for _ in range(3))
-    key = plan_key(launch(x, y, z), {"x"}, has_layout=True)
+    key = key_function(launch(x, y, z), {"x"}, has_layout=True)
     keys = [key(tensors, {}) for tensors in ((x, y, z), (x, x, y), (x, y, x), (x, y, y), (x, x, x))]
     assert len(set(keys)) == 5
     assert keys == [key(tensors, {}) for tensors in ((z, y, x), (y, y, z), (z, x, z), (z, x, x), (y, y, y))]
@@ -82,7 +82,7 @@ def test_keys_of_equal_values_of_other_types_differ() -> None:
 
 @pytest.mark.parametrize(("value", "other"), [((torch.ones(2), 1), (torch.ones(3), 1)), ((1, 2), (1, 3)), (object(), object())])
 def test_key_depends_on_values_of_other_types(value: Any, other: Any) -> None:
-    key = plan_key(launch(value), {"x"})
+    key = key_function(launch(value), {"x"})
     assert key((value,), {}) == key((value,), {}) != key((other,), {})
 
 
@@ -90,7 +90,7 @@ def test_key_of_a_pointer_without_a_shape_has_its_type() -> None:
     """Triton takes any object that has `data_ptr` and `dtype` for a pointer."""
     pointer = SimpleNamespace(data_ptr=lambda: 0, dtype=torch.float32)
     call = launch(pointer, 3)
-    assert plan_key(call, {"x", "N"})(call.args, {}) == (0, torch.float32, int, 3)
+    assert key_function(call, {"x", "N"})(call.args, {}) == (0, torch.float32, int, 3)
     assert call.sizes() == {"N": 3}
 
 

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from kerneltune.adopt import kernels, program, startup, tuning
 from kerneltune.adopt.configs import plain_kernel
 from kerneltune.adopt.folder import CLASSES, LaunchClass
-from kerneltune.adopt.kernels import plan_key
+from kerneltune.adopt.kernels import key_function
 from kerneltune.adopt.operators import TUNED, case_of, operators_of
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_replay
@@ -289,7 +289,7 @@ def test_serving_plans_launches_with_and_without_an_optional_tensor_once_each(
     write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, shared=()))
     planned: list[Any] = []
     monkeypatch.setattr(
-        kernels, "plan_key", lambda *args, **launched_options: planned.append(args) or plan_key(*args, **launched_options)
+        kernels, "key_function", lambda *args, **launched_options: planned.append(args) or key_function(*args, **launched_options)
     )
     startup.install(tmp_path, misses=None)
     launched_options.clear()

@@ -14,7 +14,7 @@ import kerneltune.nn
 from kerneltune.adopt import startup
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import CLASSES
-from kerneltune.adopt.kernels import Launch, plan_key
+from kerneltune.adopt.kernels import Launch, key_function
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
 
@@ -134,6 +134,6 @@ def test_torch_compile_skips_the_functions_that_serve_and_no_other_package(tmp_p
     tuned_folder(tmp_path)
     served(tmp_path)
     x = torch.arange(96.0)
-    key_of = plan_key(Launch(example().row_sum, (x,), {}), {"x_ptr"})
+    key_of = key_function(Launch(example().row_sum, (x,), {}), {"x_ptr"})
     assert rules.check_file(key_of.__code__.co_filename).skipped
     assert not rules.check_file(kerneltune.nn.__file__).skipped
