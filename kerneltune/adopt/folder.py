@@ -49,16 +49,17 @@ class Candidate(msgspec.Struct, frozen=True, rename={"is_listed": "is_author"}):
         return self.is_listed and self.grid is not None
 
 
-_NAMES_IN_FILES = {
+NAMES_IN_FILES = {
     "source_digest": "source",
     "bytecode_digest": "bytecode",
     "configs_digest": "configs",
     "key_names": "keys",
     "key_values": "key",
 }
+"""Fields of classes and of served tables -> their names in files."""
 
 
-class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=_NAMES_IN_FILES):
+class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=NAMES_IN_FILES):
     """Hold a class of launches of a kernel: the launches with equal shapes, strides, types and integers.
 
     Attributes:

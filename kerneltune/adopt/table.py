@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import FORMAT, builtin, read_json
+from kerneltune.adopt.folder import FORMAT, NAMES_IN_FILES, builtin, read_json
 from kerneltune.files import locked, read_bytes, replace_text
 from kerneltune.nearness import log2_distance
 
@@ -37,7 +37,7 @@ class ServingRow:
     evidence: dict[str, Any]
 
 
-class Group(msgspec.Struct, frozen=True, dict=True, rename={"key_values": "key"}):
+class Group(msgspec.Struct, frozen=True, dict=True, rename=NAMES_IN_FILES):
     """Hold the rows for a value of the author's key and a list of the tensors' element types.
 
     `split` has the names of the sizes that the author's key leaves out and that decide between the rows; empty for a single row.
@@ -66,16 +66,7 @@ class Group(msgspec.Struct, frozen=True, dict=True, rename={"key_values": "key"}
         return min(rows, key=lambda row: log2_distance(row[0], deciding))[1]
 
 
-_NAMES_IN_FILES = {
-    "source_digest": "source",
-    "bytecode_digest": "bytecode",
-    "configs_digest": "configs",
-    "key_names": "keys",
-    "shared": "portfolio",
-}
-
-
-class TableKernel(msgspec.Struct, frozen=True, rename=_NAMES_IN_FILES):
+class TableKernel(msgspec.Struct, frozen=True, rename=NAMES_IN_FILES | {"shared": "portfolio"}):
     """Hold the configs of a kernel in a table.
 
     Attributes:
