@@ -8,6 +8,7 @@ import torch
 from kerneltune.adopt.arguments import is_descriptor, torch_dtype, with_tuples
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.replay import Replay, ReplayError, live_arguments, live_kernel
+from kerneltune.checking.check import same_bits
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
 from kerneltune.kernel_lib.check_values import vary_rows
@@ -64,7 +65,7 @@ def _earlier(replay: Replay) -> dict[str, torch.Tensor]:
 def _changed(replay: Replay) -> set[str]:
     """Return the arguments that hold other bytes than before."""
     earlier = _earlier(replay)
-    return {name for name, tensor in _tensors(replay.named).items() if not torch.equal(_bytes(tensor), _bytes(earlier[name]))}
+    return {name for name, tensor in _tensors(replay.named).items() if not same_bits(tensor, earlier[name])}
 
 
 _POISON = 0xFF
@@ -196,7 +197,8 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
 def _unwritten(expected: torch.Tensor, found: torch.Tensor, before: torch.Tensor) -> str:
     """Return how many elements a launch never wrote; empty if that cannot be told."""
     width = found.element_size()
-    present, held, wanted = (_bytes(tensor).view(-1, width) for tensor in (found, before, expected))
+    tensors = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (found, before, expected))
+    present, held, wanted = (tensor.view(-1, width) for tensor in tensors)
     wrong = (present != wanted).any(dim=1)
     never = wrong & (present == held).all(dim=1)
     if not bool((never == wrong).all()):
@@ -269,8 +271,3 @@ def difference(expected: torch.Tensor, found: torch.Tensor, by_element: bool = F
     if by_element and scale:
         return rms / scale, float((gaps / a.abs().clamp(min=scale)).max())
     return (rms / scale if scale else rms), (largest / peak if peak else largest)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements, (bytes,) uint8."""
-    return tensor.contiguous().view(-1).view(torch.uint8)

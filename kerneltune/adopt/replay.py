@@ -40,34 +40,42 @@ class ReplayError(CaseError):
 def live_kernel(launch_class: LaunchClass) -> Any:
     """Import a captured kernel's module and return its autotuner."""
     home, name = launch_class.home or launch_class.kernel, launch_class.kernel.text
-    module = _module_of(launch_class, home)
-    file, held = getattr(module, "__file__", home.module), vars(module)
-    unwrap = kernels.jit_of if launch_class.is_plain else kernels.autotuner_of
-    holder = attribute(held, home.name)
-    tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
-    if launch_class.is_plain:
-        options = launch_class.candidates[0].config.options
-        tuners = [plain_kernel(kernel, options, launch_class.key_names) for kernel in tuners]
-    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == launch_class.kernel.name]
-    same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == launch_class.bytecode_digest]
-    is_other_bytecode = not same
-    same = same or [tuner for tuner in tuners if arguments.source_digest(tuner.base_fn) == launch_class.source_digest]
-    if tuners and not same:
+    held = vars(_module_of(launch_class, home))
+    tuners = _named_alike(launch_class, attribute(held, home.name), held)
+    unchanged = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == launch_class.bytecode_digest]
+    is_other_bytecode = not unchanged
+    unchanged = unchanged or [tuner for tuner in tuners if arguments.source_digest(tuner.base_fn) == launch_class.source_digest]
+    if tuners and not unchanged:
         raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
-    if not same:
-        jits = [kernels.jit_of(value) for value in held.values()]
-        if not any(jit.fn.__qualname__ == launch_class.kernel.name for jit in jits if jit is not None):
-            place = ' outside `if __name__ == "__main__"`' if home.module == "__main__" else ""
-            raise ReplayError(f"{name}: {file} has no kernel of this name{place}: capture again")
-        raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
-    present = read_globals(same[0].base_fn)
+    if not tuners:
+        raise ReplayError(f"{name}: {held.get('__file__', home.module)} {_why_no_tuner(launch_class, home, held)}")
+    present = read_globals(unchanged[0].base_fn)
     for read, value in launch_class.globals.items():
         if present.get(read) != value:
             values = f"which was {value!r} when captured and is {present.get(read)!r} here"
             raise ReplayError(f"{name}: the kernel reads {read}, {values}")
     if is_other_bytecode and launch_class.versions.get("python") == python_version():  # another Python has other bytecode
         raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
-    return next((tuner for tuner in same if configs_digest(tuner.configs) == launch_class.configs_digest), same[0])
+    return next((tuner for tuner in unchanged if configs_digest(tuner.configs) == launch_class.configs_digest), unchanged[0])
+
+
+def _named_alike(launch_class: LaunchClass, holder: Any, held: Mapping[str, Any]) -> list[Any]:
+    """Return the autotuners of kernels with the name of a class's kernel, in a holder first, then in all of its module."""
+    unwrap = kernels.jit_of if launch_class.is_plain else kernels.autotuner_of
+    tuners = [tuner for tuner in map(unwrap, (holder, *kernels.members(holder), *held.values())) if tuner is not None]
+    if launch_class.is_plain:
+        options = launch_class.candidates[0].config.options
+        tuners = [plain_kernel(kernel, options, launch_class.key_names) for kernel in tuners]
+    return [tuner for tuner in tuners if tuner.base_fn.__qualname__ == launch_class.kernel.name]
+
+
+def _why_no_tuner(launch_class: LaunchClass, home: KernelName, held: Mapping[str, Any]) -> str:
+    """Return why a module has no autotuner of a class's kernel: it has no such kernel, or does not autotune the kernel."""
+    jits = [jit for jit in map(kernels.jit_of, held.values()) if jit is not None]
+    if any(jit.fn.__qualname__ == launch_class.kernel.name for jit in jits):
+        return "does not autotune it here: set the environment variables of the program"
+    place = ' outside `if __name__ == "__main__"`' if home.module == "__main__" else ""
+    return f"has no kernel of this name{place}: capture again"
 
 
 def _module_of(launch_class: LaunchClass, name: KernelName) -> Any:
