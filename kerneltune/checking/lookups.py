@@ -7,6 +7,7 @@ from typing import Any
 
 from kerneltune.cache import Chooser
 from kerneltune.checking.check import Checker, host_folder
+from kerneltune.checking.covering import Setting, settings
 from kerneltune.errors import first_line, statement_in
 from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Case, Op, Variant
@@ -22,12 +23,11 @@ def look_up_failures(op: Op, variant: Variant, checkers: Mapping[Case, Checker])
     """
     if variant.config is None or op.origin is not None:
         return []
-    seen = set[tuple[str, object]]()
+    seen = set[Setting]()
     for case in (case for case in checkers if all(size for _axis, size in case.axes)):
-        settings = {("dtype", case.dtype), ("quant", case.quant), *case.options}
-        if settings - seen and (lines := _errors(op, variant, case, checkers[case])):
+        if not seen.issuperset(settings(case)) and (lines := _errors(op, variant, case, checkers[case])):
             return [Outcome("failed", line, None, case) for line in lines]
-        seen |= settings
+        seen.update(settings(case))
     return []
 
 
