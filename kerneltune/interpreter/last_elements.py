@@ -43,25 +43,25 @@ class LastElements:
     """Hold the accesses of a launch's programs.
 
     Attributes:
-        of: `load` and `store` -> argument -> accesses.
+        by_kind: `load` and `store` -> argument -> accesses.
     """
 
     def __init__(self, num_programs: int) -> None:
         self._num_programs = num_programs
-        self.of: dict[str, dict[str, _Accesses]] = {what: {} for what in _KINDS}
+        self.by_kind: dict[str, dict[str, _Accesses]] = {kind: {} for kind in _KINDS}
 
-    def note(self, what: str, program: int, region: Region, accessed: Any, furthest: int, item_size: int) -> None:
+    def note(self, kind: str, program: int, region: Region, accessed: Any, furthest: int, item_size: int) -> None:
         """Note a program's access to an argument, at least to one element; `furthest` is the largest offset."""
-        of = self.of[what].setdefault(region.name, _Accesses())
-        if program > of.program:
-            of.program, of.is_last, of.begin, of.count = program, False, math.inf, 0
-        if program == of.program:
-            of.is_last |= furthest == region.size - item_size
-            of.begin = min(int(accessed.min()) if region.is_meta else 0, of.begin)
-            of.count += 1
+        accesses = self.by_kind[kind].setdefault(region.name, _Accesses())
+        if program > accesses.program:
+            accesses.program, accesses.is_last, accesses.begin, accesses.count = program, False, math.inf, 0
+        if program == accesses.program:
+            accesses.is_last |= furthest == region.size - item_size
+            accesses.begin = min(int(accessed.min()) if region.is_meta else 0, accesses.begin)
+            accesses.count += 1
         if program == 0 < self._num_programs - 1:
-            of.end_of_first = max(furthest, of.end_of_first)
-            of.count_of_first += 1
+            accesses.end_of_first = max(furthest, accesses.end_of_first)
+            accesses.count_of_first += 1
 
     def facts(self, kernel: str, others: "LastElements | None" = None) -> Iterator[Fact]:
         """Yield a fact for each argument whose last element is loaded or stored, or not.
@@ -72,7 +72,9 @@ class LastElements:
                 Loads or stores that differ between the runs give no facts. A last element then counts as left out only if the
                 grid's last program accesses the argument, and if programs do not take rows in turns.
         """
-        for what, kinds in _KINDS.items():
-            for name, of in self.of[what].items() if others is None or others.of[what] == self.of[what] else ():
-                if of.is_last or others is None or (of.program == self._num_programs - 1 and not of.are_in_turns):
-                    yield Fact(kinds[of.is_last], name, kernel)
+        for kind, fact_kinds in _KINDS.items():
+            of_arguments = self.by_kind[kind]
+            for name, accesses in of_arguments.items() if others is None or others.by_kind[kind] == of_arguments else ():
+                is_by_last = accesses.program == self._num_programs - 1
+                if accesses.is_last or others is None or (is_by_last and not accesses.are_in_turns):
+                    yield Fact(fact_kinds[accesses.is_last], name, kernel)
