@@ -2,7 +2,7 @@
 
 `python plain_table.py --work DIR --json FILE` needs a GPU and liger-kernel; `--program` names another program and its package.
 `--autotune` captures under the authors' own tuning, so that gains are over the authors' choices. `--workers N` compile, and
-tuning begins no further class after `--budget` seconds. With `--lock FILE` it tunes while no other command holds the file.
+tuning begins no further class after `--budget` seconds.
 `python plain_table.py --from FILE` prints the table of a file.
 """
 
@@ -32,12 +32,7 @@ def run(command: list[str], cache: Path) -> dict[str, Any]:
     return {"seconds": round(time.perf_counter() - began, 1), "exit": done.returncode, "result": said, "tail": tail}
 
 
-def lock_command(lock: Path | None) -> list[str]:
-    """Return the beginning of a command that holds a file while it runs; empty without a file."""
-    return ["flock", str(lock)] if lock else []
-
-
-def measure(name: str, work: Path, target: Path, lock: Path | None, flags: list[str], tune: list[str]) -> None:
+def measure(name: str, work: Path, target: Path, flags: list[str], tune: list[str]) -> None:
     """Capture a program with flags, tune and serve it; the file is written anew after every step."""
     program = [sys.executable, str(Path(__file__).resolve().with_name(name))]
     capture, cache, expected = work / "capture", work / "triton", str(work / "program.pt")
@@ -45,7 +40,7 @@ def measure(name: str, work: Path, target: Path, lock: Path | None, flags: list[
     steps = {
         "capture": [*KERNELTUNE, "capture", "--plain", *flags, "--out", str(capture), "--", *program, expected],
         "again": [*program, str(work / "again.pt"), expected],
-        "tune": [*lock_command(lock), *KERNELTUNE, "tune", str(capture), *tune],
+        "tune": [*KERNELTUNE, "tune", str(capture), *tune],
         "serve": [*KERNELTUNE, "serve", "--configs", str(capture), "--", *program, str(work / "served.pt"), expected],
     }
     for name, command in steps.items():
@@ -123,7 +118,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("plain.json"))
     parser.add_argument("--program", choices=PROGRAMS, default=PROGRAMS[0])
     parser.add_argument("--autotune", action="store_true")
-    parser.add_argument("--lock", type=Path)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--budget", type=float)
     parser.add_argument("--from", dest="source", type=Path)
@@ -135,7 +129,7 @@ def main() -> None:
             ["--budget", str(given.budget)] if given.budget else [],
         ]
         flags = ["--autotune"] if given.autotune else []
-        measure(given.program, given.work.resolve(), given.json, given.lock, flags, [word for words in tune for word in words])
+        measure(given.program, given.work.resolve(), given.json, flags, [word for words in tune for word in words])
     print(table(json.loads((given.source or given.json).read_text())))
 
 

@@ -2,18 +2,17 @@
 
 `python step_table.py --work DIR --json FILE gla blockwise cast experts` captures and tunes each program of steps.py, then runs it
 with the compiled kernels of all configs in Triton's cache: once unchanged, so that the author's tuning chooses, and once served.
-`--lock FILE` lets several of these commands share a GPU: only one of them times at once. `--from FILE…` prints tables of files.
+`--from FILE…` prints tables of files.
 """
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plain_table import KERNELTUNE, lock_command, run
+from plain_table import KERNELTUNE, run
 from steps import PROGRAMS
 
 from kerneltune.stats import ratio_interval
@@ -21,13 +20,13 @@ from kerneltune.stats import ratio_interval
 STEPS = Path(__file__).resolve().with_name("steps.py")
 
 
-def measure(name: str, work: Path, target: Path, tune: list[str], lock: list[str]) -> None:
+def measure(name: str, work: Path, target: Path, tune: list[str]) -> None:
     """Capture, tune, run and serve one program; the file is written anew after every step."""
     program, capture, cache = [sys.executable, str(STEPS), name], work / name, work / "triton"
     found: dict[str, Any] = {"program": name}
     commands = {
         "capture": [*KERNELTUNE, "capture", "--out", str(capture), "--", *program],
-        "tune": [*lock, *KERNELTUNE, "tune", str(capture), *tune],
+        "tune": [*KERNELTUNE, "tune", str(capture), *tune],
         "author": program,
         "served": [*KERNELTUNE, "serve", "--configs", str(capture), "--", *program],
     }
@@ -62,16 +61,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("steps"))
     parser.add_argument("--json", type=Path, default=Path("steps.json"), help="a file for each program: NAME-FILE")
     parser.add_argument("--workers", type=int)
-    parser.add_argument("--lock", type=Path)
     parser.add_argument("--from", dest="sources", type=Path, nargs="+")
     given = parser.parse_args()
     files = given.sources or [given.json.with_name(f"{name}-{given.json.name}") for name in given.programs]
     if not given.sources:
         given.work.mkdir(parents=True, exist_ok=True)
-        os.environ["STEPS_LOCK"] = str(given.lock or "")
         tune = ["--workers", str(given.workers)] if given.workers else []
         for name, path in zip(given.programs, files, strict=True):
-            measure(name, given.work.resolve(), path, tune, lock_command(given.lock))
+            measure(name, given.work.resolve(), path, tune)
     print(table(files))
 
 

@@ -1,18 +1,14 @@
 """Time steps of foreign programs whose kernels are autotuned: `python steps.py gla|blockwise|cast|experts`.
 
 Prints one line of JSON: seconds from the first launch to the end, and for each size the GPU's and the host's ms of 100 steps.
-Holds the file STEPS_LOCK, if the environment names it, while it launches kernels. Imports no kerneltune. `gla` is a
-layer of flash-linear-attention, `blockwise` torchao's fp8 casts and products, `cast` one of these casts alone, `experts` Liger's
-fused mixture of experts.
+Imports no kerneltune. `gla` is a layer of flash-linear-attention, `blockwise` torchao's fp8 casts and products, `cast` one of
+these casts alone, `experts` Liger's fused mixture of experts.
 """
 
-import fcntl
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,17 +98,6 @@ def times(step: Callable[[], Any]) -> dict[str, list[float]]:
     return found
 
 
-@contextmanager
-def locked(path: str) -> Iterator[None]:
-    """Hold a file, so that programs that time on one GPU take turns; nothing is held without a path."""
-    if not path:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def main(name: str) -> None:
     """Time the program at its sizes and print the line."""
     make, sizes = PROGRAMS[name]
@@ -120,9 +105,8 @@ def main(name: str) -> None:
     for size in sizes:
         torch.manual_seed(size)
         steps[str(size)] = make(size)
-    with locked(os.environ.get("STEPS_LOCK", "")):
-        began = time.perf_counter()
-        rows = {size: times(step) for size, step in steps.items()}
+    began = time.perf_counter()
+    rows = {size: times(step) for size, step in steps.items()}
     print(json.dumps({"program": name, "seconds": round(time.perf_counter() - began, 1), "sizes": rows}))
 
 
