@@ -194,7 +194,7 @@ def _unread(op: Op, cases: Sequence[Case]) -> Iterator[str]:
 
 
 def _never_ragged_by_one(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a line for each input of ends, such as `cu_seqlens`, of whose sequences none has whole blocks and an element."""
+    """Yield a line for each input of ends, such as `cu_seqlens`, in which no sequence is whole blocks and one element long."""
     lengths, blocks = dict[str, set[int]](), set[int]()
     for case in cases:
         with suppress(Exception):  # the check of the case says why

@@ -87,8 +87,11 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
 def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[Case] = ()) -> Job:
     """Return the job that checks the addresses of a task: of the default config, then of configs with another value of a knob.
 
-    _ADDRESSES_S limits the further configs. The facts of the default config are noted, with `facts`, which bench cases have. The
-    outcome names config and case. Check cases tell the limits of integers in inputs.
+    No further config begins after `_ADDRESSES_S`. Only facts of the default config are noted.
+
+    Args:
+        facts: further facts of bench cases, which are noted, too.
+        check_cases: cases by which the largest integers of inputs are estimated.
     """
 
     def work() -> list[Outcome]:
@@ -210,7 +213,7 @@ def _facts(jobs: Iterable[Job]) -> set[Fact]:
 def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[str]:
     """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached.
 
-    failed: operators with a failed check, after which further checks may not have run: what no check reached is unknown.
+    failed: operators with a failed check. Their further checks may not have run, so that no unreached fact of them is named.
     """
     lines = []
     for op, op_jobs in grouped(jobs, lambda job: job.task.op.name).items():

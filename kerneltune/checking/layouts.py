@@ -18,7 +18,8 @@ _COMPUTED = " that the kernel computes, such as 0 / 0 or inf - inf"
 EVERY_OUTER_AXIS, ROWS, ELEMENTS = 0, 1, -1
 """Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows.
 
-Host code that refuses gaps of three axes gets gaps at every outer axis (0), between rows (1), between matrices (2), then none.
+If host code refuses gaps in an input of three axes, these are tried in turn: at every outer axis (0), between rows (1), between
+matrices (2), none.
 """
 
 

@@ -19,7 +19,7 @@ _CALL = "a call without `config=`"
 def look_up_failures(op: Op, variant: Variant, checkers: Mapping[Case, Checker]) -> list[Outcome]:
     """Return the first failure of `variant.run(inputs, None)`, on a case for each type, mode and value of an option.
 
-    No failure is returned of a variant without knobs, of a captured kernel, and where `run` looks nothing up.
+    A variant without knobs, a captured kernel, and a `run` that looks nothing up have no failures.
     """
     if variant.config is None or op.origin is not None:
         return []

@@ -1,4 +1,4 @@
-"""Free memory, and work that may need more: work that runs out of a GPU's memory frees it, and the process goes on."""
+"""Tell how much memory is free, and run work that may need more: it frees what it has allocated, and the process goes on."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _LIMITS = {"": ("memory.max", "memory.current", "inactive_file"),
            "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}  # fmt: skip
 """Folder of a version of cgroups -> the files of limit and use, and the field of memory.stat that can be given back."""
 
-_SAID = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
+_OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 """Texts in out-of-memory errors of torch, of drivers and of libraries, which raise no error type of their own."""
 
 
@@ -51,8 +51,10 @@ def out_of_memory_reason(error: BaseException) -> str:
 
     The cause matters, because the end of a capture, and a compiler that wraps all errors, raise an error of their own.
     """
-    said = (cause for cause in causes(error) if isinstance(cause, MemoryError) or any(text in str(cause) for text in _SAID))
-    return next(map(first_line, said), "")
+    for cause in causes(error):
+        if isinstance(cause, MemoryError) or any(text in str(cause) for text in _OUT_OF_MEMORY):
+            return first_line(cause)
+    return ""
 
 
 def why_too_large(op: Op, case: Case) -> str | None:

@@ -18,13 +18,14 @@ _FAR = 28672
 _STEP = 128
 """The distance of two values of bf16 between 16384 and 32768."""
 _STEPS = 62
-"""Most steps between a row's constant and its other values, but for one value."""
+"""Most steps between a row's constant and its other values, except the top value."""
 _TOP = 95
-"""Steps between a row's constant and this one value."""
+"""Steps between a row's constant and its top value."""
 _EQUAL = 0.125
 """Products with it stay far below 1e6, which is enough for infinity."""
 _NEAR, _STABLE, _GROSS = 1e-3, 0.05, 0.2
-"""Errors relative to the largest result: of equal results, of results that do not hang on a step of bf16, of wrong results."""
+"""Differences relative to the largest result: at most _NEAR for equal results, at most _STABLE for results that do not depend on
+a step of bf16, more than _GROSS for wrong results."""
 _MOST_CASES, _MOST_S = 3, 5.0
 """The smallest cases, and the processor seconds after which no further input is moved."""
 
@@ -32,10 +33,10 @@ _MOST_CASES, _MOST_S = 3, 5.0
 def wrong_far_from_zero(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each own variant that is wrong with an input around _FAR or -_FAR, and right around 0.
 
-    The reference's results stay as they are, or move with the input, as in a softmax, a choice of the largest or a maximum. So a
-    constant is found that a kernel takes for infinity. The other inputs are cut to 1; or they are _EQUAL throughout, so that
-    products of two inputs are large and equal. Where a step of bf16 changes the reference, only NaN, infinity and integers count
-    as wrong.
+    So a constant is found that a kernel takes for infinity. Only outputs are judged whose reference stays as it is around 0, or
+    moves with the input, as in a softmax, a choice of the largest or a maximum. The other inputs are cut to 1; or they are _EQUAL
+    throughout, so that products of two inputs are large and equal. Where a step of bf16 changes the reference, only NaN, infinity
+    and integers count as wrong.
     """
     begun_s, lines = time.thread_time(), dict[str, str]()
     for case in smallest_cases(op, cases, _MOST_CASES):
@@ -75,12 +76,12 @@ def _moved(
 ) -> Inputs:
     """Return inputs with one input moved: its values lie between 0 and `far`, and every type holds them exactly.
 
-    In each row one value is _TOP steps away from the row's constants, and the next differ, up to _STEPS.
+    In each row the top value is _TOP steps away from the row's constant, the next values up to _STEPS.
 
     Args:
         equal: other inputs that are _EQUAL throughout.
-        moves: whether the constants are `far`, not 0.
-        blurs: whether values are changed by a step at most.
+        moves: 1 if the constant is `far`, 0 if it is 0.
+        blurs: 1 to change each value by a step at most, 0 to keep it.
     """
     given = inputs(*args, **named)
     random = torch.Generator().manual_seed(0)

@@ -153,10 +153,10 @@ class _SizeSearch:
         return max(0, math.ceil(math.log2(self._cost(case) / self.costliest)))
 
     def _with_least_sizes(self, case: Case, is_new: Callable[[Case], bool]) -> Iterator[Case]:
-        """Yield, for each of a few bases and each axis, the base with the least size of the axis with which it is new.
+        """For each of a few bases and each axis, yield the base with the least size of the axis at which the case is new.
 
-        For a branch above 4096, the size is 4097. The search halves an interval, as larger sizes are usually new, too. For even
-        blocks they are not, so that steps times powers of two are tried before.
+        For a branch above 4096, the size is 4097. The search halves an interval, because larger sizes are usually new, too. For
+        even blocks larger sizes need not be new: steps times powers of two are tried first.
         """
         for base, (axis, size) in itertools.product(self.few_bases, case.axes):
             sized = partial(_with_size, case, base, axis)
@@ -208,10 +208,10 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
 
 
 def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], dict[Variant, tuple[Case, str]]]:
-    """Return the own variants whose launches do not depend on values in all cases, and first errors with their cases.
+    """Return the own variants that have facts in a case or raise no error, and the first error of each variant with its case.
 
-    Launches of a variant may depend on values in some cases alone, as where lengths of sequences are given. A variant that
-    supports none of the cases is returned.
+    A variant raises an error if its launches depend on values. They may do so in some cases alone, as where lengths of sequences
+    are given.
     """
     variants, known = [variant for variant in op.variants if not variant.is_peer], set[Variant]()
     reasons = dict[Variant, tuple[Case, str]]()
@@ -236,7 +236,7 @@ class _Launches:
         self.not_judged = set[Fact]()
 
     def facts_of(self, cases: Iterable[Case]) -> Iterator[tuple[Case, LaunchFacts]]:
-        """Yield each case with the facts of its launches, and the most programs of a config, until the time is over.
+        """Yield each case with the facts of its launches, which hold the most programs of a config, until the time is over.
 
         Cases in which launches of all variants depend on values are left out. Facts of even blocks lose the size of the block.
         """
