@@ -99,7 +99,7 @@ def reverse_order() -> Iterator[None]:
 
 
 def in_order(at: Sequence[int], grid: Sequence[int]) -> Sequence[int]:
-    """Return the place of the program that runs in place of a program."""
+    """Return the place of the program that runs next if the program at a place is due: in reverse order its mirror image."""
     return [size - 1 - place for size, place in zip(grid, at, strict=True)] if _REVERSED.get() else at
 
 
