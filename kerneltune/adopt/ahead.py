@@ -118,9 +118,9 @@ def launchers_path(root: Path) -> Path:
 def build_launchers(root: Path) -> None:
     """Build the host code of a tuned folder's kernels with a C compiler on each core.
 
-    Triton keeps the host code in its disk cache. Triton 3.7 and later need no launcher for each kernel. A launcher of tensor
-    descriptors keeps the type that Triton's own host code defines when the launcher is loaded: the launch loads both, because a
-    type of before refuses each descriptor.
+    Triton keeps the host code in its disk cache. Triton 3.7 and later need no launcher for each kernel. Launchers with tensor
+    descriptors are left out: they keep the type of descriptors that Triton defines at that time, and refuse the descriptors of a
+    program that defines the type anew.
     """
     nvidia: Any = sys.modules.get(_NVIDIA)
     if not hasattr(nvidia, "make_launcher") or not launchers_path(root).is_file():

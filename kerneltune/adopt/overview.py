@@ -69,7 +69,7 @@ class Capture:
 def read_capture(root: Path, untried: str = "other values were not tried yet") -> Capture:
     """Return the capture of a folder, without launches whose tensors have no element: they have no time and no result.
 
-    untried: why blocks of plain kernels may not change that no launch has tried yet; empty if they may.
+    untried: reason why a block of a plain kernel may not change before a launch has tried other values; empty if it may.
     """
     read, problems = read_classes(root)
     files, blocks = process_files(root), read_blocks(root)
