@@ -27,8 +27,7 @@ from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
-from kerneltune.adopt.pointers import holds_addresses
-from kerneltune.adopt.values import Effect, Values, collect
+from kerneltune.adopt.values import Effect, Values, collect, holds_addresses
 from kerneltune.errors import first_line
 
 log = logging.getLogger("kerneltune.adopt")
