@@ -308,12 +308,17 @@ def _grouped_gemm(
     SHAPE: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply. Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
+    """Multiply all groups, tile by tile; each program takes the tiles of `_nth_tile`.
 
-    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS,
-    COLS). With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros
-    behind it up to a multiple of ALIGNMENT. Without ALIGNMENT a group that `_has_descriptor` excludes gets zeros here, and its
-    result from `_weight_gradient_of_the_rest`.
+    | product | a | b | out |
+    |---|---|---|---|
+    | forward (ROWS 0) | descriptor of (M, DEPTH) | descriptor of (E COLS, DEPTH) | pointer to (M, COLS) |
+    | weight gradient | pointer to (ROWS, M) | pointer to (COLS, M) | descriptor of (E, ROWS, COLS) |
+    | the same with ALIGNMENT | descriptor of (ROWS, M) | descriptor of (COLS, M) | the same |
+
+    Rows of a and b are stride_a and stride_b apart. With ALIGNMENT a group begins at its `aligned_start`, with zeros behind it up
+    to a multiple of ALIGNMENT. Without ALIGNMENT a group that `_has_descriptor` excludes gets zeros here, and its result from
+    `_weight_gradient_of_the_rest`.
     """
     ROWS: tl.constexpr = SHAPE.rows
     COLS: tl.constexpr = SHAPE.cols
@@ -342,7 +347,7 @@ def _grouped_gemm(
         b_desc = b
     # A single loop over the steps of all tiles, so that the pipeline loads the next tile while the last steps of a tile
     # multiply.
-    step = tile_steps - 1
+    step = tile_steps - 1  # the first iteration begins a tile
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for _ in tl.range(num_steps, num_stages=STAGES):
         step += 1
@@ -361,6 +366,7 @@ def _grouped_gemm(
                 else:
                     lead = start % BK  # so that steps begin at cache lines
                     has_descriptor = _has_descriptor(start, end)
+                    # a step that reaches into another group needs a descriptor of this group alone, which gives 0 there
                     clipped = has_descriptor & ((lead != 0) | ((end - start) % BK != 0))
                     had_first, had_size = first, size
                     first = tl.where(clipped, start, 0)
