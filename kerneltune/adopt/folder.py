@@ -56,7 +56,7 @@ NAMES_IN_FILES = {
     "key_names": "keys",
     "key_values": "key",
 }
-"""Fields of classes and of served tables -> their names in files."""
+"""Fields of classes and of served tables -> their names in files. Types with these fields are Structs, which rename fields."""
 
 
 class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=NAMES_IN_FILES):
