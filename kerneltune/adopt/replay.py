@@ -341,21 +341,10 @@ class Replay:
         grid = candidate.grid
         args = list(with_tuples({a.name: self.named[a.name] for a in launch_class.arguments if a.is_positional}).values())
         kwargs = with_tuples({a.name: self.named[a.name] for a in launch_class.arguments if not a.is_positional})
-        launch = Launch(autotuner, args, {**kwargs, "grid": grid})
-        pruned = []
-        with suppress(Exception):  # of the author's pruning, which may make configs, and may read values that are not there
-            pruned = launch.pruned(by_model=False)
-        config = to_triton_configs([*pruned, *autotuner.configs], [stored]).get(stored)
-        if config is None:
-            reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"
-            raise ReplayError(f"{launch_class.kernel.text}: {stored.label}: {reason}")
-        options = config.all_kwargs()
-        named, hook, kernel = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn
-        run = kernel.run
-        if launch.is_plain:  # by Triton's own method, because a capture has the arguments that a subclass of the program adds
-            kinds = [kind for kind in type(kernel).__mro__ if kind.__module__.startswith("triton.")]
-            run = next((partial(vars(kind)["run"], kernel) for kind in kinds if "run" in vars(kind)), run)
-        named_arguments = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
+        config = _triton_config(Launch(autotuner, args, {**kwargs, "grid": grid}), stored)
+        named_arguments = {**kwargs, **config.all_kwargs()}  # of a kernel without an autotuner, the program gives the blocks, too
+        named, hook = {**with_tuples(self.named), **named_arguments}, config.pre_hook
+        run = _triton_run(autotuner.fn) if launch_class.is_plain else autotuner.fn.run
         device = self.storages[0].device if self.storages else "cpu"
 
         def call(warmup: bool) -> Any:
@@ -366,6 +355,24 @@ class Replay:
             return run(*args, grid=grid, warmup=warmup, **named_arguments)
 
         return call
+
+
+def _triton_config(launch: Launch, stored: StoredConfig) -> Any:
+    """Return a stored config as an object of the author's list, or of the author's pruning, which may make configs."""
+    pruned = []
+    with suppress(Exception):  # of the author's pruning, which may read values that are not there
+        pruned = launch.pruned(by_model=False)
+    config = to_triton_configs([*pruned, *launch.autotuner.configs], [stored]).get(stored)
+    if config is None:
+        reason = "its pre_hook is unknown here, as the author's list and pruning do not make it without the program"
+        raise ReplayError(f"{launch.name.text}: {stored.label}: {reason}")
+    return config
+
+
+def _triton_run(kernel: Any) -> Callable[..., Any]:
+    """Return Triton's own `run` of a kernel, because a capture has the arguments that a subclass of the program adds."""
+    kinds = [kind for kind in type(kernel).__mro__ if kind.__module__.startswith("triton.") and "run" in vars(kind)]
+    return partial(vars(kinds[0])["run"], kernel) if kinds else kernel.run
 
 
 def make_replay(launch_class: LaunchClass, folder: Path, device: str, seed: int) -> Replay:
