@@ -43,7 +43,7 @@ def write_first_configs(root: Path) -> None:
     from kerneltune.progress import Progress
 
     capture, kernels = read_capture(root), []
-    for launches in capture.kernels().values():
+    for launches in capture.by_kernel():
         groups: dict[str, Group] = {}
         for one in launches:
             row = ServingRow(one.sizes, (one.first_config,), {"class": one.digest})

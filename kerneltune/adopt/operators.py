@@ -53,13 +53,13 @@ def operators(folder: str) -> tuple[Op, ...]:
 def operators_of(capture: Capture) -> tuple[Op, ...]:
     """Return the operators of a capture, the most expensive kernel first."""
     root = Path(os.path.abspath(capture.root))
-    return tuple(_operator(root, classes) for classes in capture.kernels().values())
+    return tuple(_operator(root, classes) for classes in capture.by_kernel())
 
 
 def write_capture_sweep(capture: Capture) -> Path:
     """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find the launches that can be replayed."""
     sections: dict[Section, list[tuple[str, Case]]] = {"check": [], "bench": []}
-    for classes in capture.kernels().values():
+    for classes in capture.by_kernel():
         good, axes = [launch_class for launch_class in classes if not launch_class.problem], _axes(classes)
         for section, chosen in zip(sections, (_checked(good), good), strict=True):
             sections[section] += [(operator_name(launch_class), case_of(launch_class, axes)) for launch_class in chosen]

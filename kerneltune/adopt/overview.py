@@ -50,10 +50,10 @@ class Capture:
         total = sum(map(self.cost_us, self.classes)) or 1.0
         return {launch_class.digest: self.cost_us(launch_class) / total for launch_class in self.classes}
 
-    def kernels(self) -> dict[object, list[LaunchClass]]:
+    def by_kernel(self) -> list[list[LaunchClass]]:
         """Return the classes of each kernel, the most expensive kernel first."""
         by_kernel = grouped(self.classes, lambda each: (each.kernel, each.source_digest, each.configs_digest))
-        return dict(sorted(by_kernel.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
+        return sorted(by_kernel.values(), key=lambda classes: -sum(map(self.cost_us, classes)))
 
     def plain(self) -> list[str]:
         """Return the kernels that were launched without an autotuner and not captured, for no reason of their own."""
@@ -147,7 +147,7 @@ def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
     wins, wrong, checked = _chosen_configs(capture.root), _wrong_trials(capture.root), _check_records(capture.root)
     lines: list[str] = []
-    for classes in capture.kernels().values():
+    for classes in capture.by_kernel():
         records = [record for launch_class in classes for record in checked.get(launch_class.digest, {}).values()]
         failed = [record for record in records if record.status == "failed"]
         by_reason = grouped(failed, lambda record: _NUMBERS.sub("", record.reason))

@@ -104,7 +104,7 @@ def show_capture(capture: "Capture", target: Console = console) -> None:
     plain = capture.plain()
     if plain:
         note(f"plain @triton.jit, captured only under --plain: {first_of(plain, _SHOWN)}")
-    for classes in capture.kernels().values():
+    for classes in capture.by_kernel():
         hint = seed_hint(classes)
         if hint:
             note(f"{classes[0].kernel.text}: {hint}")
@@ -120,7 +120,7 @@ def _table_of_kernels(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[s
     shared = "time %" if any(count.time_us for count in capture.notes.launches.values()) else "bytes %"
     shares = capture.shares()
     rows: list[tuple[str, ...]] = []
-    kernels = list(capture.kernels().values())
+    kernels = capture.by_kernel()
     homes = {(classes[0].kernel.name, classes[0].kernel.module) for classes in kernels}
     num_homes = Counter(name for name, _module in homes)
     for classes in kernels:

@@ -45,7 +45,7 @@ class Nvidia(SimpleNamespace):
 def served_folder(folder: Path, device: str = "") -> Path:
     """Capture the example and write a table for it."""
     capture = captured(folder, (4, 96), (4, 256))
-    tables = [kernel_of(launches, author_configs(launches[0])) for launches in capture.kernels().values()]
+    tables = [kernel_of(launches, author_configs(launches[0])) for launches in capture.by_kernel()]
     write_table(folder, *tables, device=device)
     return folder
 

@@ -229,7 +229,7 @@ def test_program_of_an_uncommon_shape_is_captured_forecast_and_served(folder: Pa
     assert (captured.returncode, captured.stdout) == (0, "ended\n"), captured.stderr
     forecast = run("tune", "cap", "--dry-run")
     assert (forecast.exit_code, forecast.stdout[:31]) == (0, "2 classes, up to 4 configs: abo"), forecast.stderr
-    by_kernel = read_capture(folder / "cap").kernels().values()
+    by_kernel = read_capture(folder / "cap").by_kernel()
     write_table(folder / "cap", *(kernel_of(classes, author_configs(classes[0])[1:]) for classes in by_kernel))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "kerneltune", "serve", "--configs", "cap", "--miss", "error", *program]
