@@ -137,7 +137,8 @@ def _integer_knobs(values: Mapping[Any, Any]) -> dict[str, int]:
 @functools.cache
 def installed(name: str, folder: str) -> Getter:
     """Import a getter, and replace it in every module or class that holds it."""
-    owner, attribute, function = _named_function("getter", name, folder)
+    owner, attribute = _owner_and_name("getter", name, folder)
+    function = getattr(owner, attribute)
     getter = Getter(name, function)
 
     @functools.wraps(function)
@@ -153,8 +154,8 @@ def installed(name: str, folder: str) -> Getter:
     return getter
 
 
-def _named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callable[..., Any]]:
-    """Return the module or class that holds a function, the function's name in it, and the function.
+def _owner_and_name(field: str, name: str, folder: str) -> tuple[Any, str]:
+    """Return the module or class that holds a function, and the function's name in it.
 
     Raises:
         ValueError: one line that names the field.
@@ -176,10 +177,9 @@ def _named_function(field: str, name: str, folder: str) -> tuple[Any, str, Calla
         raise ValueError(f"{field}: {where}: another module has its name: {present or owner}")
     for part in classes:
         owner = getattr(owner, part, None)
-    function = getattr(owner, attribute, None)
-    if not callable(function):
+    if not callable(getattr(owner, attribute, None)):
         raise ValueError(f"{field}: {name!r}: {where} has no function {path}{meant(path, vars(owner) if owner else ())}")
-    return owner, attribute, function
+    return owner, attribute
 
 
 @dataclass(slots=True)
@@ -379,7 +379,7 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
     """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
     spec, (op,) = read_spec(Path(folder)), operators(folder)
     getter, own = installed(spec.getter, spec.folder), op.variants[0].default_config(case)
-    _owner, _name, maker = _named_function("call", spec.call, spec.folder)
+    maker = getattr(*_owner_and_name("call", spec.call, spec.folder))
     try:
         function = make_call(maker, dict(case.axes), spec.dtype, device, seed)
     except Exception:  # the program's own code, on tensors without memory
@@ -436,7 +436,7 @@ def probe(spec: GetterSpec) -> GetterSpec:
 
     device.select_backend()
     getter = installed(spec.getter, spec.folder)
-    _owner, _name, call = _named_function("call", spec.call, spec.folder)
+    call = getattr(*_owner_and_name("call", spec.call, spec.folder))
     try:
         digest = code_digest(getter.function)[:4] + code_digest(call)[:4]
     except (ValueError, TypeError):  # a function without source
