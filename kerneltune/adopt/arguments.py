@@ -309,15 +309,15 @@ def _split_storages(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tu
     numbers: dict[TensorLayout, int] = {}
     storages: dict[tuple[int, int], Any] = {}
     for number, live in enumerate(buffers):
-        begin = end = covered = 0
-        for tensor in sorted(set(views(arguments, number)), key=lambda view: (view.offset, view.end)):
-            own = max(tensor.end - max(tensor.offset, end), 0)
-            is_near = tensor.offset < end or max(tensor.end, end) - begin <= _MOST_SPREAD * (covered + own)
+        begin = end = covered = 0  # of the present storage: its span, and the bytes that its views cover
+        for view in sorted(set(views(arguments, number)), key=lambda view: (view.offset, view.end)):
+            new_bytes = max(view.end - max(view.offset, end), 0)
+            is_near = view.offset < end or max(view.end, end) - begin <= _MOST_SPREAD * (covered + new_bytes)
             if not covered or not is_near:
-                begin, end, covered, own = tensor.offset, tensor.offset, 0, tensor.end - tensor.offset
-                storages[number, tensor.offset] = live
-            end, covered = max(end, tensor.end), covered + own
-            numbers[tensor] = len(storages) - 1
+                begin, end, covered, new_bytes = view.offset, view.offset, 0, view.end - view.offset
+                storages[number, view.offset] = live
+            end, covered = max(end, view.end), covered + new_bytes
+            numbers[view] = len(storages) - 1
     moved = {layout: msgspec.structs.replace(layout, storage=number) for layout, number in numbers.items()}
     return [a if a.tensor is None else replace(a, tensor=moved[a.tensor]) for a in arguments], list(storages.values())
 

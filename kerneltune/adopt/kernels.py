@@ -138,8 +138,9 @@ def home_of(autotuner: Any) -> KernelName | None:
     named_alike = unwrap(attribute(own_globals, name.name))
     if named_alike is sought or (is_plain and getattr(named_alike, "fn", None) is sought.fn):  # the same kernel
         return name
-    users, kernel = [(name.module, own_globals)], jit_of(autotuner)
+    kernel = jit_of(autotuner)
     own_module = sys.modules.get(name.module, kernel)
+    users = [(name.module, own_globals)]  # that hold the kernel or its module, so that a class or container there may hold it
     for module, values in (*users, *((module, values_of_module(module)) for module in ("__main__", *sys.modules))):
         for key, value in values.items():
             if (unwrap(value) if values is own_globals else value) is sought:

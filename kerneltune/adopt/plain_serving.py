@@ -241,27 +241,30 @@ class ServedPlainKernel:
         if values not in self.by_options:
             tuners = [(plain_kernel(launch.autotuner, options, kernel.key_names), kernel) for kernel in self.kernels_of[device]]
             self.by_options[values] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs_digest]
+        given_options = {name: value for name, value in options.items() if value is not None}
         for tuner, kernel in self.by_options[values]:
             described = Launch(tuner, launch.args, others)
             group = kernel.group(described.author_key(), described.dtypes())
-            if group is None:
-                continue
-            row = group.nearest(described.sizes())
-            config, grid = row.configs[0], None
-            changed = config.changed(described.named)
-            if changed:
-                blocks = {name: size for name, size in free_blocks(described).items() if name in changed}
-                if not all(map(is_block, config.kwargs.values())):
-                    warn_once(f"{launch.name.text}: a config of the table is not served: {config.label}: expected powers of two")
-                    continue
-                if blocks.keys() != changed:
-                    continue
-                if callable(described.kwargs.get("grid")):
-                    grid = CheckedGrid.of(described, row, blocks)
-                    if grid is None:
-                        continue
-            given_options = {name: value for name, value in options.items() if value is not None}
-            present = described.named | launch_defaults() | given_options
-            chosen = config.to_triton_config().all_kwargs()
-            return LaunchChoice(None, {name: value for name, value in chosen.items() if present.get(name) != value}, grid)
+            if group is not None and (choice := _row_choice(described, group.nearest(described.sizes()), given_options)):
+                return choice
         return None
+
+
+def _row_choice(launch: Launch, row: ServingRow, given_options: dict[str, Any]) -> LaunchChoice | None:
+    """Return the config of a row as a choice; None if it changes a block of the launch that may not change.
+
+    given_options: the options that the program gives.
+    """
+    config, grid = row.configs[0], None
+    if changed := config.changed(launch.named):
+        blocks = {name: size for name, size in free_blocks(launch).items() if name in changed}
+        if not all(map(is_block, config.kwargs.values())):
+            warn_once(f"{launch.name.text}: a config of the table is not served: {config.label}: expected powers of two")
+            return None
+        if blocks.keys() != changed:
+            return None
+        if callable(launch.kwargs.get("grid")) and (grid := CheckedGrid.of(launch, row, blocks)) is None:
+            return None
+    present = launch.named | launch_defaults() | given_options
+    chosen = config.to_triton_config().all_kwargs()
+    return LaunchChoice(None, {name: value for name, value in chosen.items() if present.get(name) != value}, grid)

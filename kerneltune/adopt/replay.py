@@ -202,7 +202,11 @@ def _package(path: Path) -> str:
 
 
 def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
-    """Return the statements of a module that a definition of a name needs, in their order."""
+    """Return the statements of a module that a definition of a name needs, in their order.
+
+    These statements bind a name that a chosen statement reads, or change an object that a chosen statement has bound, until no
+    further statement does.
+    """
     bound = [_bound(statement) for statement in statements]
     # Triton's interpreter refuses a function whose module does not hold `triton.language` as `tl`
     wanted = {name, "tl", _ANY_NAME}
