@@ -61,10 +61,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
     """Return the largest number of each input of integers, by the input's `id`, if it grows with a size in the check cases.
 
-    A size limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
-    times the size, and one of these sizes is at least twice another; or if in check cases of different sizes the largest number
-    is always the size, or the size less 1. Sizes are axes, axes of inputs and inputs that are integers. The least limit of
-    several sizes is taken.
+    Sizes are axes, axes of inputs and inputs that are integers. If several sizes limit an input, the least limit is taken.
     """
     wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
     of_checks: list[tuple[dict[str, int], Inputs]] = []
@@ -80,14 +77,28 @@ def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case])
             if isinstance(known := its.get(name), torch.Tensor) and known.numel() >= _SEVERAL
         ]
         for size_name, size in _sizes(case, inputs).items() if numbers else ():
-            sizes = [of_check.get(size_name, 0) for of_check, _most in numbers]
-            limits = [most for _sizes_of_check, most in numbers]
-            shares = [(most + 1) / max(1, of_check) for of_check, most in zip(sizes, limits, strict=True)]
-            is_size = len(set(sizes)) > 1 and limits in (sizes, [of_check - 1 for of_check in sizes])
-            if is_size or (max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares)):
-                limit = size if limits == sizes else int(max(shares) * size) - 1
+            limit = _limit(size, [sizes.get(size_name, 0) for sizes, _number in numbers], [number for _sizes, number in numbers])
+            if limit is not None:
                 largest[id(value)] = min(limit, largest.get(id(value), limit))
     return largest
+
+
+def _limit(size: int, sizes: list[int], numbers: list[int]) -> int | None:
+    """Return the limit that a size sets to the numbers of an input, by the check cases; None if it sets none.
+
+    A size limits an input if, with one factor c for all check cases, the largest number is above 2/3 c and at most c times the
+    size, and one of these sizes is at least twice another; or if in check cases of different sizes the largest number is always
+    the size, or the size less 1.
+
+    Args:
+        size: the size in the largest case.
+        sizes, numbers: the size in each check case, and the largest number of the input there.
+    """
+    shares = [(number + 1) / max(1, of_check) for of_check, number in zip(sizes, numbers, strict=True)]
+    is_size = len(set(sizes)) > 1 and numbers in (sizes, [of_check - 1 for of_check in sizes])
+    if is_size or (max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares)):
+        return size if numbers == sizes else int(max(shares) * size) - 1
+    return None
 
 
 def _sizes(case: Case, inputs: Inputs) -> dict[str, int]:
