@@ -107,7 +107,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in READERS.items():
         (tmp_path / name).write_text(text())
     shutil.copytree(ROOT / "results" / "nvidia_h200", tmp_path / "results" / "nvidia_h200", copy_function=os.symlink)
-    for name in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS", "KERNELTUNE_FAMILY"):
+    for name in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # so that it is removed again behind a test that sets it
     monkeypatch.setenv("COLUMNS", "80")

@@ -12,7 +12,6 @@ import typer
 
 from kerneltune import cache, device, sweep_file
 from kerneltune.cache import CONFIGS
-from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, decode
 from kerneltune.plan import Selection
@@ -114,7 +113,7 @@ def gpu(text: str) -> Any:
     return option("--gpu", "NAME", text, callback=_gpu_folder)
 
 
-Family = Annotated[str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a .yaml file.")]
+Family = Annotated[str, typer.Argument(help="A file of sweeps/ by name, or a .yaml file.")]
 OpName = Annotated[str, argument("OP", "Name of an operator.")]
 Gpu = Annotated[str | None, gpu("The GPU, by the name of its folder, like nvidia_h200.")]
 VariantName = Annotated[str, option("--variant", "NAME", "The variant whose configs are meant.")]

@@ -1,4 +1,4 @@
-"""Apply `[tool.kerneltune]` of the current folder's pyproject.toml: plug-ins, folders and the default family."""
+"""Apply `[tool.kerneltune]` of the current folder's pyproject.toml: plug-ins and folders."""
 
 import os
 import tomllib
@@ -11,8 +11,6 @@ from kerneltune.cache import CONFIGS
 from kerneltune.files import RESULTS, checked, read_bytes
 from kerneltune.spec import PLUGINS
 
-FAMILY = "KERNELTUNE_FAMILY"
-"""Environment variable: the family of a command that names none."""
 _FILE = Path("pyproject.toml")
 _MAX_BYTES = 1 << 20
 """Bytes of the largest file that is read."""
@@ -21,7 +19,6 @@ _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 class _Settings(msgspec.Struct, forbid_unknown_fields=True):
     plugins: list[_Text] = []
-    family: _Text | None = None
     results: _Text | None = None
     configs: _Text | None = None
 
@@ -35,7 +32,7 @@ def apply() -> None:
     if settings.plugins:
         known = [item for item in os.environ.get(PLUGINS, "").split(os.pathsep) if item]
         os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys([*known, *settings.plugins]))
-    for variable, value in ((FAMILY, settings.family), (RESULTS, settings.results), (CONFIGS, settings.configs)):
+    for variable, value in ((RESULTS, settings.results), (CONFIGS, settings.configs)):
         if value is not None:
             os.environ.setdefault(variable, value)
 

@@ -137,7 +137,7 @@ TEXTS = {
     "served": SERVED,
     "manifest": json.dumps({"format": 1, "tables": {"nvidia_h200.json": hashlib.sha256(SERVED.encode()).hexdigest()}}),
     "counts": '{"format": 1, "launches": {"0123456789abcdef": [3, 12.5], "f": [1, null]}, "refused": {"a.k": "why"}, "made": {}}',
-    "settings": '[project]\nname = "x"\n[tool.kerneltune]\nplugins = ["a", "b.py"]\nresults = "r"\nfamily = "rmsnorm"\n',
+    "settings": '[project]\nname = "x"\n[tool.kerneltune]\nplugins = ["a", "b.py"]\nresults = "r"\n',
     "misses": '{"op":"stream","variant":"optimized","device":"nvidia_h200","axes":{"read":8,"write":8},"dtype":"int32",'
     '"quant":"none","options":{"a":1},"policy":"cold"}\n' * 2,
     "model": json.dumps(

@@ -1,6 +1,7 @@
 """`[tool.kerneltune]`, options behind the command, and the folders that are written to outside of a checkout."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def pyproject(folder: Path, text: str) -> None:
     ("text", "message"),
     [
         ("plugins = 'x.py'", "plugins: 'x.py': expected array"),
-        ("family = 3", "family: 3: expected str | null"),
+        ("results = 3", "results: 3: expected str | null"),
         ("colour = 'red'", "colour: 'red': expected no field of this name"),
     ],
 )
@@ -38,18 +39,17 @@ def test_settings_with_a_wrong_value_fail_with_one_line(text: str, message: str,
     assert (done.returncode, done.stderr) == (2, f"error: pyproject.toml: tool.kerneltune.{message}\n")
 
 
-def test_settings_set_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyproject(tmp_path, "plugins = ['mine.py']\nresults = 'r'\nconfigs = 'c'\nfamily = 'mine'")
+def test_settings_set_plug_ins_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyproject(tmp_path, "plugins = ['mine.py']\nresults = 'r'\nconfigs = 'c'")
     monkeypatch.chdir(tmp_path)
-    for name in (settings.FAMILY, "KERNELTUNE_RESULTS", "KERNELTUNE_CONFIGS", ops.PLUGINS):
+    for name in ("KERNELTUNE_RESULTS", "KERNELTUNE_CONFIGS", ops.PLUGINS):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     settings.apply()
     assert sweep_file.results_root(None) == Path("r")
     assert cache.default_root() == Path("c")
-    environment = {name: __import__("os").environ[name] for name in (settings.FAMILY, ops.PLUGINS)}
-    assert environment == {settings.FAMILY: "mine", ops.PLUGINS: "mine.py"}
+    assert os.environ[ops.PLUGINS] == "mine.py"
 
 
 def test_plugin_option_behind_the_command_loads_the_plug_in(tmp_path: Path) -> None:
