@@ -21,11 +21,7 @@ def start() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `install` or `autotune` at its first use.
-
-    Raises:
-        AttributeError: the package has no attribute of this name.
-    """
+    """Import `install` or `autotune` at its first use."""
     if home := {"install": "startup", "autotune": "decorator"}.get(name):
         return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

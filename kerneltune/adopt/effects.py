@@ -127,11 +127,7 @@ def _use_reference(replay: Replay, reference: Callable[..., Any], written: Seque
 
 
 def _expected_values(returned: object, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the values of the author's reference, in the element types of the arguments.
-
-    Raises:
-        ValueError: a value belongs to no argument, or has another shape, or a kind that its argument cannot hold.
-    """
+    """Return the values of the author's reference, in the element types of the arguments."""
     if not isinstance(returned, Mapping):
         raise ValueError(f"gives a {type(returned).__name__}: expected a dict of argument -> tensor")
     for name, value in returned.items():

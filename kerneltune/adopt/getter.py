@@ -155,11 +155,7 @@ def installed(name: str, folder: str) -> Getter:
 
 
 def _owner_and_name(field: str, name: str, folder: str) -> tuple[Any, str]:
-    """Return the module or class that holds a function, and the function's name in it.
-
-    Raises:
-        ValueError: one line that names the field.
-    """
+    """Return the module or class that holds a function, and the function's name in it."""
     where, _, path = name.rpartition(":")
     *classes, attribute = path.split(".")
     if not where or not attribute:
@@ -299,9 +295,6 @@ def make_call(maker: Callable[..., Any], sizes: Mapping[str, int], dtype: str, d
     Args:
         maker: the call itself, if it has the arguments of an expert layer. Otherwise it takes the sizes, `dtype`, `device` and
             `seed` that it names, and returns a function without arguments.
-
-    Raises:
-        ValueError: a size is missing, or the function returns something else.
     """
     signature = inspect.signature(maker).parameters
     parameters = {name: one for name, one in signature.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
@@ -427,11 +420,7 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
 
 
 def probe(spec: GetterSpec) -> GetterSpec:
-    """Call the program at all sizes with its own configs, and return the spec with them. Runs in a process of its own.
-
-    Raises:
-        ValueError: a function is missing or returns something else, or no call can be tuned.
-    """
+    """Call the program at all sizes with its own configs, and return the spec with them. Runs in a process of its own."""
     from kerneltune.identity import code_digest
 
     device.select_backend()

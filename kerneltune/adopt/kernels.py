@@ -459,7 +459,7 @@ def key_function(
                 parts += [f"{source} > 0", f"{source} < 0"]
     if has_layout:
         parts.append(f"shared([{', '.join(pointers)}])")
-    names: dict[str, Any] = {"other": _other_key, "shared": _shared, "device": _present_gpu}
+    names: dict[str, Any] = {"other": _other_key, "shared": _shared, "device": lambda: sys.modules["torch"].cuda.current_device()}
     num_args = len(launch.args)
     given = [f"{source} = kwargs[{name!r}]" for source, name in zip(sources[num_args:], launch.kwargs, strict=True)]
     lines = [f"[{', '.join(sources[:num_args])}] = args", *given, f"return ({', '.join(parts)},)"]
@@ -476,10 +476,6 @@ def all_but_floats(launch: Launch) -> set[str]:
 def _shared(pointers: list[int]) -> tuple[int, ...]:
     """Return the first place of each address in the list; empty if all addresses differ, as they do in most launches."""
     return () if len(set(pointers)) == len(pointers) else tuple(map(pointers.index, pointers))
-
-
-def _present_gpu() -> int:
-    return int(sys.modules["torch"].cuda.current_device())
 
 
 def _other_key(value: Any) -> Any:

@@ -38,11 +38,7 @@ _NUMBERED = (("candidate", int),)
 
 @cache
 def operators(folder: str) -> tuple[Op, ...]:
-    """Return the operators of a capture, see `operators_of`; the first call of a process reads the folder.
-
-    Raises:
-        ValueError: no class of the capture can be launched again.
-    """
+    """Return the operators of a capture, see `operators_of`; the first call of a process reads the folder."""
     capture = read_capture(Path(folder))
     if capture.classes and all(launch_class.problem for launch_class in capture.classes):
         reasons = dict.fromkeys(f"{launch_class.kernel.text}: {launch_class.problem}" for launch_class in capture.classes)

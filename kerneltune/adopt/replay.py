@@ -125,11 +125,7 @@ def _settings_of(argv: tuple[str, ...], folders: tuple[str, ...]) -> Iterator[No
 
 
 def _import(name: str, file: Path) -> ModuleType:
-    """Import a module; execute the file of its top package where no folder has the package, as programs do that load plug-ins.
-
-    Raises:
-        Exception: any exception of the module, or of a package that holds it.
-    """
+    """Import a module; execute the file of its top package where no folder has the package, as programs do that load plug-ins."""
     top, *below = name.split(".")
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         depth = len(below) - (file.name != "__init__.py")
@@ -174,11 +170,6 @@ def load_program(path: Path, kernel: str) -> ModuleType:
     """Execute the statements that a kernel of a program's file needs, and return the module that holds the kernel.
 
     kernel: qualified name of the kernel.
-
-    Raises:
-        OSError: the file cannot be read.
-        SyntaxError: the file is no Python.
-        Exception: any exception of the statements.
     """
     tree = ast.parse(path.read_bytes(), str(path))
     tree.body = needed(tree.body, kernel.partition(".")[0])

@@ -151,11 +151,7 @@ def write_table(root: Path, table: ServingTable) -> str:
 
 
 def check_manifest(root: Path, manifest: str) -> None:
-    """Check that a table of a folder has a SHA-256 that begins as given.
-
-    Raises:
-        ValueError: no table has it; the message is one line.
-    """
+    """Check that a table of a folder has a SHA-256 that begins as given."""
     digests = read_json(root / "served" / MANIFEST, _Manifest).tables.values()
     if not any(digest.startswith(manifest) for digest in digests):
         raise ValueError(f"manifest: {manifest}: {root} has tables of SHA-256 {', '.join(sorted(digests))}")
