@@ -57,6 +57,8 @@ LARGEST_ERROR = 0.02
 """Largest distance between results relative to their norm: other configs round sums in bf16 elsewhere."""
 LARGEST_LOSS, LARGEST_GRADIENT, LARGEST_NOISE = 0.01, 0.35, 5e-3
 """Largest distances of losses and gradients in fp8, and of gradients that atomic additions sum up in another order."""
+LARGEST_GRADIENTS = {"phimoe": 0.6}
+"""Largest distances of gradients of models that draw experts in training: rounding weights alone to e4m3 moves them by 0.45."""
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLA_CACHE_DIR")
 SWITCHES = {"CCE_AUTOTUNE": "1"}
 """Variables that let a package autotune its kernels."""
@@ -238,7 +240,8 @@ def converted(*words: str) -> Callable[[Item], None]:
                 raise EndedError(FAILED, found["refused"])
             return
         wrong = [f"losses are {100 * found['largest']:.2f} % apart"] * (not found["largest"] <= LARGEST_LOSS)
-        wrong += [f"gradients are {found['gradients']:.2g} apart"] * (not 0 < found["gradients"] <= LARGEST_GRADIENT)
+        allowed = LARGEST_GRADIENTS.get(words[0], LARGEST_GRADIENT)
+        wrong += [f"gradients are {found['gradients']:.2g} apart"] * (not 0 < found["gradients"] <= allowed)
         if wrong := wrong + [f"the reverted model is {found['reverts']:.2g} apart"] * (found["reverts"] > LARGEST_NOISE):
             raise EndedError(FAILED, "; ".join(wrong))
 

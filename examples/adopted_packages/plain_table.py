@@ -102,6 +102,9 @@ def table(found: dict[str, Any]) -> str:
     lines += [f"- {kernel}: {mean(values):.3f}x (geometric mean of {len(values)})" for kernel, values in coarse.items()]
     if coarse:
         lines.append(f"- all of these together: {mean([value for values in coarse.values() for value in values]):.3f}x")
+    faster = [gain(row) for row in ordered if gain(row) > 1.0]
+    if faster:
+        lines.append(f"{len(faster)} of {len(ordered)} classes gain: {mean(faster):.3f}x")
     lines.append(f"Nothing to gain: {', '.join(sorted(set(gains) - set(coarse))) or 'none'}.")
     return "\n".join(lines)
 
