@@ -43,7 +43,7 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     if plan.options.quick:
         judged = _compare_jobs(plan, sweep_cases, quick=True)
         runner.run("check", [*runner.case_jobs(sweep_cases), *judged])
-        return [*runner.case_records(), *runner.failures_and_coverage(judged)[0], *runner.compile_refusals()], []
+        return [*runner.case_records(), *runner.failures(judged), *runner.compile_refusals()], []
     deriving = Fork(partial(_derived_checks, plan))
     try:
         runner.run("check", runner.case_jobs(sweep_cases))
@@ -52,8 +52,8 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
         deriving.end()
     further = _further_jobs(plan, [*sweep_cases, *derived], facts)
     runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
-    failures, coverage = runner.failures_and_coverage(further)
-    return [*runner.case_records(), *failures, *runner.compile_refusals()], [*coverage, *unchecked]
+    found = [*runner.case_records(), *runner.failures(further), *runner.compile_refusals()]
+    return found, [*runner.coverage(further), *unchecked]
 
 
 @dataclass(slots=True)
@@ -98,18 +98,20 @@ class _JobRunner:
         """Return the records of all cases."""
         return [row for job, rows in self.records.items() if job.runs for row in rows]
 
-    def failures_and_coverage(self, jobs: Sequence[Job]) -> tuple[list[Record], list[str]]:
-        """Return the failures of jobs that no record of a case has, and a line for each covered fact.
+    def failures(self, jobs: Sequence[Job]) -> list[Record]:
+        """Return the failures of jobs that no record of a case has: a default config that fails at first fails in two jobs."""
+        known = [_failure_key(row) for row in self.case_records()]
+        rows = [row for job in jobs for row in self.records[job] if row.status == "failed"]
+        return [row for row in rows if _failure_key(row) not in known]
 
-        A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now.
+    def coverage(self, jobs: Sequence[Job]) -> list[str]:
+        """Return the lines of jobs about what they checked, and, if all cases ran now, lines about facts that no job reached.
+
         After a failure of an operator, its other cases may not have run.
         """
-        known = [_failure_key(row) for row in self.case_records()]
-        rows = [row for job in jobs for row in self.records[job]]
-        failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in known]
-        coverage = [row.reason for row in rows if row.status != "failed"]
-        failed = {row.op for job_rows in self.records.values() for row in job_rows if row.status == "failed"}
-        return failures, coverage if self.kept else [*coverage, *coverage_lines(list(self.records), failed)]
+        lines = [row.reason for job in jobs for row in self.records[job] if row.status != "failed"]
+        failed = {row.op for rows in self.records.values() for row in rows if row.status == "failed"}
+        return lines if self.kept else [*lines, *coverage_lines(list(self.records), failed)]
 
     def compile_refusals(self) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.
