@@ -269,16 +269,16 @@ def cast_segments(
     """
     stripes = tl.cdiv(C, TILE.cols)
     multiplier = 0.0
-    scaled_segment = -1  # the segment of `multiplier`
+    of = -1  # the segment of `multiplier`
     # from the last tile to the first: L2 still holds the tiles that `amax_segments` has read last
     for back in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         at = locate_block(total - 1 - back, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
         group, stripe, columns, _first_row, lo, hi = at
         xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
         segment = segment_of(group, GROUPS.one)
-        if segment != scaled_segment:
+        if segment != of:
             multiplier = amax_to_scale(load_published(ws_ptr, segment), OUT.fp8_max, False)
-            scaled_segment = segment
+            of = segment
         if (hi > 0) | (columns > 0 if GROUPS.alignment else False):
             if (lo >= 0) & (stripe == 0):
                 tl.store(scale_ptr + segment, reciprocal(multiplier) if OUT.inverse else multiplier)
