@@ -105,7 +105,7 @@ class _JobRunner:
         return [row for row in rows if _failure_key(row) not in known]
 
     def coverage(self, jobs: Sequence[Job]) -> list[str]:
-        """Return the lines of jobs about what they checked, and, if all cases ran now, lines about facts that no job reached.
+        """Return the lines of jobs about their coverage and, if all cases ran now, lines about facts that no job reached.
 
         After a failure of an operator, its other cases may not have run.
         """

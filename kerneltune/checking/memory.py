@@ -1,4 +1,4 @@
-"""Tell how much memory is free, and run work that may need more: it frees what it has allocated, and the process goes on."""
+"""Tell how much memory is free, and run work that may need more: its allocations are freed, and the process goes on."""
 
 import gc
 from collections.abc import Callable, Iterator

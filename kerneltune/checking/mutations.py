@@ -110,7 +110,7 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def accepted_mutations(op: Op, variant: Variant, cases: Sequence[Case]) -> tuple[list[str], list[str]]:
-    """Return the outputs of which `compare` refused nothing, and a text for others of which it accepted gross errors.
+    """Return the outputs of which `compare` refused nothing, and a text for each other output with accepted gross errors.
 
     If a CaseError is raised, whose cause the checks tell, there are none.
     """

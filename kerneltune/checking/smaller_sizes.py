@@ -210,8 +210,8 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
 def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], dict[Variant, tuple[Case, str]]]:
     """Return the own variants that have facts in a case or raise no error, and the first error of each variant with its case.
 
-    A variant raises an error if its launches depend on values. They may do so in some cases alone, as where lengths of sequences
-    are given.
+    A variant raises an error if its launches depend on values, perhaps in some cases alone, as where lengths of sequences are
+    given.
     """
     variants, known = [variant for variant in op.variants if not variant.is_peer], set[Variant]()
     reasons = dict[Variant, tuple[Case, str]]()
