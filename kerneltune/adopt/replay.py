@@ -70,7 +70,7 @@ def _named_alike(launch_class: LaunchClass, holder: Any, held: Mapping[str, Any]
 
 
 def _why_no_tuner(launch_class: LaunchClass, home: KernelName, held: Mapping[str, Any]) -> str:
-    """Return why a module has no autotuner of a class's kernel: it has no such kernel, or does not autotune the kernel."""
+    """Return why a module has no autotuner of a class's kernel: the kernel is missing, or is not autotuned here."""
     jits = [jit for jit in map(kernels.jit_of, held.values()) if jit is not None]
     if any(jit.fn.__qualname__ == launch_class.kernel.name for jit in jits):
         return "does not autotune it here: set the environment variables of the program"

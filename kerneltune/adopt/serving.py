@@ -121,7 +121,7 @@ class ServedList:
         If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
         config of the list has are left out, because the value may be wrong here.
 
-        is_pruned: whether the author's pruning decides about the objects, and makes those that need a pre_hook.
+        is_pruned: whether the author's pruning decides about the objects, and makes the objects that need a pre_hook.
         """
         without_hooks = [replace(config, pre_hook=False) for config in stored]
         object_of = to_triton_configs(self.configs, without_hooks if is_pruned else stored)
