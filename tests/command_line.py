@@ -12,8 +12,6 @@ from kerneltune import cache
 from kerneltune.cli import app
 from kerneltune.records import Record
 
-NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor"])
-
 
 def run(*arguments: str | Path) -> Result:
     """Run a command whose settings, such as the folder of configs, end with it."""

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from literal_records import literal
+from literal_records import NO_TIMES, literal
 
 from kerneltune.records import Record
 
-NO_TIMES = dict.fromkeys(["time_us", "gbps", "ci_low_us", "ci_high_us", "n"])
 LABEL = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
 
 

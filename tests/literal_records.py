@@ -10,6 +10,8 @@ from kerneltune.cache import CacheEntry
 from kerneltune.files import decode
 from kerneltune.records import Record
 
+NO_TIMES = dict.fromkeys(["time_us", "gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor"])
+
 
 def literal(us: float, **changes: Any) -> Record:
     """Make a record of RMSNorm that took `us`, except changed fields."""

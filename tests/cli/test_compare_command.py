@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NO_TIMES, both, record, refused, run
-from literal_records import changed
+from command_line import both, record, refused, run
+from literal_records import NO_TIMES, changed
 
 from kerneltune import ops, sweep_file
 from kerneltune.plan import Plan, Selection

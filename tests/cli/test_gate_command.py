@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from asserting import every
-from command_line import NO_TIMES, both, record, refused, run
-from literal_records import entry_record, h200_entries
+from command_line import both, record, refused, run
+from literal_records import NO_TIMES, entry_record, h200_entries
 
 from kerneltune import cache, records
 from kerneltune.cli import console

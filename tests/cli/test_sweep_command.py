@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NO_TIMES, both, record, refused, run
+from command_line import both, record, refused, run
+from literal_records import NO_TIMES
 
 from kerneltune.cli import console, progress
 from kerneltune.cli.loading import load_ops

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from command_line import NO_TIMES, record, run
-from literal_records import changed
+from command_line import record, run
+from literal_records import NO_TIMES, changed
 
 from kerneltune import records
 from kerneltune.records import Record

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import NO_TIMES, record, run
-from literal_records import changed
+from command_line import record, run
+from literal_records import NO_TIMES, changed
 
 from kerneltune import records
 from kerneltune.table import Table, join_tables
