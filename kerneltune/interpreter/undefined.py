@@ -48,7 +48,7 @@ _LOADED = (0, 1 << 24)
 kernel that searches the group of a row: with 0 every group would end at row 0."""
 _NARROW = 16
 """Bits of the largest elements whose casts of integers are judged."""
-_WHOLE_GARBAGE = 90
+_INTEGER_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
 """Largest value, NaN and least value, as bits, of the types that the interpreter stores as integers."""
@@ -96,11 +96,11 @@ def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
         (interpreter, "_interpreter"): guard,
         (random, "philox_impl"): noting_draws(random.philox_impl, lambda state: guard._races.is_drawn(state)),
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
-        (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_whole,
-        (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_whole,
-        (interpreter.InterpreterBuilder, "create_int_cast"): _cast_of_whole,
-        (interpreter.InterpreterBuilder, "create_si_to_fp"): _cast_of_whole,
-        (interpreter.InterpreterBuilder, "create_ui_to_fp"): _cast_of_whole,
+        (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_integer,
+        (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_integer,
+        (interpreter.InterpreterBuilder, "create_int_cast"): _cast_of_integer,
+        (interpreter.InterpreterBuilder, "create_si_to_fp"): _cast_of_integer,
+        (interpreter.InterpreterBuilder, "create_ui_to_fp"): _cast_of_integer,
         (interpreter.TensorHandle, "set_attr"): _promised,
         (interpreter.interpreter_builder, "options"): dataclasses.replace(interpreter.interpreter_builder.options, debug=True),
     }
@@ -453,7 +453,7 @@ def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
     if kind.is_floating() and dtype.kind == "f":
         values = (np.finfo(dtype).max, np.nan, np.finfo(dtype).min)
     else:
-        values = _FLOAT_GARBAGE.get(kind.name, (_WHOLE_GARBAGE,) * 3)
+        values = _FLOAT_GARBAGE.get(kind.name, (_INTEGER_GARBAGE,) * 3)
     garbage = np.zeros(mask.shape, dtype)
     left_out = np.flatnonzero(~mask)
     for first, value in enumerate(values):
@@ -467,7 +467,7 @@ def _asserted(_builder: Any, condition: Any, message: str) -> None:
         raise KernelFaultError(f"{message}{line_of()}")
 
 
-def _cast_to_whole(builder: Any, source: Any, target: Any) -> Any:
+def _cast_to_integer(builder: Any, source: Any, target: Any) -> Any:
     """Stand for InterpreterBuilder.create_fp_to_si: NaN and values out of range, for which no result is defined, give garbage."""
     from triton import language as tl
 
@@ -476,11 +476,11 @@ def _cast_to_whole(builder: Any, source: Any, target: Any) -> Any:
     whole = np.trunc(values.astype(np.float64))
     is_defined = (whole >= kind.get_int_min_value()) & (whole <= kind.get_int_max_value())
     if kind.int_bitwidth > 1 and not is_defined.all():
-        result.data = np.where(is_defined, result.data, np.array(_WHOLE_GARBAGE, result.data.dtype))
+        result.data = np.where(is_defined, result.data, np.array(_INTEGER_GARBAGE, result.data.dtype))
     return result
 
 
-def _cast_of_whole(builder: Any, source: Any, target: Any, *_is_signed: Any) -> Any:
+def _cast_of_integer(builder: Any, source: Any, target: Any, *_is_signed: Any) -> Any:
     """Stand for InterpreterBuilder.create_int_cast, create_si_to_fp and create_ui_to_fp: note numbers that do not fit 16 bits."""
     result, kind = builder.cast_impl(source, target), target.scalar
     if 1 < kind.primitive_bitwidth <= _NARROW < 8 * source.data.dtype.itemsize:
