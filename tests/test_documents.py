@@ -40,6 +40,7 @@ from doc_blocks import (
     write_files,
 )
 from typer.testing import CliRunner
+from warm_python import python
 
 from kerneltune import ops, workloads
 from kerneltune.cache import CacheEntry, store
@@ -171,7 +172,7 @@ def tell(command: Command, folder: Path, operators: set[str], capfd: pytest.Capt
     if not ((name in FAST and not values.get("run")) or (name == "sweep" and values["check_only"])):
         assert command.output is None, f"{where}: shows output that is not compared"
         return
-    words = [sys.executable if word == "python" else word for word in command.words[1:]]
+    words = [python() if word == "python" else word for word in command.words[1:]]
     ops.load_with.cache_clear()  # other plug-ins than those of the command before
     done = CliRunner().invoke(app, words, env=command.environment)
     os.environ.pop("KERNELTUNE_PLUGINS", None)
@@ -301,7 +302,7 @@ def test_steps_of_the_static_gate_fail_for_narrower_accesses_only(folder: Path) 
         store("nvidia_h200", entry, side / "configs")
 
     def kerneltune(where: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "kerneltune", *words]
+        command = [python(), "-m", "kerneltune", *words]
         return subprocess.run(command, cwd=where, env={**os.environ, **job["env"]}, capture_output=True, text=True, timeout=800)
 
     assert inspects["working-directory"] == base.name

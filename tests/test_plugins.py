@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import install, write_files
 from typer.testing import CliRunner
+from warm_python import python
 
 from kerneltune import cache, ops
 from kerneltune.cli import app
@@ -41,7 +42,7 @@ def guide(tmp_path: Path) -> Path:
     write_files(GUIDE, tmp_path)
     (tmp_path / "bin").mkdir()
     for name, command in (("kerneltune", '-c "from kerneltune.cli import main; main()" "$@"'), ("python", '"$@"')):
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {command}\n')
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{python()}" {command}\n')
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
 

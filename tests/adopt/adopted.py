@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from warm_python import python
+
 from kerneltune.adopt import program, startup, table
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import LaunchClass
@@ -79,10 +81,10 @@ def write_table(root: Path, *kernels: TableKernel, device: str = "") -> str:
     return table.write_table(root, ServingTable(device or program.device_slug(), {}, kernels))
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process that finds this package."""
+def run_python(code: str, *arguments: str, interpreter: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new process that finds this package; without an interpreter, torch is imported."""
     path = os.pathsep.join([str(ROOT), str(EXAMPLE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code, *arguments]
+    command = [interpreter or python(), "-c", code, *arguments]
     return subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, check=False
     )

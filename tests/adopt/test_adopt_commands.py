@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, write_table
 from command_line import run
 from msgspec import structs
+from warm_python import python
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META
@@ -281,7 +281,7 @@ def test_serve_prints_counts_of_served_launches_at_the_end(tmp_path: Path) -> No
         "os._exit(5)\n"
     )
     code = "from kerneltune.cli import main; main()"
-    arguments = ("serve", "--configs", str(tmp_path), "--miss", "default", "--", sys.executable, str(program))
+    arguments = ("serve", "--configs", str(tmp_path), "--miss", "default", "--", python(), str(program))
     done = run_python(code, *arguments, TRITON_INTERPRET="1")
     lines = [line.split() for line in done.stderr.splitlines()]
     assert done.returncode == 5, done.stderr
@@ -308,7 +308,7 @@ for size in (3, 4, 5):
 
 def test_dry_run_says_once_why_launches_of_a_kernel_are_not_tuned(tmp_path: Path) -> None:
     (tmp_path / "factory.py").write_text(SIZES_OF_A_FACTORY)
-    run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "factory.py")
+    run("capture", "--out", tmp_path / "cap", "--", python(), tmp_path / "factory.py")
     skipped, error = run("tune", tmp_path / "cap", "--dry-run").stderr.splitlines()
     reason = "a function made the kernel, so that it cannot be imported by name"
     assert re.fullmatch(rf"skipped: made.<locals>.doubled \d float32 N=\d and 2 more: {reason}", skipped)

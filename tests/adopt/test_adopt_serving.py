@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -463,7 +464,7 @@ def test_serving_imports_no_heavy_module(tmp_path: Path) -> None:
         "import kerneltune.adopt.serving, kerneltune.adopt.recorder;"
         "print([m for m in ('torch', 'triton', 'numpy', 'pandas', 'optuna', 'rich', 'typer', 'safetensors') if m in sys.modules])"
     )
-    assert run_python(code, str(tmp_path)).stdout == "[]\n"
+    assert run_python(code, str(tmp_path), interpreter=sys.executable).stdout == "[]\n"
 
 
 def test_install_of_a_folder_without_table_raises(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from adopted import captured
 from command_line import run
+from warm_python import python
 
 from kerneltune.adopt.folder import CLASSES, META, remove_stale
 from kerneltune.adopt.operators import write_capture_sweep
@@ -72,7 +73,7 @@ Alone(doubled, doubled.arg_names, [triton.Config({"N": 8})], [], None, None)[(1,
 
 def test_capture_of_autotuners_with_a_run_of_their_own_fails_with_their_class(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
-    result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "alone.py")
+    result = run("capture", "--out", tmp_path / "cap", "--", python(), tmp_path / "alone.py")
     reason = "__main__.doubled: its autotuner is a __main__.Alone, whose run does not call Triton's"
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"nothing was captured: {reason}")
 
@@ -89,11 +90,11 @@ def test_rank_without_kernels_does_not_end_the_job_of_its_launcher(
 
 def test_capture_of_kernels_in_a_compiled_graph_names_the_option_for_them(tmp_path: Path) -> None:
     code = "import torch, triton; torch.compile(torch.sin, backend='eager')(torch.ones(3))"
-    result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
+    result = run("capture", "--out", tmp_path / "cap", "--", python(), "-c", code)
     message = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune"
     hint = "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, message + hint)
-    plain = run("capture", "--plain", "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
+    plain = run("capture", "--plain", "--out", tmp_path / "cap", "--", python(), "-c", code)
     expected = message[: message.index(" of")] + " of Triton" + hint[: hint.index(",")]
     assert (plain.exit_code, plain.stderr.splitlines()[-1]) == (1, expected)
     shown = run("capture", "--eager", "--out", tmp_path / "cap", "--", "sh", "-c", "exit 4$TORCHDYNAMO_DISABLE")
@@ -118,7 +119,7 @@ doubled[(1,)](torch.ones(8), 8)
 
 def test_capture_of_a_kernel_of_a_notebook_cell_reports_that_it_cannot_be_tuned(tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "notebook.py")
+    result = run("capture", "--out", tmp_path / "cap", "--", python(), tmp_path / "notebook.py")
     assert "doubled: cannot be tuned: exec or a notebook cell defined the kernel" in result.stderr
     (launch,) = read_capture(tmp_path / "cap").classes
     assert launch.problem.endswith("so that it cannot be launched again: move it to a module")
@@ -144,7 +145,7 @@ torch.testing.assert_close(y, x.tanh())
 
 def test_capture_without_a_gpu_computes_functions_of_libdevice(tmp_path: Path) -> None:
     (tmp_path / "squash.py").write_text(OF_LIBDEVICE)
-    assert run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "squash.py").exit_code == 0
+    assert run("capture", "--out", tmp_path / "cap", "--", python(), tmp_path / "squash.py").exit_code == 0
     assert run("sweep", tmp_path / "cap", "--check-only").exit_code == 0
 
 

@@ -1,11 +1,11 @@
 """Capture: programs run as before, and what they launch is kept however they end."""
 
-import sys
 from pathlib import Path
 
 import pytest
 from adopted import of_kernel, run_python
 from asserting import every
+from warm_python import python
 
 from kerneltune.adopt.overview import read_capture
 
@@ -27,7 +27,7 @@ def test_capture_command_reaches_child_processes_and_keeps_output_and_exit_code(
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     code = "from kerneltune.cli import main; main()"
-    done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", sys.executable, str(script))
+    done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", python(), str(script))
     assert (done.returncode, done.stdout) == (7, "out\n")
     assert done.stderr.startswith("err\n")
     sums = of_kernel(read_capture(tmp_path / "cap"), "row_sum")
@@ -56,7 +56,7 @@ def test_capture_counts_launches_of_workers_however_they_end(tmp_path: Path) -> 
     script = tmp_path / "program.py"
     script.write_text(ENDED)
     code = "from kerneltune.cli import main; main()"
-    done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", sys.executable, str(script))
+    done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", python(), str(script))
     assert done.returncode == 0, done.stderr
     capture = read_capture(tmp_path / "cap")
     counts = {one.sizes["N"]: capture.count(one).launches for one in of_kernel(capture, "row_sum")}
@@ -65,7 +65,7 @@ def test_capture_counts_launches_of_workers_however_they_end(tmp_path: Path) -> 
 
 def test_capture_of_a_pytest_run_adds_no_warning_to_its_output(tmp_path: Path) -> None:
     (tmp_path / "test_of_user.py").write_text("import two_kernels\ndef test_step():\n    two_kernels.step(4, 96)\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
+    command = [python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
     code = "from kerneltune.cli import main; main()"
     done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr

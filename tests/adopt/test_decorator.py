@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from asserting import every
+from warm_python import python
 
 import kerneltune
 from kerneltune.adopt import startup
@@ -101,10 +101,10 @@ def test_program_with_a_misnamed_key_ends_with_one_line_which_capture_repeats(tm
     decorated = 'import kerneltune, triton\n@kerneltune.autotune([triton.Config({})], key=["N"])\n@triton.jit\n'
     (tmp_path / "program.py").write_text(f"{decorated}def doubled(n):\n    pass\n")
     line = f"{tmp_path}/program.py:2: doubled: key: 'N': expected a parameter of the kernel: n\n"
-    program = [sys.executable, "program.py"]
+    program = [python(), "program.py"]
     alone = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert (alone.returncode, alone.stderr) == (1, f"error: {line}")
-    capture = [sys.executable, "-m", "kerneltune", "capture", "--out", "cap", "--", *program]
+    capture = [python(), "-m", "kerneltune", "capture", "--out", "cap", "--", *program]
     captured = subprocess.run(capture, cwd=tmp_path, capture_output=True, text=True)
     assert (captured.returncode, captured.stderr) == (2, f"error: {line}error: __main__.doubled: not captured: {line}")
 
@@ -221,7 +221,7 @@ def test_launch_without_gpu_and_interpreter_prints_one_line(tmp_path: Path) -> N
         "nothing[(1,)](1)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run([python(), program], env=environment, capture_output=True, text=True, check=False)
     expected = "error: __main__.nothing: no GPU: set TRITON_INTERPRET=1 to run Triton's interpreter, or use a GPU"
     assert ran.stderr.splitlines() == [expected]
     assert ran.returncode == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from adopted import ROOT
+from warm_python import python
 
 KERNEL = """
 @triton.autotune([triton.Config({{"BLOCK": block}}) for block in (32, 64)], key=["N"])
@@ -59,7 +60,7 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a fresh process with this package and the folder's packages on its path."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "site"), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +70,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in FILES.items():
         (program / name).parent.mkdir(parents=True, exist_ok=True)
         (program / name).write_text(text)
-    done = start(program, "-m", "kerneltune", "capture", "--out", "captured", "--", sys.executable, "project/program.py")
+    done = start(program, python(), "-m", "kerneltune", "capture", "--out", "captured", "--", python(), "project/program.py")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "600.0"), done.stderr
     return program
 
 
 def test_kernels_of_a_capture_are_found_in_a_fresh_process(folder: Path) -> None:
-    done = start(folder, "-c", LOAD, "captured")
+    done = start(folder, sys.executable, "-c", LOAD, "captured")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "of_module found in alone",
@@ -86,7 +87,7 @@ def test_kernels_of_a_capture_are_found_in_a_fresh_process(folder: Path) -> None
 
 
 def test_sweep_of_a_capture_checks_every_kernel_in_a_fresh_process(folder: Path) -> None:
-    done = start(folder, "-m", "kerneltune", "sweep", "captured", "--check-only", "--results", "records")
+    done = start(folder, python(), "-m", "kerneltune", "sweep", "captured", "--check-only", "--results", "records")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [name for name in ("of_module", "of_neighbour", "of_package", "of_script") if name not in done.stdout] == []
 
@@ -94,6 +95,6 @@ def test_sweep_of_a_capture_checks_every_kernel_in_a_fresh_process(folder: Path)
 def test_module_that_no_longer_needs_triton_is_named_in_a_fresh_process(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "alone.py").write_text("of_module = None\n")
-    done = start(tmp_path, "-c", LOAD, str(folder / "captured"), "of_module")
+    done = start(tmp_path, sys.executable, "-c", LOAD, str(folder / "captured"), "of_module")
     assert done.returncode == 0, done.stderr
     assert "alone.py has no kernel of this name: capture again" in done.stdout

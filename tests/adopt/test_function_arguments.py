@@ -13,6 +13,7 @@ import triton
 from adopted import kernel_of, run_python, write_table
 from test_capture_tuning import GPU
 from test_plain_kernels import PlainBench
+from warm_python import python
 
 from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.arguments import Argument, encode_value, signature
@@ -192,7 +193,7 @@ print(replay.named["y_ptr"].tolist())
 
 def test_replay_of_a_library_kernel_finds_a_function_of_the_programs_file(tmp_path: Path, module: Any) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    ran = run_python("from kerneltune.cli import main; main()", *CAPTURE.format(tmp_path, sys.executable).split())
+    ran = run_python("from kerneltune.cli import main; main()", *CAPTURE.format(tmp_path, python()).split())
     assert (ran.returncode, ran.stdout.splitlines()[:1]) == (0, ["[0.0, 3.0, 6.0, 9.0, 12.0]"]), ran.stderr
     replayed = run_python(REPLAYED, str(tmp_path / "cap"))
     assert replayed.stdout == "[0.0, 3.0, 6.0, 9.0, 12.0]\n", replayed.stderr

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_gpu import Bench
 from typer.testing import CliRunner
+from warm_python import python
 
 from kerneltune.adopt.getter import (
     CallCase,
@@ -413,7 +414,7 @@ def test_getter_command_without_a_gpu_checks_the_smallest_calls(
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    words = [sys.executable, "-m", "kerneltune", "adopt", "getter", *arguments]
+    words = [python(), "-m", "kerneltune", "adopt", "getter", *arguments]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from adopted import ROOT, author_configs, kernel_of, write_table
 from command_line import run
+from warm_python import python
 
 from kerneltune.adopt.overview import read_capture
 from kerneltune.cli import console
@@ -134,12 +134,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def capture(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Capture a program in processes of their own; commands on the capture run in this process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
-    command = [sys.executable, "-m", "kerneltune", "capture", *words]
+    command = [python(), "-m", "kerneltune", "capture", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_capture_of_a_loop_with_a_seed_names_it_and_with_ignore_arg_has_one_class(folder: Path) -> None:
-    program = ["--", sys.executable, "train.py"]
+    program = ["--", python(), "train.py"]
     first = capture(folder, "--out", "every", *program)
     assert (first.returncode, first.stdout) == (0, "trained\n")
     message = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
@@ -153,13 +153,13 @@ def test_capture_of_a_loop_with_a_seed_names_it_and_with_ignore_arg_has_one_clas
 
 def test_capture_of_a_plain_kernel_with_a_seed_names_it(folder: Path) -> None:
     (folder / "plain.py").write_text(PLAIN)
-    captured = capture(folder, "--plain", "--out", "plain", "--", sys.executable, "plain.py")
+    captured = capture(folder, "--plain", "--out", "plain", "--", python(), "plain.py")
     message = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
     assert message in captured.stderr.splitlines()
 
 
 def test_lint_of_a_plain_kernel_with_tuple_and_function_reports_nothing(folder: Path) -> None:
-    captured = capture(folder, "--plain", "--out", "cap", "--", sys.executable, "gate.py")
+    captured = capture(folder, "--plain", "--out", "cap", "--", python(), "gate.py")
     assert captured.returncode == 0, captured.stderr
     linted = run("adopt", "lint", "cap")
     assert (linted.exit_code, linted.stdout) == (0, "nothing to report\n")
@@ -171,7 +171,7 @@ def test_lint_of_a_plain_kernel_with_tuple_and_function_reports_nothing(folder: 
 
 def test_sweep_of_a_capture_with_numbers_in_tuples_checks_all_pairs(folder: Path) -> None:
     (folder / "pairs.py").write_text(PAIRS)
-    captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
+    captured = capture(folder, "--out", "cap", "--", python(), "pairs.py")
     assert captured.returncode == 0, captured.stderr
     checked = run("sweep", "cap", "--check-only")
     assert checked.exit_code == 0, checked.output
@@ -181,14 +181,14 @@ def test_sweep_of_a_capture_with_numbers_in_tuples_checks_all_pairs(folder: Path
 
 def test_capture_of_launches_without_elements_fails_with_the_reason(folder: Path) -> None:
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
-    captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
+    captured = capture(folder, "--out", "cap", "--", python(), "pairs.py")
     message = captured.stderr.splitlines()[-1]
     assert (captured.returncode, message) == (1, "nothing was captured: no tensor of a launch has an element")
     assert run("sweep", "cap", "--check-only").exit_code == 2
     (folder / "pairs.py").write_text(PAIRS)
-    assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
+    assert capture(folder, "--out", "cap", "--", python(), "pairs.py").returncode == 0
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
-    again = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
+    again = capture(folder, "--out", "cap", "--", python(), "pairs.py")
     assert (again.returncode, again.stderr.splitlines()[-1]) == (1, message)  # of this run: the folder keeps earlier launches
 
 
@@ -196,7 +196,7 @@ def test_tune_of_a_kernel_defined_under_main_fails_with_the_reason(folder: Path)
     head, body = PAIRS[: PAIRS.index("@triton.autotune")], PAIRS[PAIRS.index("@triton.autotune") :]
     guarded = "".join(f"    {line}" for line in body.splitlines(keepends=True))
     (folder / "pairs.py").write_text(f'{head}if __name__ == "__main__":\n{guarded}')
-    assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
+    assert capture(folder, "--out", "cap", "--", python(), "pairs.py").returncode == 0
     dry_run = run("tune", "cap", "--dry-run")
     message = 'pairs.py has no kernel of this name outside `if __name__ == "__main__"`: capture again'
     assert (dry_run.exit_code, message in " ".join(dry_run.stderr.split())) == (2, True), dry_run.stderr
@@ -210,7 +210,7 @@ def test_sweep_of_a_capture_names_kernels_that_it_cannot_launch(folder: Path) ->
     (folder / "pairs.py").write_text(
         f"{head}{definition}{factory}{work}    made[grid](Pair(ones(), ones()), ((ones(), 2),), ones(), n)\n"
     )
-    assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
+    assert capture(folder, "--out", "cap", "--", python(), "pairs.py").returncode == 0
     checked = run("sweep", "cap", "--check-only")
     message = "not checked: __main__.make.<locals>.made: a function made the kernel, so that it cannot be imported by name"
     assert (checked.exit_code, message in " ".join(checked.stdout.split())) == (0, True), checked.stdout
@@ -224,7 +224,7 @@ def test_program_of_an_uncommon_shape_is_captured_forecast_and_served(folder: Pa
     (folder / "program.py").write_text(f"{imports}{head}{definition}\n{LAUNCHED}\n{work}\nprint('ended')\n")
     (folder / "lib").mkdir()
     (folder / "lib" / "scaled_lib.py").write_text(head + TUNED + SCALED)
-    program = ["--", sys.executable, "program.py"]
+    program = ["--", python(), "program.py"]
     captured = capture(folder, "--out", "cap", *program)
     assert (captured.returncode, captured.stdout) == (0, "ended\n"), captured.stderr
     forecast = run("tune", "cap", "--dry-run")
@@ -232,7 +232,7 @@ def test_program_of_an_uncommon_shape_is_captured_forecast_and_served(folder: Pa
     by_kernel = read_capture(folder / "cap").by_kernel()
     write_table(folder / "cap", *(kernel_of(classes, author_configs(classes[0])[1:]) for classes in by_kernel))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "kerneltune", "serve", "--configs", "cap", "--miss", "error", *program]
+    command = [python(), "-m", "kerneltune", "serve", "--configs", "cap", "--miss", "error", *program]
     served = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     launches = sum(read_capture(folder / "cap").notes.launches[one.digest].launches for classes in by_kernel for one in classes)
     assert (served.returncode, served.stdout) == (0, "ended\n"), served.stderr
