@@ -233,7 +233,8 @@ def _called_directly(_patch: Callable[..., None]) -> Callable[..., None]:
             kwargs["_semantic"] = interpreter_semantic
             return function(*args, **kwargs)
 
-        operator = name.strip("_").removeprefix("r")
+        operator = name.strip("_")
+        operator = operator if operator in OPERATORS else operator.removeprefix("r")
         is_quick = owner is tl.core.tensor and name.startswith("__") and operator in OPERATORS
         scope.set_attr(owner, name, quick_operator(operator, name == f"__r{operator}__", called) if is_quick else called)
 

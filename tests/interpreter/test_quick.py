@@ -22,7 +22,7 @@ from kerneltune.interpreter.quick import OPERATORS, with_quick_accesses
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
 
 KINDS = (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
-NAMES = ("add", "sub", "mul", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
+NAMES = ("add", "sub", "mul", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne")
 
 
 @triton.jit
@@ -50,6 +50,10 @@ def answers(function: Callable[[Any, Any], Any], kind: torch.dtype) -> list[str]
             (offsets, block), (offsets, scalar), (scalar.to(tl.int64), block), (single, block), (block, single),
             (single[None, :], row), (row, single[None, :]), (single, row), (row, single),
             (pointer + single.to(tl.int64), offsets),
+            (scalar, offsets), (row, offsets[:, None]), (pointer, -3), (pointer + offsets[None, :], offsets[:, None]),
+            (pointer + offsets[None, :], block.to(tl.int32)[:, None]), (block, float("inf")), (block, -0.0), (block > 1, True),
+            (block.to(tl.int16), 3), (block.to(tl.int16), 2**15), (block.to(tl.uint32), 3), (block.to(tl.uint32), -1),
+            (block.to(tl.uint64), 3), (3, block.to(tl.uint64)),
             (single.to(tl.int64), block), (offsets, single), (is_number(scalar), block),
         ):  # fmt: skip
             try:
