@@ -90,8 +90,10 @@ def place_of(function: object, error: BaseException | None = None) -> str:
 @cache
 def is_own(folder: str, file: str) -> bool:
     """Return whether a file lies in a folder, and not in an environment or a checkout of this package below the folder."""
+    if not folder or not file.startswith(folder):
+        return False
     strange = _STRANGE.match(file)
-    return bool(folder) and file.startswith(folder) and (strange is None or strange.end() <= len(folder))
+    return strange is None or strange.end() <= len(folder)
 
 
 def statement_in(folder: str, error: BaseException) -> str:

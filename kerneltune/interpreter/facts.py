@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -123,16 +124,19 @@ def noting_draws(philox: Callable[..., Any], is_drawn: Callable[[Sequence[Any]],
     return drawn
 
 
-def compared_for_equality(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
-    """Yield each comparison of two expressions for equality within an expression, and the two: names, items or calls.
+@functools.cache
+def compared_for_equality(node: ast.AST) -> list[tuple[ast.expr, ast.expr, ast.expr]]:
+    """Return each comparison of two expressions for equality within an expression, and the two: names, items or calls.
 
     Constants, and counts that are computed, such as `HELD == (N + 7) // 8`, are no sizes whose strides may be swapped.
     """
+    found = list[tuple[ast.expr, ast.expr, ast.expr]]()
     sizes = ast.Name | ast.Attribute | ast.Subscript | ast.Call
     for part in ast.walk(node):
         match part:
             case ast.Compare(one, [ast.Eq() | ast.NotEq()], [other]) if isinstance(one, sizes) and isinstance(other, sizes):
-                yield part, one, other
+                found.append((part, one, other))
+    return found
 
 
 def comparison(text: str, one: object, other: object) -> list[Fact]:

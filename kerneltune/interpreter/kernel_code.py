@@ -32,8 +32,13 @@ _Block = tuple[str, int]
 
 def bound_arguments(executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a launch by name, without options of the launch."""
-    names = inspect.getfullargspec(executor.fn).args
+    names = _parameters(executor.fn)
     return inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in names})
+
+
+@functools.cache
+def _parameters(function: Any) -> list[str]:
+    return inspect.getfullargspec(function).args
 
 
 def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[Fact]:

@@ -124,7 +124,7 @@ def _forgetting(folder: str) -> Iterator[None]:
     After an import within, nothing is put back: an imported module may register itself.
     """
     num_modules = len(sys.modules)
-    before = [(variables, variables.copy()) for variables in _variables_in(folder, num_modules)]
+    before = [(variables, variables.copy()) for variables in (_variables_in(folder, num_modules) if folder else ())]
     try:
         yield
     finally:
