@@ -45,8 +45,11 @@ MODELS = (
     "bert", "gpt_neox", "falcon", "cohere", "llama4_text", "minimax", "phimoe", "ernie4_5_moe", "modernbert",
     "siglip_vision_model", "gpt2",
 )  # fmt: skip
-PACKAGES = ("adam", "blocks", "experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "attention")
-AUTOTUNED = ("experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu")
+PACKAGES = (
+    "adam", "blocks", "experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "attention", "lion", "selected", "linear",
+    "codebooks",
+)  # fmt: skip
+AUTOTUNED = ("experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "lion", "codebooks")
 """Packages of which the kernels with an autotuner are captured alone."""
 RARE = ("arguments", "graphs", "threads", "made", "operators")
 SIZES = (1024, 2048, 4096)

@@ -1,9 +1,11 @@
-"""Run kernels of packages: `python package_kernels.py adam|blocks|experts|mamba|maxsim|sinkhorn|splash|swiglu|attention`.
+"""Run kernels of packages: `python package_kernels.py NAME`.
 
 adam: turboadam, whose optimizer writes to all that it reads; blocks: torch.sparse and stanford-stk, products of block-sparse
 matrices; experts: moe_ops, routing and grouped products; mamba: mamba-ssm, whose hooks set outputs to zero; maxsim:
 late-interaction-kernels, whose autotuner keeps choices on disk; sinkhorn: flash-sinkhorn, autotuners made of a kernel with
-heuristics; splash: adasplash; swiglu: flash-swiglu-mlp, which reads the choice of its autotuner; attention: jvp-flash-attention.
+heuristics; splash: adasplash; swiglu: flash-swiglu-mlp, which reads the choice of its autotuner; attention: jvp-flash-attention;
+lion: lion-pytorch, whose kernel updates in place; selected: native-sparse-attention-pytorch, whose kernels compile for 40 s;
+linear: lightning-attn; codebooks: aqlm, configs that differ in options alone.
 """
 
 import sys
@@ -124,9 +126,53 @@ def attention() -> Any:
     return trained(attention(q, k, v, causal=True), q, k, v)
 
 
+def lion() -> Any:
+    """Take three steps of an optimizer from the same state."""
+    from lion_pytorch.triton import update_fn
+
+    weights = [leaf(sized(4096, 128), width).detach() for width in (sized(4096, 64), sized(1000, 96))]
+    averages = [torch.zeros_like(weight) for weight in weights]
+    for number in range(3):
+        for weight, average in zip(weights, averages, strict=True):
+            update_fn(weight, leaf(*weight.shape, scale=0.1 * (number + 1)).detach(), average, 1e-2, 0.1, 0.9, 0.99)
+    return weights, averages
+
+
+def selected() -> Any:
+    """Train attention to two selected blocks of keys."""
+    from native_sparse_attention_pytorch.triton_native_sparse_attention import native_sparse_attend
+
+    length, heads, kept = sized(1024, 64), sized(8, 2), 2
+    q, k, v = (leaf(1, n, length, 64, scale=s) for n, s in ((heads, 1.0), (heads // 2, 0.5), (heads // 2, 0.8)))
+    torch.manual_seed(3)
+    blocks = torch.randint(0, length // 32, (1, heads // 2, length, kept), device=DEVICE)
+    return trained(native_sparse_attend(q, k, v, 32, blocks, torch.ones_like(blocks, dtype=torch.bool)), q, k, v)
+
+
+def linear() -> Any:
+    """Train linear attention with and without decay."""
+    from lightning_attn.ops import lightning_attn2, lightning_attn2_no_decay
+
+    q, k, v = (leaf(2, sized(16, 2), sized(2048, 128), 64, scale=s) for s in (0.2, 0.1, 0.8))
+    decay = torch.linspace(0.01, 0.2, q.shape[1], device=DEVICE)
+    return trained(lightning_attn2(q, k, v, decay), q, k, v) + trained(lightning_attn2_no_decay(q, k, v), q, k, v)
+
+
+def codebooks() -> Any:
+    """Multiply two tokens by weights of two codebooks."""
+    from aqlm.inference_kernels.triton_kernel import triton_matmul
+
+    inner, outer = sized(4096, 64), sized(4096, 32)
+    torch.manual_seed(4)
+    codes = torch.randint(-128, 128, (outer, inner // 8, 2), device=DEVICE).to(torch.int8)
+    books, scales = leaf(2, 256, 1, 8, scale=0.1).detach(), leaf(outer, 1, 1, 1).detach()
+    return triton_matmul(leaf(2, inner).detach(), codes, books, scales, None)
+
+
 STEPS = {
     "adam": adam, "blocks": blocks, "experts": experts, "mamba": mamba, "maxsim": maxsim, "sinkhorn": sinkhorn, "splash": splash,
-    "swiglu": swiglu, "attention": attention,
+    "swiglu": swiglu, "attention": attention, "lion": lion, "selected": selected, "linear": linear,
+    "codebooks": codebooks,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,7 +140,7 @@ def tune_capture(
     capture = read_capture(root)
     chosen, reasons = _chosen(capture, share, device.current().slug)
     options = Options(workers=workers, retune="all" if force else "")
-    if probe_blocks(capture, chosen, options, progress):
+    if probe_blocks(capture, chosen, options, progress, began + budget_s / 2 if budget_s else math.inf):
         capture = read_capture(root)
         by_digest = {launch_class.digest: launch_class for launch_class in capture.classes}
         chosen = [by_digest[launch_class.digest] for launch_class in chosen]
@@ -191,11 +191,15 @@ def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
         yield stores[name].evaluations(task), task.own_entry()
 
 
-def probe_blocks(capture: Capture, classes: Sequence[LaunchClass], options: Options, progress: Progress) -> bool:
+def probe_blocks(
+    capture: Capture, classes: Sequence[LaunchClass], options: Options, progress: Progress, until: float = math.inf
+) -> bool:
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
     A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by the
     block. Write the verdicts beside the classes, and return whether a verdict is new.
+
+    until: time of the monotonic clock in s, after which no further block is tried.
     """
     blocks = read_blocks(capture.root)
     plain = [launch_class for launch_class in classes if launch_class.is_plain]
@@ -214,6 +218,10 @@ def probe_blocks(capture: Capture, classes: Sequence[LaunchClass], options: Opti
             for launch_class, task, name in untried
         ]
         for (launch_class, _, name), tried in zip(untried, trials, strict=True):
+            wait([compilation for *_, compilation in tried], None if until == math.inf else max(until - time.monotonic(), 0.0))
+            if time.monotonic() >= until:
+                progress.note("half of the budget is used: blocks that were not tried yet keep the program's value")
+                break
             blocks.setdefault(launch_class.digest, {})[name] = _why_coupled(session.worker, name, tried)
             progress.advance(f"{launch_class.label}: {name}")
     write_blocks(capture.root, blocks)

@@ -129,6 +129,25 @@ def test_tune_compiles_both_other_values_of_a_block_before_it_launches_one(
     assert ("launched", 64) not in seen
 
 
+def test_blocks_that_half_of_the_budget_does_not_reach_keep_the_programs_value(
+    tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = tmp_path / "cap", []
+    captured(folder, module, 96)
+
+    def submit(pool: Pool, job: Any) -> Future[CompileResult]:
+        asked.append(job.config.BLOCK)
+        return Future() if len(asked) <= 2 else pool.done()  # the other values of the block compile for ever
+
+    monkeypatch.setattr(Pool, "submit", submit)
+    tune_capture(folder, Progress(), budget_s=0.2)
+    assert asked[:2] == [64, 16]
+    assert read_blocks(folder) == {}
+    table = read_table(folder, GPU)
+    assert table is not None
+    assert table.kernels[0].groups[0].rows[0].configs[0].kwargs == {"BLOCK": 32}
+
+
 @pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
 def test_tune_never_changes_a_block_that_host_or_result_depends_on(
     tmp_path: Path, module: Any, checked: None, name: str, length: int
