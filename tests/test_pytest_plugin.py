@@ -102,6 +102,9 @@ def test_raises(kernel_check):
 def test_without_values(kernel_check, given):
     kernel_check(lambda x: x, lambda x: x, [given])
 
+def test_sparse_output(kernel_check):
+    kernel_check(lambda x: x.to_sparse(), lambda x: x * 1, [torch.eye(4)])
+
 def test_outputs_in_another_order(kernel_check):
     kernel_check(lambda x: {"a": x * 2, "b": x}, lambda x: {"b": x, "a": x * 2}, [torch.randn(50)])
 
@@ -119,7 +122,7 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=800
     )
     text = done.stdout
-    assert "22 failed, 3 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
+    assert "23 failed, 3 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
     assert "kernel_check: double: output: 1 of 50 wrong, first at (49,): nan, expected " in text
     assert "kernel_check: <lambda>: inputs: argument 0 was overwritten, and is no output" in text
     assert "reference: AttributeError: " in text or "reference: 'Tensor' object has no attribute 'no_such_name'" in text
@@ -136,6 +139,7 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         "double: rtol: 1.0: expected a number from 0 to below 1",
         "double: atol: -1: expected a number from 0 to below inf",
         "<lambda>: inputs: argument 0['x'][1] was overwritten, and is no output",
+        "<lambda>: outputs: output is torch.sparse_coo: expected a dense tensor",
         "broken: the launch failed: test_users.py:",
         "<lambda>: argument 0: torch.strided on meta: expected a dense tensor with values",
         "<lambda>: argument 0: torch.sparse_coo on cpu: expected a dense tensor with values",

@@ -152,7 +152,7 @@ class Checker:
                 return {}, [f"{IMPORT_FAILED}{first_line(error)}"]
             place = "" if variant.is_peer else statement_in(host_folder(self.op), error)
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
-        if lines := self._overwritten(outputs) or self.disagreements(outputs):
+        if lines := _not_dense(outputs) or self._overwritten(outputs) or self.disagreements(outputs):
             given: Outputs = outputs if isinstance(outputs, Mapping) else {}
             causes = ["tf32"]
             if any(fact.kind == "division" for fact in facts) and self._nearly_agree(given):
@@ -246,6 +246,13 @@ class Checker:
                 if not owner or (owner in self.inputs_before and not same_bits(self.inputs[owner], self.inputs_before[owner])):
                     are_over_inputs[name] = owner is not None
         return are_over_inputs
+
+
+def _not_dense(outputs: object) -> list[str]:
+    """Return a line for each sparse output: checks read the memory of outputs."""
+    values = outputs.items() if isinstance(outputs, Mapping) else ()
+    layouts = [(name, value.layout) for name, value in values if isinstance(value, torch.Tensor)]
+    return [f"outputs: {name} is {layout}: expected a dense tensor" for name, layout in layouts if layout is not torch.strided]
 
 
 def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
