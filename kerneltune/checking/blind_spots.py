@@ -131,7 +131,10 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a text for each input that the reference depends on, if all elements are equal in all cases, whatever the seed."""
+    """Yield a text for each input that the reference depends on, if all elements are equal in all cases, whatever the seed.
+
+    Of numbers and flags, 0 and 1 alone count, with which a factor, a shift or a step has no effect.
+    """
     seen, of_small = dict[str, set[bytes]](), dict[str, Inputs]()
     for case in cases:
         for seed in (0, 1):
@@ -141,20 +144,31 @@ def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:
                     if isinstance(value, torch.Tensor) and value.numel():
                         first, whole = _bytes(value.reshape(-1)[:1]), _bytes(value)
                         seen.setdefault(name, set()).update({first} if first * value.numel() == whole else {b"", first})
-                        if name not in of_small or case in cases[:_FEW_CASES]:
-                            of_small[name] = inputs
+                    elif isinstance(value, int | float):
+                        seen.setdefault(name, set()).update({repr(value).encode()} if value in (0, 1) else {b"", b"other"})
+                    else:
+                        continue
+                    if name not in of_small or case in cases[:_FEW_CASES]:
+                        of_small[name] = inputs
         if all(len(values) > 1 for values in seen.values()):
             return
     for name in (name for name, values in seen.items() if len(values) == 1):
         if _matters(op, of_small[name], name):
-            yield f"input {name} is {of_small[name][name].reshape(-1)[0].item():g} in all check cases"
+            value = of_small[name][name]
+            shown = f"{value.reshape(-1)[0].item():g}" if isinstance(value, torch.Tensor) else f"{value}"
+            yield f"input {name} is {shown} in all check cases"
 
 
 def _matters(op: Op, inputs: Inputs, name: str) -> bool:
     """Return whether other values of an input change the outputs of the reference."""
     value = inputs[name]
-    whole = ~value if value.dtype == torch.bool else value + 1
-    changed = (value.float() * 1.5 + 0.75).to(value.dtype) if value.is_floating_point() else whole
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.is_floating_point():
+        changed = (value.float() * 1.5 + 0.75).to(value.dtype)
+    elif is_tensor and value.dtype == torch.bool:
+        changed = ~value
+    else:
+        changed = not value if isinstance(value, bool) else value + 1
     with suppress(Exception):  # as an index may be out of range then
         return _leaves(op.reference(inputs)) != _leaves(op.reference({**inputs, name: changed}))
     return False
@@ -162,11 +176,11 @@ def _matters(op: Op, inputs: Inputs, name: str) -> bool:
 
 def _equal(op: Op, cases: Sequence[Case]) -> Iterator[str]:
     """Yield a line for each two inputs that hold the same values in all cases, and a line if `inputs` ignores the seed."""
-    are_equal, has_seed = dict[tuple[str, str], bool](), False
+    are_equal, seeds_matter = dict[tuple[str, str], bool](), list[bool]()
     for case in cases:
         with suppress(Exception):  # the check of the case says why
             inputs, others = (op.inputs(case, device="cpu", seed=seed) for seed in (0, 1))
-            has_seed |= _leaves(inputs) != _leaves(others)
+            seeds_matter.append(_leaves(inputs) != _leaves(others))
             tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
             for pair in itertools.combinations(tensors, 2):
                 first, second = (tensors[name] for name in pair)
@@ -176,7 +190,7 @@ def _equal(op: Op, cases: Sequence[Case]) -> Iterator[str]:
                     del are_equal[pair]  # `_constant` names constant inputs
     for first_name, second_name in (pair for pair, is_equal in are_equal.items() if is_equal):
         yield f"inputs {first_name} and {second_name} are equal in all check cases: a kernel that reads one twice passes"
-    if cases and not has_seed:
+    if seeds_matter and not any(seeds_matter):
         yield "inputs are equal for every seed: a kernel that keeps its first results passes"
 
 

@@ -16,18 +16,26 @@ from kerneltune.spec import Case, Inputs, Op, Variant
 from kerneltune.task import Task
 
 
-def biased(bias: Any = None, is_option_used: bool = True, is_dtype_used: bool = True, is_ignored: bool = False) -> Op:
-    """Return y = x + bias, whose bias is drawn unless it is given, and which has an option and two types."""
+def biased(
+    bias: Any = None, is_option_used: bool = True, is_dtype_used: bool = True, is_ignored: bool = False, factor: Any = 2.0
+) -> Op:
+    """Return y = factor * x + bias, whose bias is drawn unless it is given, and which has an option and two types."""
 
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         dtype = getattr(torch, case.dtype) if is_dtype_used else torch.float32
         drawn = values(seed + 7, device, case["N"])
         given = drawn if bias is None else torch.full_like(drawn, bias, dtype=torch.int64 if type(bias) is int else torch.float32)
         x = values(seed, device, case["M"], case["N"]).to(dtype)
-        return {"x": x, "bias": given, "act": case.option("act") if is_option_used else "none", "unused": torch.zeros(4)}
+        return {
+            "x": x,
+            "bias": given,
+            "act": case.option("act") if is_option_used else "none",
+            "unused": torch.zeros(4),
+            "factor": factor,
+        }
 
     def reference(given: Inputs) -> Inputs:
-        y = given["x"].float() + given["bias"]
+        y = given["factor"] * given["x"].float() + given["bias"]
         return {"y": y if is_ignored or given["act"] == "none" else -y}
 
     same = lambda _case, _given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
@@ -43,6 +51,9 @@ def biased(bias: Any = None, is_option_used: bool = True, is_dtype_used: bool = 
         (biased(), []),
         (biased(bias=0.0), ["input bias is 0 in all check cases"]),
         (biased(bias=1), ["input bias is 1 in all check cases"]),
+        (biased(bias=None, factor=1.0), ["input factor is 1.0 in all check cases"]),
+        (biased(bias=None, factor=False), ["input factor is False in all check cases"]),
+        (biased(bias=None, factor=0.5), []),
         (biased(is_option_used=False), ["inputs are equal for every act"]),
         (biased(is_ignored=True), ["results are equal for every act"]),
         (biased(is_dtype_used=False), ["inputs are equal for every dtype"]),
@@ -57,6 +68,7 @@ def test_values_that_no_check_tells_apart_are_named(op: Op, texts: list[str]) ->
 
 
 def drawn(case: Case, seed: int, kind: str) -> Inputs:
+    assert kind != "raising"
     x = values(seed if kind != "seed" else 3, "cpu", case["M"], case["N"])
     return {
         "x": x,
@@ -69,7 +81,8 @@ def drawn(case: Case, seed: int, kind: str) -> Inputs:
 
 
 @pytest.mark.parametrize(("kind", "lines"), [
-    ("drawn", []), ("equal", []), ("seed", ["inputs are equal for every seed: a kernel that keeps its first results passes"]),
+    ("drawn", []), ("equal", []), ("raising", []),
+    ("seed", ["inputs are equal for every seed: a kernel that keeps its first results passes"]),
 ])  # fmt: skip
 def test_equal_inputs_are_named(kind: str, lines: list[str]) -> None:
     op = replace(
