@@ -144,3 +144,22 @@ class LayoutChecker(Checker):
         names = [name for name in _with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
         known.update(names)
         return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS}).lines]
+
+    def unasked_layouts(self, variant: Variant, config: Config) -> dict[str, str]:
+        """Return a line for each input with which a variant is wrong if rows have gaps, and whose layout host code never asks.
+
+        If host code asks no input, the operator takes contiguous inputs alone.
+        """
+        gapped, lines = copy(self), dict[str, str]()
+        with noting_layouts(self.inputs, host_folder(self.op)) as read:
+            self.run(variant, config)
+        for name, matrix in _with_gaps(self.inputs).items() if read else ():
+            if name in read:
+                continue
+            gapped.inputs = {**self.inputs, name: matrix}
+            wrong = gapped.run(variant, config)[1]
+            if wrong and not wrong[0].startswith(LAUNCH_FAILURE):
+                asked = ", ".join(dict.fromkeys(read))
+                where = f"with gaps between rows of {name}"
+                lines[name] = f"wrong, without an error, {where}: host code asks only {asked} for strides"
+        return lines

@@ -288,8 +288,30 @@ def test_input_whose_elements_may_not_lie_apart_fails_unless_host_code_refuses_i
 def test_layout_that_a_shipped_operator_takes_wrong_is_a_line_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "is_foreign", lambda _op: False)
     variant = replace(KNOBLESS, run=partial(_strided, "apart"))
-    named = "scaled knobless: wrong, without an error, where elements within a row of x lie apart"
+    named = "scaled knobless: a known limit, no failure: wrong, without an error, where elements within a row of x lie apart"
     assert pairs.check_pairs(op_with(""), variant, CASES, elements) == [Outcome("checked", named)]
+
+
+@interpreted
+@pytest.mark.parametrize(("asked", "is_named"), [("x", True), ("", False), ("both", False)])
+def test_input_that_host_code_forgets_to_ask_for_its_strides_is_a_line(asked: str, is_named: bool) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"x": _inputs(case, device=device, seed=seed)["x"], "y": _inputs(case, device=device, seed=seed + 9)["x"]}
+
+    def run(given: Inputs, _config: None) -> Outputs:
+        for name in {"x": ["x"], "both": ["x", "y"]}.get(asked, []):
+            if not given[name].is_contiguous():
+                raise ValueError("contiguous")
+        y = torch.empty(given["y"].shape)
+        if y.numel():
+            columns = y.shape[1]
+            _rows_by_maximum[(len(y),)](given["y"], y, columns, columns, columns, BLOCK=triton.next_power_of_2(columns))
+        return {"y": y}
+
+    op = replace(op_with(""), inputs=inputs, reference=lambda given: _reference({"x": given["y"]}))
+    line = "scaled knobless: wrong, without an error, with gaps between rows of y: host code asks only x for strides"
+    named = [Outcome("checked", line)] if is_named else []
+    assert pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES, elements) == named
 
 
 def test_each_input_whose_elements_may_not_lie_apart_fails_in_a_case_that_has_it() -> None:
