@@ -1,4 +1,4 @@
-"""Find kernels that are wrong where an input is far from 0, which their reference does not see. The module knows no operator."""
+"""Find kernels that are wrong where an input is far from 0, or holds a float that a kernel gets. The module knows no operator."""
 
 import itertools
 import time
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kerneltune.checking.check import Checker, smallest_cases
+from kerneltune.interpreter.facts import noting
 from kerneltune.spec import Case, Inputs, Op
 
 _FAR = 28672
@@ -26,6 +27,8 @@ _EQUAL = 0.125
 _NEAR, _STABLE, _GROSS = 1e-3, 0.05, 0.2
 """Differences relative to the largest result: at most _NEAR for equal results, at most _STABLE for results that do not depend on
 a step of bf16, more than _GROSS for wrong results."""
+_KEPT = 4
+"""Elements that stay as they are, between elements that hold arguments."""
 _MOST_CASES, _MOST_S = 3, 5.0
 """The smallest cases, and the processor seconds after which no further input is moved."""
 
@@ -54,6 +57,39 @@ def wrong_far_from_zero(op: Op, cases: Sequence[Case]) -> list[str]:
                             where = f"where {name} is around {far}, in case {case.name}"
                             lines.setdefault(variant, f"{variant} is wrong {where}: {line}")
     return list(lines.values())
+
+
+def wrong_at_arguments(op: Op, cases: Sequence[Case]) -> list[str]:
+    """Return a line for each own variant that is wrong where an input holds float arguments of its kernels, and else is right.
+
+    So a limit is found that counts to the wrong side, such as the upper edge of a histogram's last bin.
+    """
+    begun_s, lines = time.thread_time(), dict[str, str]()
+    for case, variant in itertools.product(smallest_cases(op, cases, _MOST_CASES), op.variants):
+        with suppress(Exception):  # the check of the case says why
+            config, checker = variant.default_config(case), Checker(op, case, "cpu")
+            with noting() as facts:
+                errors = variant.is_peer or variant.unsupported(case) or checker.run(variant, config)[1]
+            held = sorted({float(fact.text) for fact in facts if fact.kind == "float"})
+            for name in (name for name, value in checker.inputs.items() if _is_wide(value) and held and not errors):
+                if time.thread_time() - begun_s > _MOST_S:
+                    return list(lines.values())
+                with suppress(Exception):  # values that the operator refuses
+                    holding = Checker(replace(op, inputs=partial(_holding, op.inputs, name, held)), case, "cpu")
+                    if wrong := holding.run(variant, config)[1]:
+                        where = f"where {name} holds floats of its launches, {', '.join(map('{:g}'.format, held))}"
+                        lines.setdefault(variant.name, f"{variant.name} is wrong {where}, in case {case.name}: {wrong[0]}")
+    return list(lines.values())
+
+
+def _holding(inputs: Callable[..., Inputs], name: str, held: Sequence[float], *args: Any, **named: Any) -> Inputs:
+    """Return inputs in which some elements of an input are the numbers that its type holds exactly."""
+    given = inputs(*args, **named)
+    value = given[name].clone()
+    exact = [number for number in held if torch.tensor(number, dtype=value.dtype).item() == number]
+    for place, number in enumerate(exact):
+        value.reshape(-1)[place :: len(exact) + _KEPT] = number
+    return {**given, name: value}
 
 
 def _wrong(op: Op, case: Case, inputs: Callable[..., Inputs], far: int) -> Iterator[tuple[str, str]]:

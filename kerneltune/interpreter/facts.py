@@ -17,7 +17,7 @@ Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
-    "lossy cast", "equal", "equal at 1", "unequal", "same draw",
+    "lossy cast", "equal", "equal at 1", "unequal", "same draw", "float",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -63,6 +63,7 @@ class Fact(NamedTuple):
     | lossy cast | integers that a cast to 8 or 16 bits changes | element type | PATH:LINE |
     | equal, equal at 1, unequal | how two sizes compare in `M == N`; at 1x1 all are equal | text | kernel, function |
     | same draw | two programs of a launch draw random numbers from the same seed and offsets | | PATH:LINE |
+    | float | a kernel gets a float as an argument | number | |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 

@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import itertools
+import math
 import re
 import textwrap
 from collections import defaultdict
@@ -46,6 +47,12 @@ def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[Fact]:
     values = {name: ... if hasattr(value, "data_ptr") else getattr(value, "value", value) for name, value in bound.items()}
     typed = tuple((name, type(value), value) for name, value in values.items() if getattr(value, "__hash__", None))
     return _facts(executor.fn, typed)
+
+
+def floats_of(bound: Mapping[str, Any]) -> list[Fact]:
+    """Return a fact for each finite float among the arguments of a launch that runs."""
+    floats = [value for value in bound.values() if isinstance(value, float)]
+    return [Fact("float", repr(value)) for value in floats if math.isfinite(value)]
 
 
 @functools.lru_cache(maxsize=1 << 14)

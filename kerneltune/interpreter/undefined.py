@@ -32,7 +32,7 @@ from kerneltune.interpreter.faults import (
     time_limit,
 )
 from kerneltune.interpreter.host_code import untraced
-from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
+from kerneltune.interpreter.kernel_code import bound_arguments, facts_of, floats_of
 from kerneltune.interpreter.last_elements import LastElements
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
@@ -208,7 +208,7 @@ class _Guard:
         check_keywords(executor, kwargs)
         self._kernel = executor.fn.__name__
         bound = bound_arguments(executor, args, kwargs)
-        note(*facts_of(executor, bound))
+        note(*facts_of(executor, bound), *floats_of(bound))
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             result = call(*args, **kwargs)
             self._races.end_launch()
