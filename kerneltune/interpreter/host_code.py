@@ -131,8 +131,8 @@ def _limits_within(node: ast.AST, is_condition: bool) -> Iterator[_Limit]:
     match node:
         case ast.Compare() if not is_condition:
             yield from _limit(_condition_texts, node, node)
-        case ast.IfExp(test) if not isinstance(test, ast.Compare | ast.BoolOp):
-            yield from _limit(_condition_texts, test, test)
+        case ast.IfExp(test) if not isinstance(test, ast.Compare):
+            yield from _limit(_condition_texts, test, ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test)))
         case ast.Call(ast.Name("min" | "max") as extreme, [_, _, *_] as operands):
             yield from _limit(_extreme_texts, node, extreme, *operands)
         case ast.Call(ast.Attribute(numbers, method), operands, named) if method in _CLAMPS:

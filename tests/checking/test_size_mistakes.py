@@ -114,6 +114,8 @@ def _limited(form: str, x: torch.Tensor, N: int) -> torch.Tensor:
             return x + max(N - 2048, 0)
         case "ternary":
             return x if N <= 2048 else 2 * x
+        case "two conditions":
+            return x if N <= 2048 or N % 32 else 2 * x
         case "comparison":
             return x * (1 + (N > 2048))
         case "slice":
@@ -137,7 +139,9 @@ def sums_with_limit(form: str, inputs: Inputs, _config: None) -> Outputs:
     return {"y": y}
 
 
-@pytest.mark.parametrize("form", ["", "min", "max", "ternary", "comparison", "slice", "division", "clamp", "cast"])
+@pytest.mark.parametrize(
+    "form", ["", "min", "max", "ternary", "two conditions", "comparison", "slice", "division", "clamp", "cast"]
+)
 def test_limit_of_host_code_without_an_if_is_checked_in_a_derived_case(form: str) -> None:
     op = replace(summing("", elements=16), variants=(Variant("optimized", partial(sums_with_limit, form)),))
     assert findings(op, CASES) == []
