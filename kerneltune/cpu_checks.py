@@ -11,6 +11,7 @@ from functools import partial
 from kerneltune import records
 from kerneltune.checking.addresses import largest_cases
 from kerneltune.checking.check import host_folder, is_foreign, meta_inputs
+from kerneltune.checking.covering import settings
 from kerneltune.checking.derived import derived_cases
 from kerneltune.checking.jobs import Job, address_job, case_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.interpreter.facts import Fact
@@ -158,6 +159,10 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
         added, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
         derived += [SweepCase(op, case) for case in added]
         lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
+        met = {value for each in (*plan.sweep.check, *plan.sweep.bench) if each.op == op for value in settings(each.case)}
+        offered = {(name, value) for name, values in plan.ops[op].options.items() for value in values}
+        if never := sorted("{}={}".format(*value) for value in offered - met if is_foreign(plan.ops[op])):
+            lines.append(f"{op}: no case has {', '.join(never)}: never checked here")
     checked = {sweep_case.op for sweep_case in plan.sweep.check}
     return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in checked)], facts
 

@@ -81,6 +81,17 @@ def test_kernel_that_python_runs_and_triton_refuses_fails_its_check(guide: Path)
     assert "simultaneous multiple comparison is not supported" in failures
 
 
+def test_value_of_an_option_that_no_case_has_is_named(guide: Path) -> None:
+    plugin = guide / "swiglu.py"
+    axes = 'free_axes=("M", "N"),\n'
+    options = 'options={"limit": (7.0, 9.0, 8.0)}, unseen_options=("limit",), free_options=("limit",),\n'
+    plugin.write_text(plugin.read_text().replace(axes, axes + " " * 8 + options))
+    sweep = guide / "swiglu.yaml"
+    sweep.write_text(sweep.read_text().replace("N: 333,", "N: 333, limit: [7.0, 9.0],"))
+    done = shell(guide, "kerneltune --plugin swiglu.py sweep ./swiglu.yaml --check-only --case one")
+    assert "swiglu: no case has limit=8.0: never checked here" in " ".join(done.stdout.split()), done.stdout + done.stderr
+
+
 def test_variant_whose_package_is_misspelt_is_named(guide: Path) -> None:
     plugin = guide / "swiglu.py"
     plugin.write_text(plugin.read_text().replace('"baseline", run_eager', '"baseline", run_eager, requires=("torhc",)'))
