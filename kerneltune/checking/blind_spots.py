@@ -20,7 +20,7 @@ _EQUAL = 0.01
 """Relative difference of equal steps: results may be in 16 bits."""
 _PLAIN = f"no row of an input is constant or has a value above {_LARGE:g}: draw rows by `vary_rows`"
 _FEW_ROWS = 8
-"""The smallest cases whose rows are looked at."""
+"""The smallest cases whose rows are looked at, and in which another value of an input may have an effect."""
 _FEW_CASES = 3
 """The reference runs on the largest of so many small cases."""
 
@@ -135,7 +135,7 @@ def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:
 
     Of numbers and flags, 0 and 1 alone count, with which a factor, a shift or a step has no effect.
     """
-    seen, of_small = dict[str, set[bytes]](), dict[str, Inputs]()
+    seen, of_small = dict[str, set[bytes]](), dict[str, list[Inputs]]()
     for case in cases:
         for seed in (0, 1):
             with suppress(Exception):  # the check of the case says why
@@ -148,13 +148,13 @@ def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:
                         seen.setdefault(name, set()).update({repr(value).encode()} if value in (0, 1) else {b"", b"other"})
                     else:
                         continue
-                    if name not in of_small or case in cases[:_FEW_CASES]:
-                        of_small[name] = inputs
+                    if seed == 0 and len(of_small.setdefault(name, [])) < _FEW_ROWS:
+                        of_small[name].append(inputs)
         if all(len(values) > 1 for values in seen.values()):
             return
     for name in (name for name, values in seen.items() if len(values) == 1):
-        if _matters(op, of_small[name], name):
-            value = of_small[name][name]
+        if any(_matters(op, inputs, name) for inputs in of_small[name]):
+            value = of_small[name][0][name]
             shown = f"{value.reshape(-1)[0].item():g}" if isinstance(value, torch.Tensor) else f"{value}"
             yield f"input {name} is {shown} in all check cases"
 

@@ -35,7 +35,7 @@ def biased(
         }
 
     def reference(given: Inputs) -> Inputs:
-        y = given["factor"] * given["x"].float() + given["bias"]
+        y = (given["factor"] if len(given["x"]) > 1 else 1) * given["x"].float() + given["bias"]
         return {"y": y if is_ignored or given["act"] == "none" else -y}
 
     same = lambda _case, _given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
