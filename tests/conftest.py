@@ -1,5 +1,6 @@
 """Fixtures of all tests: interpreter without a GPU, a seed per test, poisoned memory on a GPU, folders of their own."""
 
+import functools
 import gc
 import os
 import shutil
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from threadpoolctl import threadpool_limits
+from typer.main import get_command
 
 if TYPE_CHECKING:
     from digested_code import Digest
@@ -69,10 +71,12 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Exclude the objects of collection from garbage collections and from `gc.get_objects`, by which `adopt` finds autotuners.
 
-    198 tests of tests/adopt, 2026-11-26: 105 -> 57 processor seconds.
+    198 tests of tests/adopt, 2026-11-26: 105 -> 57 processor seconds. Later collections are rare: they took 45 of 930 processor
+    seconds of the workers (sampled 2026-11-30), mostly full ones, which come often where few objects are old.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
     gc.enable()
 
 
@@ -142,6 +146,14 @@ def mended_interpreter() -> Iterator[None]:
     from kerneltune.interpreter.modes import corrected
 
     with corrected():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_commands() -> Iterator[None]:
+    """Make the command line once for all tests that run a command in this process: it takes 40 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", functools.cache(get_command))
         yield
 
 
