@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from subprocesses import environment
+from warm_python import python
 
 from kerneltune import pytest_plugin
 from kerneltune.pytest_plugin import KernelTime
@@ -117,7 +118,7 @@ def test_time(kernel_time):
 def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> None:
     (tmp_path / "test_users.py").write_text(USERS)
     plugin = [] if entry_points(group="pytest11", name="kerneltune") else ["-p", "kerneltune.pytest_plugin"]
-    command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-rsf", "test_users.py"]
+    command = [python(), "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-rsf", "test_users.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=800
     )

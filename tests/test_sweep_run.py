@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from asserting import every
 from literal_records import changed, to_json
 from small_sweeps import RMSNORM, STREAM
+from warm_python import python
 
 from kerneltune import cache, cpu_checks, ops, records
 from kerneltune.checking import jobs, memory
@@ -304,7 +304,7 @@ def test_sweep_run_imports_no_checks_of_the_interpreter() -> None:
     code = (
         f"import kerneltune.sweep_run, kerneltune.adopt.tuning, kerneltune.tune.run, sys; print({modules} & sys.modules.keys())"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_selection_without_a_case_raises_with_the_nearest_name(tmp_path: Path, options: Options) -> None:
@@ -491,5 +491,5 @@ print([([kernel.name for kernel in found.kernels], found.error) for found in com
 def test_check_compiles_its_kernels_ahead_in_other_processes() -> None:
     """Check in a process of its own: this process has Triton's interpreter on."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, env=env, timeout=800)
+    done = subprocess.run([python(), "-c", AHEAD], capture_output=True, text=True, env=env, timeout=800)
     assert done.stdout.strip() == "[(['_stream'], ''), (['_stream'], '')]", done.stderr

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 from planted_kernels import op_with
 from subprocesses import environment
+from warm_python import python
 
 from kerneltune.checking import check
 from kerneltune.kernel_lib.agreement import same_bits
@@ -35,7 +35,7 @@ print(torch.get_deterministic_debug_mode() == plain, sorted(set(sys.modules) - i
 
 def test_poisoned_memory_imports_no_module() -> None:
     """torch.use_deterministic_algorithms imports 900 modules, seconds in every process that checks."""
-    done = subprocess.run([sys.executable, "-c", POISONED], capture_output=True, text=True, env=environment(), timeout=800)
+    done = subprocess.run([python(), "-c", POISONED], capture_output=True, text=True, env=environment(), timeout=800)
     assert done.stdout == "True []\n", done.stderr[-2000:]
 
 

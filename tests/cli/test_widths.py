@@ -1,13 +1,13 @@
 """Test that tables fit the terminal, and that a narrow terminal loses no value."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from asserting import every
 from command_line import both, run
 from doc_blocks import ROOT
+from warm_python import python
 
 from kerneltune.cli import console
 from kerneltune.cli.trials import show_searches
@@ -70,7 +70,7 @@ def test_capture_and_remarks_on_it_fit_80_columns(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples" / "two_kernels"))
     code = "import two_kernels; two_kernels.step(4, 96); two_kernels.step(8, 96)"
-    shown = [run("capture", "--out", "cap", "--", sys.executable, "-c", code)]
+    shown = [run("capture", "--out", "cap", "--", python(), "-c", code)]
     shown += [run("tune", "cap", "--dry-run"), run("adopt", "list", "cap")]
     assert [result.exit_code for result in shown] == [0, 0, 0]
     assert [line for result in shown for line in result.output.splitlines() if len(line) > 80] == []

@@ -1,7 +1,6 @@
 """Triton's interpreter, corrected."""
 
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from subprocesses import environment
 from triton.language.extra import libdevice
 from triton.language.extra.libdevice import tanh  # before the interpreter is corrected, as kernels import it
 from triton.runtime import interpreter
+from warm_python import python
 
 from kerneltune.checking.check import poisoned_memory
 from kerneltune.interpreter.corrections import correct_interpreter, correct_libdevice
@@ -120,7 +120,7 @@ x = torch.tensor([[448.0, 1.98] * 16] * 16, dtype=torch.bfloat16)
 q = fp8_tensorwise_2d(x)[0].float()
 assert q[0, 0].item() / q[0, 1].item() == 448 / 2, q[0, :2]
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", code], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

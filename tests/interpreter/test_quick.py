@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from subprocesses import environment
+from warm_python import python
 
 from kerneltune.interpreter.modes import corrected, read_sources
 from kerneltune.interpreter.quick import OPERATORS, with_quick_accesses
@@ -93,7 +94,7 @@ OPERATORS.clear()
 from test_quick import all_answers
 print(json.dumps([all_answers(False), all_answers(True)]))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", code], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for is_checked, want in enumerate(json.loads(done.stdout)):
         assert all_answers(bool(is_checked)) == want

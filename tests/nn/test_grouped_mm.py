@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
 from asserting import every
 from training_step import DEVICE, RECIPES, expected, leaves, offsets, products, sqnr_db
+from warm_python import python
 
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, fp8_grouped_mm, grouped_mm
@@ -293,7 +293,7 @@ def test_grouped_mm_in_debug_mode_asserts_offs(ends: str) -> None:
         layer(x, bad)
         torch.cuda.synchronize()
     """  # in a process of its own: on a GPU an assertion ends the context
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
     assert "without a gradient" in done.stdout
     assert done.returncode
     assert "offs decrease or exceed M" in done.stdout + done.stderr

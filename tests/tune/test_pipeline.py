@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from fake_tuner import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
 from replayed_search import StandIn
 from subprocesses import environment, wait_for
 from test_run import H200, Bench, Pool
+from warm_python import python
 
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
@@ -273,7 +273,7 @@ print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 
 
 def test_search_imports_scipy_while_the_first_configs_compile() -> None:
-    done = subprocess.run([sys.executable, "-c", SEARCHED], capture_output=True, text=True, env=environment(), timeout=800)
+    done = subprocess.run([python(), "-c", SEARCHED], capture_output=True, text=True, env=environment(), timeout=800)
     assert done.stdout == "\nscipy\n", done.stderr[-2000:]
 
 

@@ -2,7 +2,6 @@
 
 import math
 import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from token_groups import ends_of
+from warm_python import python
 
 from kerneltune import ops, sweep_file
 from kerneltune.checking.check import Checker
@@ -366,7 +366,7 @@ def test_documented_import_registers_every_operator() -> None:
     """Import in a process of its own, where no test has imported anything else."""
     names = [*(name for name, _ in OPERATORS), "multi_cast_transpose", "multi_cast_transpose_out"]
     code = "import sys, torch, kerneltune.nn\nfor name in sys.argv[1:]: getattr(torch.ops.kerneltune, name).default"
-    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", code, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

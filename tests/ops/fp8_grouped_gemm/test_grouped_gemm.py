@@ -4,7 +4,6 @@ import dataclasses
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import triton
 from asserting import every
 from token_groups import ends_of
+from warm_python import python
 
 from kerneltune import cache, ops, sweep_file
 from kerneltune.checking.check import Checker
@@ -287,7 +287,7 @@ def test_grouped_gemm_in_debug_mode_asserts_offs(asserted: list[tuple[str, str]]
             except Exception as error:
                 print(f"{{backend}} {{ends}}: {{error}}")
     """  # in a process of its own: on a GPU an assertion ends the context
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
     assert every(f"{backend} {ends}: " in done.stdout for backend, ends in asserted), done.stdout
     assert (done.stdout + done.stderr).count("offs decrease or exceed M") >= len(asserted)
 

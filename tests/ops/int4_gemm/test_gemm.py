@@ -5,7 +5,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from asserting import every
 from int4_codes import DEVICE, case_of, configs_of, exact, some_codes, warpgroups, whole_numbers
+from warm_python import python
 
 from kerneltune import cache
 from kerneltune.kernel_lib.workspace import counters
@@ -398,7 +398,7 @@ def test_int4_gemm_code_awaits_every_partial_sum_once() -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     configs = [(16, 32, 8, 2, 1), (32, 32, 4, 2, 1), (32, 32, 2, 12, 2), (16, 16, 1, 4, 1), (64, 64, 1, 3, 4)]
     script = WAITS % (configs,)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=800)
+    done = subprocess.run([python(), "-c", script], capture_output=True, text=True, env=env, timeout=800)
     pairs = [line.split() for line in done.stdout.splitlines()]
     assert len(pairs) == len(configs), done.stderr[-600:]
     assert every(count == wanted for count, wanted in pairs), pairs
