@@ -308,17 +308,12 @@ def _grouped_gemm(
     SHAPE: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all groups, tile by tile; each program takes the tiles of `_nth_tile`.
+    """Multiply. Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
 
-    | product | a | b | out |
-    |---|---|---|---|
-    | forward (ROWS 0) | descriptor of (M, DEPTH) | descriptor of (E COLS, DEPTH) | pointer to (M, COLS) |
-    | weight gradient | pointer to (ROWS, M) | pointer to (COLS, M) | descriptor of (E, ROWS, COLS) |
-    | the same with ALIGNMENT | descriptor of (ROWS, M) | descriptor of (COLS, M) | the same |
-
-    Rows of a and b are stride_a and stride_b apart. With ALIGNMENT a group begins at its `aligned_start`, with zeros behind it up
-    to a multiple of ALIGNMENT. Without ALIGNMENT a group that `_has_descriptor` excludes gets zeros here, and its result from
-    `_weight_gradient_of_the_rest`.
+    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS,
+    COLS). With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros
+    behind it up to a multiple of ALIGNMENT. Without ALIGNMENT a group that `_has_descriptor` excludes gets zeros here, and its
+    result from `_weight_gradient_of_the_rest`.
     """
     ROWS: tl.constexpr = SHAPE.rows
     COLS: tl.constexpr = SHAPE.cols
