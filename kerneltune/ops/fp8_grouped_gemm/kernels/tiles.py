@@ -361,8 +361,7 @@ def _grouped_gemm(
                 else:
                     lead = start % BK  # so that steps begin at cache lines
                     has_descriptor = _has_descriptor(start, end)
-                    # a step that reaches into another group needs a descriptor of this group alone, which gives 0 there
-                    clipped = has_descriptor & ((lead != 0) | ((end - start) % BK != 0))
+                    clipped = has_descriptor & ((lead != 0) | ((end - start) % BK != 0))  # a step reaches into another group
                     had_first, had_size = first, size
                     first = tl.where(clipped, start, 0)
                     size = tl.where(clipped, end - start, M)
