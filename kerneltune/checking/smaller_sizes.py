@@ -153,7 +153,7 @@ class _SizeSearch:
         return max(0, math.ceil(math.log2(self._cost(case) / self.costliest)))
 
     def _with_least_sizes(self, case: Case, is_new: Callable[[Case], bool]) -> Iterator[Case]:
-        """For each of a few bases and each axis, yield the base with the least size of the axis at which the case is new.
+        """Yield each of a few bases with the least size of one axis at which the case is new, for each axis.
 
         For a branch above 4096, the size is 4097. The search halves an interval, because larger sizes are usually new, too. For
         even blocks larger sizes need not be new: steps times powers of two are tried first.
