@@ -61,7 +61,7 @@ def rows(capture: Path) -> list[dict[str, Any]]:
         for row in (row for group in kernel["groups"] for row in group["rows"]):
             stored = json.loads((capture / "classes" / row["evidence"]["class"] / "class.json").read_text())
             tensor = next(one["tensor"] for one in stored["arguments"] if one["tensor"])
-            evidence = {name: row["evidence"].get(name) for name in ("default_us", "time_us", "over_default")}
+            evidence = {name: row["evidence"].get(name) for name in ("default_us", "time_us", "gain", "over_default")}
             found.append({
                 "kernel": kernel["name"], "shape": tensor["shape"],
                 "program": stored["choice"] or stored["candidates"][0]["config"],
@@ -79,7 +79,7 @@ def options(config: dict[str, Any]) -> str:
 def gain(row: dict[str, Any]) -> float:
     """Return the speedup of a row; 1 where the program's config stays."""
     is_changed = row["config"] != row["program"] and row["default_us"] and row["time_us"]
-    return float(row["default_us"] / row["time_us"]) if is_changed else 1.0
+    return float(row.get("gain") or row["default_us"] / row["time_us"]) if is_changed else 1.0
 
 
 def table(found: dict[str, Any]) -> str:

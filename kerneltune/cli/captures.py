@@ -86,7 +86,8 @@ def time_cells(evidence: "Mapping[str, Any]") -> tuple[str, ...]:
     own_us, ours_us = evidence.get("default_us"), evidence.get("time_us")
     low, high = evidence.get("over_default") or (1.0, 1.0)
     times = [f"{value:.1f}" if value else "-" for value in (own_us, ours_us)]
-    return (*times, f"{own_us / ours_us:.3f}x" if own_us and ours_us else "-", f"{low:.3f}-{high:.3f}")
+    gain = evidence.get("gain") or (own_us / ours_us if own_us and ours_us else None)  # as of the interval, by pairs of times
+    return (*times, f"{gain:.3f}x" if gain else "-", f"{low:.3f}-{high:.3f}")
 
 
 def show_capture(capture: "Capture", target: Console = console) -> None:

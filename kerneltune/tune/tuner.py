@@ -309,6 +309,7 @@ class Tuner:
             evidence |= {
                 "default_us": round(median_interval(default_samples).median, 4),
                 "over_default": [round(default_ratio.low, 4), round(default_ratio.high, 4)],
+                "gain": round(default_ratio.median, 4),
             }
         return Final(configs[0], configs[chosen], evidence)
 

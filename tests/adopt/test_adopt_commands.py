@@ -21,6 +21,7 @@ from kerneltune.adopt.operators import TUNED, case_of, operators, operators_of, 
 from kerneltune.adopt.overview import read_capture
 from kerneltune.cache import CacheEntry, store
 from kerneltune.cli import console
+from kerneltune.cli.captures import time_cells
 from kerneltune.records import Record, append
 from kerneltune.search.trials import TrialStore
 from kerneltune.sweep_file import load
@@ -361,3 +362,9 @@ def test_serve_of_a_missing_folder_fails_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "nowhere").touch()
     result = run("serve", "--configs", tmp_path / "nowhere", "--", "true")
     assert (result.exit_code, result.stderr) == (2, message.replace("no such folder", "a file"))
+
+
+def test_time_cells_show_the_paired_gain_that_the_interval_is_of() -> None:
+    evidence = {"default_us": 532.7, "time_us": 527.6, "gain": 1.0016, "over_default": [1.0005, 1.0037]}
+    assert time_cells(evidence) == ("532.7", "527.6", "1.002x", "1.000-1.004")
+    assert time_cells({"default_us": 20.0, "time_us": 16.0})[2] == "1.250x"  # an entry of before has no gain

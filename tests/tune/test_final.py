@@ -197,6 +197,7 @@ def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int,
     low, high = evidence["over_default"]
     assert low <= 1.05 * contenders[-1][0] / evidence["time_us"], "never surely slower than the default"
     assert high >= 1.0, "never surely slower than the default"
+    assert low <= evidence["gain"] <= high, "a median of the same pairs"
     return configs.index(best), evidence
 
 
