@@ -19,7 +19,7 @@ CUT = Path(__file__).resolve().with_name("cut")
 KEPT = (
     "vllm/envs.py", "vllm/triton_utils/[!i]*.py", "vllm/utils/math_utils.py",
     "vllm/model_executor/layers/mamba/ops/*.py", "vllm/model_executor/layers/mamba/ops/configs/*/*NVIDIA_H[12]00*.json",
-    "vllm/model_executor/layers/fused_moe/fused_moe.py", "vllm/model_executor/layers/fused_moe/configs/*NVIDIA_H[12]00.json",
+    "vllm/model_executor/layers/fused_moe/fused_moe.py", "vllm/model_executor/layers/fused_moe/configs/*NVIDIA_H[12]00*.json",
     "unsloth/kernels/[!_]*.py", "unsloth/device_type.py", "unsloth/bnb_availability.py",
     "unsloth_zoo/utils.py", "unsloth_zoo/log.py",
 )  # fmt: skip
@@ -88,6 +88,17 @@ import torch
 def get_device_name_as_file_name(number=0):
     return torch.cuda.get_device_name(number).replace(" ", "_") if torch.cuda.is_available() else "none"
 '''
+MOE_UTILS = """
+
+from vllm.platforms import current_platform
+
+resolve_moe_use_td = lambda: False
+warn_if_moe_use_td_ineffective = lambda *_, **__: None
+
+
+def enable_swap_ab(rows, columns):
+    return current_platform.is_device_capability(90) and rows < 64 and columns >= 64
+"""
 STUBS = {
     "vllm": {
         "vllm/utils/platform_utils.py": DEVICE_NAME,
@@ -101,7 +112,7 @@ STUBS = {
             for name in ("activation", "config", "modular_kernel", "moe_align_block_size")
         },
         "vllm/model_executor/layers/fused_moe/utils.py": ANYTHING
-        + "\n\nresolve_moe_use_td = lambda: False\nwarn_if_moe_use_td_ineffective = lambda *_, **__: None\n",
+        + MOE_UTILS,
     },
     "unsloth": dict.fromkeys(
         (

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kerneltune import device
+from kerneltune.adopt import expert_layer
 from kerneltune.adopt.arguments import element_type, torch_dtype
 from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 from kerneltune.adopt.folder import read_json, write_json
@@ -28,8 +29,6 @@ from kerneltune.wording import assignments
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kerneltune.workloads.model_config import Model
 
 FILE = "getter.json"
 ADDED_OPTIONS = ("num_warps", "num_stages")
@@ -74,6 +73,7 @@ class GetterSpec(msgspec.Struct, frozen=True):
         digest: digest of the code of both functions.
         options: names of `ADDED_OPTIONS` that an override adds.
         defaults: options of a launch that gives none, on the GPU of `probe`.
+        named: further fields of a table's name, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
     """
 
     getter: str
@@ -85,6 +85,12 @@ class GetterSpec(msgspec.Struct, frozen=True):
     digest: str = ""
     options: list[str] = []
     defaults: dict[str, int] = {}
+    named: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `named`, which say how an expert layer is quantized."""
+        return expert_layer.name_fields(self.named)
 
 
 def write_spec(root: Path, spec: GetterSpec) -> None:
@@ -223,12 +229,14 @@ def operators(folder: str) -> tuple[Op, ...]:
     by_sizes = {tuple(case.sizes.items()): case for case in spec.cases}
     owns = {sizes: spec.defaults | case.own for sizes, case in by_sizes.items() if case.own}
     knobs = dict.fromkeys([*(name for case in spec.cases for name in case.own), *spec.options], int)
+    block_k, is_fp8 = min(spec.fields.get("block_shape", [0])), spec.fields.get("dtype") == expert_layer.FP8
     kind = knob_class(f"Config_{spec.digest[:8]}", tuple(knobs.items()))
 
     def space(_case: Case) -> Space:
         """Return values around the own configs of all calls, or the values that the user gave."""
         own = {name: {config.get(name, 0) for config in owns.values()} for name in knobs}
-        tried = {name: spec.space.get(name) or [value for size in own[name] for value in _around(name, size)] for name in knobs}
+        around = {name: [value for size in own[name] for value in _around(name, size, is_fp8)] for name in knobs}
+        tried = {name: spec.space.get(name) or around[name] for name in knobs}
         return {name: tuple(sorted({*own[name], *tried[name]})) for name in knobs}
 
     def default(case: Case) -> Config:
@@ -245,7 +253,11 @@ def operators(folder: str) -> tuple[Op, ...]:
         reference=reference,
         compare=compare,
         traffic=lambda case: Traffic(by_sizes[case.axes].bytes, 0),
-        variants=(Variant(name=TUNED, run=run_call, config=kind, space=space, invalid=_invalid, default=default),),
+        variants=(
+            Variant(
+                name=TUNED, run=run_call, config=kind, space=space, invalid=partial(_invalid, block_k, is_fp8), default=default
+            ),
+        ),
         module=__name__,
         origin=(folder,),
     )
@@ -258,38 +270,44 @@ def call_case(spec: GetterSpec, case: CallCase) -> Case:
     return Case(assignments(differing or case.sizes), tuple(case.sizes.items()), spec.dtype)
 
 
-def _around(name: str, own: int) -> Iterator[int]:
-    """Yield the values of a knob that are tried beside a program's value; none for the splits of a sum, which need buffers."""
+def _around(name: str, own: int, is_fp8: bool) -> Iterator[int]:
+    """Yield the values of a knob that are tried beside a program's value; none for the splits of a sum, which need buffers.
+
+    is_fp8: whether weights are of fp8. The engines swap operands of such products, so that a block may have 8 rows.
+    """
     if name == "num_stages":
         yield from _STAGES
     elif name.startswith("GROUP"):
         yield from _GROUPS
     elif own > 1 and not own & (own - 1) and not name.startswith("SPLIT"):
         sizes = (own // 2, own * 2) if name == "num_warps" else (own // 2, own * 2, own * 4)
-        yield from (size for size in sizes if size >= _LEAST_BLOCK or not name.startswith("BLOCK"))
+        least = 8 if is_fp8 and name.endswith("M") else _LEAST_BLOCK
+        yield from (size for size in sizes if size >= least or not name.startswith("BLOCK"))
 
 
-def _invalid(case: Case, config: Config) -> str | None:
-    """Return the reason why a product's blocks M x N x K fit no GPU, or None."""
+def _invalid(block_k: int, is_fp8: bool, case: Case, config: Config) -> str | None:
+    """Return the reason why a product's blocks M x N x K fit no GPU, or repeat another config, or None.
+
+    block_k: depth to which the host cuts blocks, as deep as a block of scales; 0 for none.
+    """
     knobs = {**DEFAULTS, **knobs_of(config)}
     m, n, k = (next((size for name, size in knobs.items() if name.startswith("BLOCK") and name[-1] == side), 0) for side in "MNK")
     if m * n > _ACCUMULATORS * 32 * knobs["num_warps"]:
         return "more elements of the result than registers"
-    shared_bytes = (m + n) * k * torch_dtype(case.dtype).itemsize * (knobs["num_stages"] - 1)
+    if k > (block_k or k):
+        return "a deeper block than a block of scales, to which the host cuts it"
+    itemsize = 1 if is_fp8 else torch_dtype(case.dtype).itemsize
+    shared_bytes = (m + n) * k * itemsize * (knobs["num_stages"] - 1)
     return "more shared memory than a program has" if shared_bytes > _SHARED_BYTES else None
 
 
-EXPERTS = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
-"""Arguments of vLLM's expert layers. A function that takes them is called with tensors that are made here."""
-SIZES = ("tokens", "experts", "hidden", "inner", "top_k")
-ALL_EXPERTS = "all_experts"
 _NO_SIZES = ("dtype", "device", "seed")
 """Arguments that a function which makes a call is given beside the sizes."""
-_SPREAD = 0.5
-"""Deviation of the log of an expert's popularity: the busiest of 128 experts has about three times the mean."""
 
 
-def make_call(maker: Callable[..., Any], sizes: Mapping[str, int], dtype: str, device: str, seed: int) -> Callable[[], Any]:
+def make_call(
+    spec: GetterSpec, maker: Callable[..., Any], sizes: Mapping[str, int], device: str, seed: int = 0
+) -> Callable[[], Any]:
     """Return a function without arguments that calls the program at some sizes.
 
     Args:
@@ -298,14 +316,16 @@ def make_call(maker: Callable[..., Any], sizes: Mapping[str, int], dtype: str, d
     """
     signature = inspect.signature(maker).parameters
     parameters = {name: one for name, one in signature.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-    takes_tensors = parameters.keys() >= set(EXPERTS)
+    takes_tensors = parameters.keys() >= set(expert_layer.ARGUMENTS)
     takes_any = not takes_tensors and any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
-    names = SIZES if takes_tensors else [name for name in parameters if name not in _NO_SIZES]
-    if (unknown := [name for name in sizes if name not in (*names, *SIZES, ALL_EXPERTS)]) and not takes_any:
+    names = expert_layer.SIZES if takes_tensors else [name for name in parameters if name not in _NO_SIZES]
+    if (
+        unknown := [name for name in sizes if name not in (*names, *expert_layer.SIZES, expert_layer.ALL_EXPERTS)]
+    ) and not takes_any:
         raise ValueError(f"call: size {unknown[0]}: the function takes none: expected one of {', '.join(names)}")
     if takes_tensors:
-        return partial(maker, **_expert_arguments(set(parameters), sizes, dtype, device, seed))
-    arguments = {**sizes, "dtype": torch_dtype(dtype), "device": device, "seed": seed}
+        return partial(maker, **expert_layer.arguments(parameters, sizes, spec.fields, spec.dtype, device, seed))
+    arguments = {**sizes, "dtype": torch_dtype(spec.dtype), "device": device, "seed": seed}
     for name, one in parameters.items():
         if name not in arguments and one.default is one.empty:
             raise ValueError(f"call: argument {name}: missing: give --size {name}=VALUE")
@@ -324,57 +344,13 @@ def tensors_of(call: Callable[[], Any]) -> "dict[str, Tensor]":
     return {name: value for name, value in named.items() if hasattr(value, "untyped_storage")}
 
 
-def _expert_arguments(names: set[str], sizes: Mapping[str, int], dtype: str, device: str, seed: int) -> dict[str, Any]:
-    """Return activations, weights, and a routing to experts of different popularity, as trained routers have."""
-    import torch
-
-    if lacking := [name for name in SIZES if name not in sizes]:
-        raise ValueError(f"call: size {lacking[0]}: missing: give --model FILE or --size {lacking[0]}=VALUE")
-    tokens, experts, hidden, inner, top_k = (sizes[name] for name in SIZES)
-    everywhere = sizes.get(ALL_EXPERTS, experts)
-    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
-    options: dict[str, Any] = {"device": device, "generator": generator}
-    normal, kind = partial(torch.randn, **options), torch_dtype(dtype)
-    chance = torch.rand(tokens, everywhere, **options).clamp(1e-9, 1 - 1e-7)
-    drawn = _SPREAD * normal(everywhere) - (-chance.log()).log()  # the largest are draws without replacement
-    scores, ids = drawn.topk(top_k)
-    arguments = {
-        "hidden_states": normal(tokens, hidden, dtype=kind),
-        "w1": normal(experts, 2 * inner, hidden, dtype=kind).mul_(hidden**-0.5),
-        "w2": normal(experts, hidden, inner, dtype=kind).mul_(inner**-0.5),
-        "topk_weights": scores.softmax(-1),
-        "topk_ids": ids.to(torch.int32),
-    }
-    if everywhere == experts:
-        return arguments
-    if not {"expert_map", "global_num_experts"} <= names:
-        raise ValueError("call: --ep: the function takes no expert_map: give a function that makes the call")
-    owned = torch.arange(everywhere, dtype=torch.int32, device=device)
-    return arguments | {"global_num_experts": everywhere, "expert_map": torch.where(owned < experts, owned, -1)}
-
-
-def expert_sizes(model: "Model", tp: int, ep: int) -> dict[str, int]:
-    """Return the sizes of a model's expert layer on one GPU, without the tokens."""
-    experts = model.experts
-    if experts is None:
-        raise ValueError(f"{model.path}: experts: none: expected a model with experts")
-    for name, size, option, parts in (
-        (experts.count_field, experts.count, "ep", ep),
-        (experts.width_field, experts.width, "tp", tp),
-    ):
-        if size % parts:
-            raise ValueError(f"{model.path}: {name}: {size}: expected a multiple of {option}={parts}")
-    sizes = {"experts": experts.count // ep, "hidden": model.hidden, "inner": experts.width // tp, "top_k": experts.top_k}
-    return sizes | ({ALL_EXPERTS: experts.count} if ep > 1 else {})
-
-
 def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
     """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
     spec, (op,) = read_spec(Path(folder)), operators(folder)
     getter, own = installed(spec.getter, spec.folder), op.variants[0].default_config(case)
     maker = getattr(*_owner_and_name("call", spec.call, spec.folder))
     try:
-        function = make_call(maker, dict(case.axes), spec.dtype, device, seed)
+        function = make_call(spec, maker, dict(case.axes), device, seed)
     except Exception:  # the program's own code, on tensors without memory
         if device != "meta":
             raise
@@ -430,7 +406,7 @@ def probe(spec: GetterSpec) -> GetterSpec:
         digest = code_digest(getter.function)[:4] + code_digest(call)[:4]
     except (ValueError, TypeError):  # a function without source
         digest = "unknown"
-    cases = [_probed(getter, call, spec.dtype, case) for case in spec.cases]
+    cases = [_probed(spec, getter, call, case) for case in spec.cases]
     searched = [case for case in cases if case.is_searched]
     if not searched:
         raise ValueError(f"call: {spec.call}: {next(case.problem for case in cases if case.is_wanted)}")
@@ -440,7 +416,7 @@ def probe(spec: GetterSpec) -> GetterSpec:
     defaults, options = launch_defaults(), [name for name in ADDED_OPTIONS if name not in known]
     getter.knobs = {name: defaults[name] for name in options}
     try:
-        make_call(call, searched[0].sizes, spec.dtype, _torch_device(), 0)()
+        make_call(spec, call, searched[0].sizes, _torch_device())()
     except Exception:  # the host hands on only the knobs that it knows
         options = []
     return msgspec.structs.replace(spec, cases=cases, options=options, defaults=defaults, digest=digest)
@@ -450,13 +426,13 @@ def _torch_device() -> str:
     return "cuda" if device.current().is_gpu else "cpu"
 
 
-def _probed(getter: Getter, call: Callable[..., Any], dtype: str, case: CallCase) -> CallCase:
+def _probed(spec: GetterSpec, getter: Getter, call: Callable[..., Any], case: CallCase) -> CallCase:
     """Return a case with its own config and bytes, or with the reason why it cannot be tuned."""
     import torch
 
     held = torch.cuda.memory_allocated() if device.current().is_gpu else 0
     try:
-        function = make_call(call, case.sizes, dtype, _torch_device(), 0)
+        function = make_call(spec, call, case.sizes, _torch_device())
         sizes = [tensor.nbytes for tensor in tensors_of(function).values()]
         count = torch.cuda.memory_allocated() - held if device.current().is_gpu else sum(sizes)
         for problem in ("never asks the getter", "asks the getter at its first call only: the answer is kept elsewhere"):

@@ -1,7 +1,6 @@
 """`kerneltune adopt`: list the kernels of a capture, find suspicious kernels, and tune calls whose host depends on the config."""
 
 import itertools
-import re
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -75,7 +74,9 @@ class EngineTable:
     """Hold the options of the table of an engine."""
 
     export: Annotated[str | None, o.pick("--export", ("vllm", "sglang"), "Write the table of an engine.")] = None
-    named: Annotated[str, o.option("--named", "FIELDS", "In the table's name: dtype=fp8_w8a8,block_shape=[128,128].")] = ""
+    named: Annotated[
+        str, o.option("--named", "FIELDS", "Kind of weights, for the table's name: dtype=fp8_w8a8,block_shape=[128,128].")
+    ] = ""
 
     def texts(self, calls: "Sequence[TunedCall]") -> dict[str, str]:
         """Return the tables of calls by path; none where no engine is named."""
@@ -106,16 +107,18 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
+    from kerneltune.adopt.expert_layer import name_fields
     from kerneltune.adopt.getter import GetterSpec, call_case, write_spec
     from kerneltune.adopt.getter_tuning import TunedCall, tune_getter
 
-    if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", table.named):
-        raise ValueError(f"named: {table.named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
+    name_fields(table.named)  # raises early
     loading.require_writable(out)
     device.select_backend()
     cases = _called_here(_call_cases(sizes, table), not sizes.tokens and bool(sizes.model or table.export))
     began = time.monotonic()
-    spec = _probed(GetterSpec(getter, call, str(Path.cwd()), dtype, cases, read_integers(space) if space else {}))
+    spec = _probed(
+        GetterSpec(getter, call, str(Path.cwd()), dtype, cases, read_integers(space) if space else {}, named=table.named)
+    )
     write_spec(out, spec)
     table.texts([TunedCall(case, case.own) for case in spec.cases])  # raises early
     names = [call_case(spec, case).name for case in spec.cases]
@@ -147,7 +150,8 @@ def _probed(asked: "GetterSpec") -> "GetterSpec":
 
 def _call_cases(sizes: Sizes, table: EngineTable) -> "list[CallCase]":
     """Return a case for each combination of sizes. A table has cases of all its keys; only cases of `--tokens` are tuned."""
-    from kerneltune.adopt.getter import CallCase, expert_sizes
+    from kerneltune.adopt.expert_layer import expert_sizes
+    from kerneltune.adopt.getter import CallCase
     from kerneltune.adopt.getter_tuning import ENGINE_TOKENS
     from kerneltune.workloads.model_config import read
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import fake_gpu
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,10 +19,11 @@ from fake_gpu import Bench
 from typer.testing import CliRunner
 from warm_python import python
 
+from kerneltune.adopt.expert_layer import expert_sizes
 from kerneltune.adopt.getter import (
     CallCase,
     GetterSpec,
-    expert_sizes,
+    call_case,
     installed,
     make_call,
     operators,
@@ -32,7 +34,7 @@ from kerneltune.adopt.getter import (
 from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, check_getter
 from kerneltune.cli import app
 from kerneltune.stats import Samples
-from kerneltune.task import Evaluation, Outcome, Task
+from kerneltune.task import Evaluation, Outcome, Task, knobs_of
 from kerneltune.workloads.model_config import read
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "adopted_packages"
@@ -66,6 +68,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kerneltune.processes.start.in_fresh_processes", work_here)
 
 
+def spec_of(dtype: str, named: str = "") -> GetterSpec:
+    return GetterSpec("", "", "", dtype, [], named=named)
+
+
 def facts_of(tokens: Sequence[int], **fields: Any) -> GetterSpec:
     cases = [CallCase({"tokens": each, **SIZES}) for each in tokens]
     return GetterSpec(
@@ -92,7 +98,7 @@ def test_example_of_fused_experts_agrees_with_torch(
     fused_moe: Any, tokens: int, experts: int, top_k: int, config: dict[str, int] | None
 ) -> None:
     sizes = {"tokens": tokens, "experts": experts, "hidden": 64, "inner": 48, "top_k": top_k}
-    call: Any = make_call(fused_moe.fused_experts, sizes, "float32", "cpu", 0)
+    call: Any = make_call(spec_of("float32"), fused_moe.fused_experts, sizes, "cpu", 0)
     getter = installed("fused_moe:get_config", str(EXAMPLES))
     getter.knobs = config
     expected = fused_moe.checked_by(*call.keywords.values())
@@ -110,7 +116,7 @@ def test_call_that_takes_any_size_is_given_each_size() -> None:
     def case(rows: int, **sizes: Any) -> Callable[[], Any]:
         return lambda: (rows, sizes["columns"], sizes["seed"])
 
-    assert make_call(case, {"rows": 4, "columns": 8}, "float32", "cpu", 3)() == (4, 8, 3)
+    assert make_call(spec_of("float32"), case, {"rows": 4, "columns": 8}, "cpu", 3)() == (4, 8, 3)
 
 
 OVERRIDDEN = """
@@ -467,15 +473,76 @@ def test_routing_of_calls_is_skewed_and_has_the_experts_of_the_rank() -> None:
         return {"ids": topk_ids, "map": expert_map, "all": global_num_experts}
 
     sizes = {"tokens": 4096, "experts": 32, "hidden": 8, "inner": 8, "top_k": 8}
-    counts = torch.bincount(make_call(experts, sizes, "bfloat16", "cpu", 0)()["ids"].flatten(), minlength=32)
+    counts = torch.bincount(make_call(spec_of("bfloat16"), experts, sizes, "cpu", 0)()["ids"].flatten(), minlength=32)
     assert counts.sum() == 8 * 4096
     assert counts.max() > 1.5 * counts.float().mean() > 0
-    ids = make_call(experts, sizes, "bfloat16", "cpu", 0)()["ids"]
+    ids = make_call(spec_of("bfloat16"), experts, sizes, "cpu", 0)()["ids"]
     assert all(len(set(row)) == 8 for row in ids[:64].tolist())
-    result: Any = make_call(experts, {**sizes, "all_experts": 128}, "bfloat16", "cpu", 0)()
+    result: Any = make_call(spec_of("bfloat16"), experts, {**sizes, "all_experts": 128}, "cpu", 0)()
     assert result["all"] == 128
     assert result["map"].tolist() == [*range(32), *[-1] * 96]
     assert int(result["ids"].max()) > 100
+
+
+def in_fp8(
+    hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, use_fp8_w8a8: bool = False, w1_scale: Any = None,
+    w2_scale: Any = None, block_shape: Any = None, per_channel_quant: bool = False,
+) -> Mapping[str, Any]:  # fmt: skip
+    """Take the arguments of the engines' `fused_experts_impl`."""
+    scales = {"w1": (w1, w1_scale), "w2": (w2, w2_scale)}
+    return {**scales, "x": hidden_states, "flags": (use_fp8_w8a8, block_shape, per_channel_quant)}
+
+
+@pytest.mark.parametrize(
+    ("named", "w1_parts", "w2_parts", "flags"),
+    [
+        ("dtype=fp8_w8a8", (), (), (True, None, False)),
+        ("dtype=fp8_w8a8,per_channel_quant=True", (48, 1), (40, 1), (True, None, True)),
+        ("dtype=fp8_w8a8,block_shape=[16,32]", (3, 2), (3, 1), (True, [16, 32], False)),
+    ],
+)
+def test_expert_layer_in_fp8_is_given_weights_with_scales(
+    named: str, w1_parts: tuple[int, ...], w2_parts: tuple[int, ...], flags: tuple[object, ...]
+) -> None:
+    sizes = {"tokens": 4, "experts": 3, "hidden": 40, "inner": 24, "top_k": 2}
+    made: Any = make_call(spec_of("bfloat16", named), in_fp8, sizes, "cpu")()
+    assert (made["x"].dtype, made["flags"]) == (torch.bfloat16, flags)
+    for name, parts in (("w1", w1_parts), ("w2", w2_parts)):
+        weight, scale = made[name]
+        assert (weight.dtype, scale.dtype, tuple(scale.shape)) == (torch.float8_e4m3fn, torch.float32, (3, *parts))
+        assert 0.5 < float(weight.float().std() * scale.mean() * weight.shape[2] ** 0.5) < 2
+        assert weight.float().isfinite().all()
+        assert len(scale.unique()) == scale.numel()
+
+
+@pytest.mark.parametrize(
+    ("named", "call", "message"),
+    [
+        ("dtype=int8_w8a16", in_fp8, "named: dtype=int8_w8a16: expected fp8_w8a8: else give a function that makes the call"),
+        (
+            "dtype=fp8_w8a8",
+            lambda hidden_states, w1, w2, topk_weights, topk_ids: None,
+            "named: dtype=fp8_w8a8: the call takes no use_fp8_w8a8: give a function that makes the call",
+        ),
+    ],
+)
+def test_expert_layer_with_a_quantization_that_its_call_does_not_take_raises(
+    named: str, call: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_call(spec_of("bfloat16", named), call, {"tokens": 1, "experts": 2, "hidden": 8, "inner": 8, "top_k": 1}, "cpu")
+
+
+def test_blocks_of_fp8_may_have_eight_rows_and_are_no_deeper_than_a_block_of_scales(tmp_path: Path) -> None:
+    own = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "num_stages": 4}
+    spec = facts_of((1,), dtype="bfloat16", named="dtype=fp8_w8a8,block_shape=[128,128]")
+    write_spec(tmp_path, msgspec.structs.replace(spec, cases=[msgspec.structs.replace(spec.cases[0], own=own)]))
+    (op,) = operators(str(tmp_path))
+    case = call_case(read_spec(tmp_path), read_spec(tmp_path).cases[0])
+    configs = [knobs_of(config) for config in op.variants[0].configs(case)]
+    assert {config["BLOCK_SIZE_M"] for config in configs} == {8, 16, 32, 64}
+    assert {config["BLOCK_SIZE_K"] for config in configs} == {64, 128}
+    assert max(config["num_stages"] for config in configs if config["BLOCK_SIZE_N"] * config["BLOCK_SIZE_K"] == 256 * 128) == 5
 
 
 def test_getter_call_that_reads_values_compiles_nothing_ahead(tmp_path: Path) -> None:
@@ -483,7 +550,5 @@ def test_getter_call_that_reads_values_compiles_nothing_ahead(tmp_path: Path) ->
     write_spec(tmp_path, probed(file))
     (op,) = operators(str(tmp_path))
     case = next(iter(read_spec(tmp_path).cases))
-    from kerneltune.adopt.getter import call_case
-
     inputs = op.inputs(call_case(read_spec(tmp_path), case), device="meta")
     assert op.variants[0].run(inputs, op.variants[0].default_config(call_case(read_spec(tmp_path), case))) == {}
