@@ -47,7 +47,8 @@ def main() -> None:
         "date": date, "rows": rows_of(given.folder),
     }  # fmt: skip
     results["models"] = [*(one for one in results["models"] if one["model"] != given.model), model]
-    given.file.write_text(json.dumps(results, indent=1) + "\n")
+    text = json.dumps(results, separators=(",", ":"), ensure_ascii=False)
+    given.file.write_text(text.replace('{"tokens"', '\n{"tokens"').replace('{"model"', '\n{"model"') + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ r"""An expert layer with the product kernel and getter of vLLM 0.33.0; sort, act
 Needs the folder that `cut_kernels.py` writes:
 
     kerneltune adopt getter vllm_moe.py:try_get_optimal_moe_config --call vllm_moe.py:fused_experts_impl \
-        --model config.json --tp 8 --out moe --export vllm --named dtype=fp8_w8a8,block_shape=[128,128]
+        --model config.json --tp 8 --out moe --export vllm --named 'dtype=fp8_w8a8,block_shape=[128,128]'
 """
 
 import sys
