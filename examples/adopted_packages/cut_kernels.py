@@ -19,6 +19,8 @@ CUT = Path(__file__).resolve().with_name("cut")
 KEPT = (
     "vllm/envs.py", "vllm/triton_utils/[!i]*.py", "vllm/utils/math_utils.py",
     "vllm/model_executor/layers/mamba/ops/*.py", "vllm/model_executor/layers/mamba/ops/configs/*/*NVIDIA_H[12]00*.json",
+    "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
+    "vllm/model_executor/layers/quantization/utils/configs/*NVIDIA_H[12]00*.json",
     "vllm/model_executor/layers/fused_moe/fused_moe.py", "vllm/model_executor/layers/fused_moe/configs/*NVIDIA_H[12]00*.json",
     "unsloth/kernels/[!_]*.py", "unsloth/device_type.py", "unsloth/bnb_availability.py",
     "unsloth_zoo/utils.py", "unsloth_zoo/log.py",
@@ -106,7 +108,11 @@ STUBS = {
         "vllm/platforms.py": PLATFORM,
         "vllm/v1/attention/backends/utils.py": "PAD_SLOT_ID = -1\nNULL_BLOCK_ID = 0\n",
         "vllm/model_executor/layers/fused_moe/__init__.py": "def get_config():\n    return None\n",
-        **dict.fromkeys(("vllm/logger.py", "vllm/_custom_ops.py", "vllm/utils/torch_utils.py"), ANYTHING),
+        **{f"vllm/{name}.py": ANYTHING for name in ("logger", "_custom_ops", "utils/torch_utils", "utils/deep_gemm")},
+        **{
+            f"vllm/model_executor/{name}.py": ANYTHING
+            for name in ("layers/quantization/utils/quant_utils", "layers/quantization/utils/w8a8_utils", "parameter", "utils")
+        },
         **{
             f"vllm/model_executor/layers/fused_moe/{name}.py": ANYTHING
             for name in ("activation", "config", "modular_kernel", "moe_align_block_size")

@@ -85,26 +85,32 @@ ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 
 def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named: str = "") -> dict[str, str]:
     """Return the tables of `vllm` or `sglang`, by the path below the folder that the engine is given.
 
+    Calls with sizes `N` and `K` are of a linear layer, whose tables the engines read from a folder of their package; other
+    calls are of an expert layer.
+
     Args:
         gpu_name: name of the GPU as the driver gives it.
         calls: calls of all keys, with the author's configs where nothing was gained.
         named: further fields of the names, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
     """
+    is_linear = any({"N", "K"} <= call.case.sizes.keys() for call in calls)
+    needed = ("tokens", "N", "K") if is_linear else ("tokens", "experts", "inner")
     gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""
     if engine == "sglang":
         fields = re.sub(r"(?<=\d),(?=\d)", ", ", fields)
-        folder = f"configs/triton_{device.versions()['triton'].replace('.', '_')}/"
+        folder = "" if is_linear else f"configs/triton_{device.versions()['triton'].replace('.', '_')}/"
     else:
         gpu = re.sub(r"[\s/]+", "_", gpu_name)
-        if "H200" in gpu.split("_"):
+        if "H200" in gpu.split("_") and not is_linear:
             gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
     tables: dict[str, dict[str, dict[str, int]]] = {}
     for call in sorted(calls, key=lambda call: call.case.sizes.get("tokens", 0)):
-        if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.case.sizes]:
+        if lacking := [name for name in needed if name not in call.case.sizes]:
             raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
         sizes = call.case.sizes
         if not call.config:
             raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.case.problem}")
-        path = f"{folder}E={sizes['experts']},N={sizes['inner']},device_name={gpu}{fields}.json"
+        layer = f"N={sizes['N']},K={sizes['K']}" if is_linear else f"E={sizes['experts']},N={sizes['inner']}"
+        path = f"{folder}{layer},device_name={gpu}{fields}.json"
         tables.setdefault(path, {})[str(sizes["tokens"])] = dict(call.config)
     return {path: json.dumps(rows, indent=4) + "\n" for path, rows in tables.items()}

@@ -39,6 +39,19 @@ def test_engine_tables_have_the_paths_that_engines_look_up(engine: str, gpu: str
     assert list(json.loads(next(iter(tables.values())))) == ["1", "16"]
 
 
+@pytest.mark.parametrize(
+    ("engine", "path"),
+    [
+        ("vllm", "N=7168,K=2048,device_name=NVIDIA_H200_NVL,dtype=fp8_w8a8,block_shape=[128,128].json"),
+        ("sglang", "N=7168,K=2048,device_name=NVIDIA_H200_NVL,dtype=fp8_w8a8,block_shape=[128, 128].json"),
+    ],
+)
+def test_tables_of_a_linear_layer_are_named_by_rows_and_columns_of_its_weight(engine: str, path: str) -> None:
+    calls = [TunedCall(CallCase({"tokens": tokens, "N": 7168, "K": 2048}), {"BLOCK": tokens}) for tokens in (1, 16)]
+    tables = engine_tables(engine, "NVIDIA H200 NVL", calls, "dtype=fp8_w8a8,block_shape=[128,128]")
+    assert {name: list(json.loads(text)) for name, text in tables.items()} == {path: ["1", "16"]}
+
+
 def test_engine_table_without_an_own_config_of_a_key_raises() -> None:
     lacking = TunedCall(CallCase({"tokens": 2, "experts": 8, "inner": 64}, problem="never asks the getter"), {})
     with pytest.raises(ValueError, match=r"^export: vllm: 2 tokens: never asks the getter$"):
