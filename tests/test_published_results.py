@@ -60,6 +60,19 @@ def test_readme_results_equal_those_of_the_records() -> None:
         assert (len(speedups), f"{geometric_mean(speedups):.2f}") == (int(cases), speedup), name
 
 
+def test_speedups_of_linear_layers_equal_those_of_the_record() -> None:
+    """The page's table has, for each layer, the paired speedups by tokens, and their mean over all keys."""
+    models = json.loads((ROOT / "results" / "nvidia_h200" / "adopted_fp8_linear.json").read_text())["models"]
+    page = (ROOT / "docs/notes/adoption.md").read_text()
+    table = page[page.index("adopted_fp8_linear.json") :].splitlines()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("|")][: len(models) + 2]
+    for model, (name, *shown, mean) in zip(models, lines[2:], strict=True):
+        speedups = {row["tokens"]: row["speedup"] for row in model["rows"]}
+        assert name == f"{model['model']}, {model['sizes']['N']} × {model['sizes']['K']}"
+        assert shown == [f"{speedups[int(tokens)]:.2f}x" for tokens in lines[0][1:-1]], name
+        assert (len(speedups), mean) == (18, f"{geometric_mean(speedups.values()):.2f}x"), name
+
+
 def test_times_of_fused_moe_equal_those_of_the_record() -> None:
     """The page's table has, for each model, times under the own config and tuned, and the median ratio."""
     recorded = json.loads((ROOT / "results" / "nvidia_h200" / "adopted_fused_moe.json").read_text())

@@ -1,6 +1,6 @@
 """Put the results of `kerneltune adopt getter` in a folder into a file of `results`, as a model of it.
 
-python moe_table.py FOLDER FILE.json --model "Qwen3-30B-A3B in fp8" --commit 0123abcd --seconds 181
+python getter_table.py FOLDER FILE.json --model "Qwen3-30B-A3B in fp8" --commit 0123abcd --seconds 181
 """
 
 import argparse
