@@ -140,13 +140,18 @@ def tune_capture(
     capture = read_capture(root)
     chosen, reasons = _chosen(capture, share, device.current().slug)
     options = Options(workers=workers, retune="all" if force else "")
-    if probe_blocks(capture, chosen, options, progress, began + budget_s / 2 if budget_s else math.inf):
+    until = began + budget_s if budget_s else math.inf
+    if tried := probe_blocks(capture, chosen, options, progress, began + budget_s / 2 if budget_s else math.inf):
         capture = read_capture(root)
         by_digest = {launch_class.digest: launch_class for launch_class in capture.classes}
         chosen = [by_digest[launch_class.digest] for launch_class in chosen]
-    until = began + budget_s if budget_s else math.inf
     tasks = _tasks(capture, chosen)
-    search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
+    cache.use_root(root / "configs")
+    again = [task for of, task in zip(chosen, tasks, strict=True) if of.digest in tried and task.own_entry()]
+    sweep = write_capture_sweep(capture)
+    search_tasks(root, FAMILY, sweep, tasks, options, progress, until)
+    if again and time.monotonic() < until:  # searched before their blocks were tried
+        search_tasks(root, FAMILY, sweep, again, replace(options, retune="all"), progress, until)
     missing = [task for task in tasks if task.own_entry() is None]
     if missing and time.monotonic() >= until:
         more_s = sum(expected_work(task, options).seconds + _CLASS_S for task in missing)
@@ -193,11 +198,11 @@ def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
 
 def probe_blocks(
     capture: Capture, classes: Sequence[LaunchClass], options: Options, progress: Progress, until: float = math.inf
-) -> bool:
+) -> set[str]:
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
     A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by the
-    block. Write the verdicts beside the classes, and return whether a verdict is new.
+    block. Write the verdicts beside the classes, and return the digests of the classes that have a new verdict.
 
     until: time of the monotonic clock in s, after which no further block is tried.
     """
@@ -209,8 +214,9 @@ def probe_blocks(
         for name in launch_class.candidates[0].config.kwargs
         if name not in blocks.get(launch_class.digest, {})
     ]
+    tried_classes = set[str]()
     if not untried:
-        return False
+        return tried_classes
     progress.stage("try blocks", len(untried))
     with TuningSession(options) as session:
         trials = [
@@ -223,9 +229,10 @@ def probe_blocks(
                 progress.note("half of the budget is used: blocks that were not tried yet keep the program's value")
                 break
             blocks.setdefault(launch_class.digest, {})[name] = _why_coupled(session.worker, name, tried)
+            tried_classes.add(launch_class.digest)
             progress.advance(f"{launch_class.label}: {name}")
     write_blocks(capture.root, blocks)
-    return True
+    return tried_classes
 
 
 def _other_values(launch_class: LaunchClass, task: Task, name: str) -> Iterator[tuple[int, Run]]:
