@@ -44,6 +44,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def warning_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> str:
+    """Return a warning on a line, with its place unless it is a UserWarning: other messages say nothing without it."""
+    return f"warning: {'' if issubclass(category, UserWarning) else f'{filename}:{lineno}: '}{message}"
+
+
 def wrapped_by_interpreter(error: BaseException) -> list[BaseException]:
     """Return an error, and what Triton's interpreter wrapped in it, the innermost last."""
     chain = [error]

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from kerneltune import ops
 from kerneltune.measuring.compare import Compared
+from kerneltune.misses import CacheMissWarning
 from kerneltune.processes.start import tell
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
@@ -134,7 +136,11 @@ def _do(does: str) -> None:
 
 
 class Prints:
-    """Prints an error, or dies without a word."""
+    """Prints an error, shows a warning, or dies without a word."""
+
+    def warning(self) -> str:
+        """Return what is printed of a look-up without a config."""
+        return warnings.formatwarning("no config; using the default", CacheMissWarning, "launch.py", 39)
 
     def whisper(self) -> None:
         """Print an error."""

@@ -35,6 +35,7 @@ from kerneltune.cli import (
     tune,
 )
 from kerneltune.cli.console import error_line, show, write_any_character
+from kerneltune.errors import warning_line
 from kerneltune.processes import interrupts
 from kerneltune.processes.start import WorkerStoppedError
 
@@ -240,8 +241,7 @@ def _root(
 
 def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:
     """Print a warning on a line, each warning once."""
-    place = "" if category is UserWarning else f"{filename}:{lineno}: "  # because a message of other code says nothing without it
-    line = f"warning: {place}{message}"
+    line = warning_line(message, category, filename, lineno)
     if not _SHOWN[hash(line) % len(_SHOWN)]:
         _SHOWN[hash(line) % len(_SHOWN)] = 1
         error_line(line)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
@@ -16,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Self
 
-from kerneltune.errors import first_line
+from kerneltune.errors import first_line, warning_line
 from kerneltune.processes.start import WorkerStoppedError, end, start, start_server, telling
 
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
@@ -208,6 +209,7 @@ def _serve(
     output: Path | None = None,
 ) -> None:
     """Answer requests in the worker's process until the process has a problem or the parent closes the pipe."""
+    warnings.formatwarning = lambda *given, **_: warning_line(*given) + "\n"
     served = make()
     with suppress(EOFError, OSError), telling(pipe.send):  # the parent has closed the pipe
         pipe.send("")  # ready for the first request, whose time limit begins now

@@ -113,6 +113,11 @@ def test_crash_of_a_request_quotes_no_error_of_an_earlier_quiet_request() -> Non
             worker.ask("die")
 
 
+def test_warning_of_a_worker_is_a_line() -> None:
+    with Worker(bench_jobs.Prints, "the worker") as worker:
+        assert worker.ask("warning") == "warning: no config; using the default\n"
+
+
 def test_output_of_a_quiet_request_goes_to_a_new_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def write(text: str) -> None:
         for number in (1, 2):
