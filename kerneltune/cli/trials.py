@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kerneltune import device
@@ -34,8 +35,15 @@ def command(
     gpu: o.Gpu = None,
     results: o.Results = None,
 ) -> None:
-    """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
-    plan = loading.make_plan(family, replace(selection, variants=(variant,)), policy=policy, results=results)
+    """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases.
+
+    A family may also be the folder of a capture.
+    """
+    file = family
+    if capture := loading.capture_folder(family):
+        o.use_capture(capture)
+        file = str(Path(capture, "sweep.yaml"))
+    plan = loading.make_plan(file, replace(selection, variants=(variant,)), policy=policy, results=results)
     gpu = gpu or device.current().slug
     searches_by_title = searches_of(plan, gpu)
     if not searches_by_title:
@@ -43,7 +51,8 @@ def command(
         ops = {sweep_case.op for sweep_case in plan.cases()}
         gpus = set[str]().union(*(gpus_with_trials(plan.options.results, op) for op in ops)) - {gpu}
         how = f"read those of {' or '.join(f'--gpu {name}' for name in sorted(gpus))}, or " if gpus else ""
-        show_wrapped(f"no trials of {family} in {folder}: {how}`kerneltune tune {family}` makes them, on a GPU")
+        asked = capture or family
+        show_wrapped(f"no trials of {asked} in {folder}: {how}`kerneltune tune {asked}` makes them, on a GPU")
         return
     for title, searches in searches_by_title.items():
         show_searches(title, searches, whole=True)

@@ -316,6 +316,22 @@ def test_dry_run_says_once_why_launches_of_a_kernel_are_not_tuned(tmp_path: Path
     assert error == f"error: {tmp_path / 'cap'}: no class can be tuned"
 
 
+def test_trials_of_the_folder_of_a_capture_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELTUNE_RESULTS", str(tmp_path / "results"))  # else the command sets it for later tests, too
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path / "configs"))
+    launch = captured(tmp_path, pattern="row_sum").classes[0]
+    file = write_capture_sweep(read_capture(tmp_path))
+    (op,) = operators(str(tmp_path))
+    for family in (tmp_path, file):
+        missing = run("trials", family).stdout
+        assert f"no trials of {tmp_path} in" in missing
+        assert f"`kerneltune tune {tmp_path}` makes them" in missing
+    case, variant = case_of(launch, op.axes), op.variant(TUNED)
+    store = TrialStore(trials_file(tmp_path / "results", "interpreter", op.name), "")
+    store.put(Task(op, case, variant), variant.default_config(case), Evaluation("passed", 5.0))
+    assert run("trials", tmp_path).stdout.startswith(f"{op.name} {TUNED} none: 1 case, 1 trial (1 passed)\n")
+
+
 def test_captured_kernels_are_operators_of_other_commands(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (8, 96), pattern="row_sum")
     large = next(one for one in read_capture(tmp_path).classes if one.sizes["M"] == 8)
