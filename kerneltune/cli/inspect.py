@@ -215,7 +215,8 @@ def _runs(selection: Selection, sizes: list[str] | None, gpu: str) -> list[Run]:
     for field in ("variant", "dtype", "quant", "case") if runs else ():
         selection.require_match(field, (run.task.key.fields[field] for run in runs))
     owner = f" of {', '.join(selection.ops)}" if selection.ops else ""
-    advice = "" if sizes is None else ": name sizes, like M=4096"
+    axes = selected_ops[0].axes if selection.ops else ("M",)
+    advice = "" if sizes is None else f": name sizes, like {' '.join(f'{axis}=4096' for axis in axes)}"
     raise ValueError(f"nothing to compile: {folder} has no config{owner}{' of this selection' if runs else ''}{advice}")
 
 

@@ -163,7 +163,10 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, compl
     axes = dict.fromkeys(op.axes, _USUAL_SIZE)
     options = {name: values[0] for name, values in op.options.items()}
     values = [text.partition("=")[::2] for text in sizes]
+    names = [name for name, _ in values]
     for name, value in values:
+        if names.count(name) > 1:
+            raise ValueError(f"{name}: {value!r}: expected each name once")
         if name not in axes and name not in options:
             raise unknown("axis", name, op.axes, f", or an option: {', '.join(options)}" if options else "")
         if name in options:
@@ -173,7 +176,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, compl
             raise ValueError(f"{name}: {value!r}: expected a size, like {name}={_USUAL_SIZE}")
         else:
             axes[name] = int(value)
-    missing = [axis for axis in op.axes if axis not in dict(values)]
+    missing = [axis for axis in op.axes if axis not in names]
     if missing and (complete or len(missing) < len(op.axes)):
         raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
     one_of("dtype", dtype, op.dtypes)

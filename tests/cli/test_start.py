@@ -220,6 +220,7 @@ def test_ops_and_inspect_of_unknown_names_fail_with_known_names() -> None:
     assert refused("ops", "rmsnorm_fwd", "K=3") == f"error: axis: 'K': expected one of M, N, or an option: {options}"
     for command in ("ops", "inspect"):
         assert refused(command, "rmsnorm_fwd", "M=8192") == "error: N: not given: expected a size for each of M, N"
+    assert refused("inspect", "rmsnorm_fwd", "M=8", "N=64", "M=9") == "error: M: '8': expected each name once"
     assert refused("ops", "rmsnorm_fwd", "M=-3") == "error: M: '-3': expected a size, like M=4096"
     assert refused("ops", "rmsnorm_fwd", "M") == "error: M: '': expected a size, like M=4096"
     assert refused("ops", "rmsnorm_bwd", "--quant", "fp8") == "error: quant: 'fp8': expected one of none"

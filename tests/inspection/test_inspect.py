@@ -302,6 +302,11 @@ def test_inspect_with_bad_arguments_fails_and_compiles_nothing(arguments: list[s
     assert compiled == []
 
 
+def test_inspect_of_an_operator_without_configs_and_cases_names_all_axes() -> None:
+    advice = "b200 has no config of stream: name sizes, like read=4096 write=4096"
+    assert refused("inspect", "stream", "--gpu", "b200").endswith(advice)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
