@@ -123,7 +123,8 @@ class Getter:
         result = self.function(*args, **kwargs)
         own = result[0] if isinstance(result, tuple) and result else result
         if not isinstance(own, dict) or not _integer_knobs(own):
-            shown = " ".join(repr(result).split())[:60]
+            shown = " ".join(repr(result).split())
+            shown = shown if len(shown) <= 60 else f"{shown[:60]}… ({type(result).__name__})"
             raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of integers by name")
         self.first_result = self.first_result or dict(own)  # the host may change its dict
         if self.knobs is None:

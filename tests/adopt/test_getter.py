@@ -171,6 +171,8 @@ GOOD = "def get_config(): return {'BLOCK': 4}\n"
 BAD = {
     "getter: FILE: returned None: expected a dict of integers by name": "def get_config(): return None\n"
     "def case(rows): return lambda: torch.ones(get_config() is not None)\n",
+    "getter: FILE: returned tensor([[1., 1., 1., 1., 1., 1., 1., 1.], [1., 1., 1., 1., 1… (Tensor): expected a dict of": "def "
+    "get_config(): return torch.ones(8, 8)\ndef case(rows): return get_config\n",
     "call: FILE: never asks the getter": GOOD + "def case(rows): return lambda: torch.ones(rows)\n",
     "call: FILE: asks the getter at its first call only: the answer is kept elsewhere": GOOD
     + "@functools.cache\ndef kept(): return get_config()\ndef case(rows): return lambda: torch.ones(kept()['BLOCK'])\n",
