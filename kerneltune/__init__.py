@@ -13,3 +13,8 @@ def __getattr__(name: str) -> Any:
 
         return autotune
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names that a shell or a notebook completes."""
+    return [*globals(), "autotune"]

@@ -227,6 +227,10 @@ def test_launch_without_gpu_and_interpreter_prints_one_line(tmp_path: Path) -> N
     assert ran.returncode == 1
 
 
+def test_autotune_is_among_the_names_that_a_notebook_completes() -> None:
+    assert "autotune" in dir(kerneltune)
+
+
 def test_autotune_with_a_tolerance_but_no_reference_raises() -> None:
     with pytest.raises(TypeError, match=r"autotune: rtol, atol: expected only with reference="):
         kerneltune.autotune(CONFIGS, ["N"], rtol=1e-2)
