@@ -274,7 +274,7 @@ def call_case(spec: GetterSpec, case: CallCase) -> Case:
 def _around(name: str, own: int, is_fp8: bool) -> Iterator[int]:
     """Yield the values of a knob that are tried beside a program's value; none for the splits of a sum, which need buffers.
 
-    is_fp8: whether weights are of fp8. The engines swap operands of such products, so that a block may have 8 rows.
+    is_fp8: whether weights are of fp8. The engines swap the operands of fp8 products, so that a block may have 8 rows.
     """
     if name == "num_stages":
         yield from _STAGES
