@@ -36,9 +36,9 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
             rms, _largest = difference(replay.expected[name], tensor)
             replay.noise[name] = max(replay.noise.get(name, 0.0), rms)
     _poison(replay, stored, written)
-    if replay.guard_bytes:
+    if any(replay.guard_bytes):
         _run(replay, stored)
-        replay.guard_contents = [storage[-replay.guard_bytes :].clone() for storage in replay.storages]
+        replay.guard_contents = [guard.clone() for guard in replay.guards()]
     replay.restore()
     if reference is not None:
         _use_reference(replay, reference, written)
@@ -184,8 +184,7 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
                 lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:
             lines.append(f"{name}: is written, which the author's first config does not do")
-    guards = [storage[-replay.guard_bytes :] for storage in replay.storages]
-    if not all(map(torch.equal, replay.guard_contents, guards)):
+    if not all(map(torch.equal, replay.guard_contents, replay.guards())):
         lines.append("memory behind the arguments is written, unlike by the author's first config")
     return lines
 

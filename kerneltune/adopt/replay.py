@@ -279,7 +279,7 @@ class Replay:
     Attributes:
         named: arguments by name, in the kernel's order.
         storages: bytes of each storage, (bytes,) uint8.
-        guard_bytes: bytes behind the arguments of each storage.
+        guard_bytes: for each storage, the bytes behind the arguments.
         before: contents of each storage before a launch; outputs that are overwritten as a whole are poisoned. None if launches
             follow each other to be timed.
         expected: by argument, the contents after a launch of the author's first config, or the values of the author's reference.
@@ -292,7 +292,7 @@ class Replay:
     launch_class: LaunchClass
     named: dict[str, Any]
     storages: list[torch.Tensor]
-    guard_bytes: int = 0
+    guard_bytes: Sequence[int] = ()
     before: list[torch.Tensor] | None = None
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
@@ -300,6 +300,10 @@ class Replay:
     has_reference: bool = False
     tolerance: tuple[float, float] | None = None
     _prepared: dict[StoredConfig, Callable[[], Any]] = field(default_factory=dict)
+
+    def guards(self) -> list[torch.Tensor]:
+        """Return the bytes behind the arguments of each storage."""
+        return [storage[storage.numel() - size :] for storage, size in zip(self.storages, self.guard_bytes, strict=True)]
 
     def restore(self) -> None:
         """Restore the contents that launches have changed."""
@@ -374,7 +378,7 @@ def make_replay(launch_class: LaunchClass, folder: Path, device: str, seed: int)
     """Make a class's arguments: indices as captured, data from the sample or the statistics; on device `meta` without values."""
     storages = []
     has_guard = launch_class.is_plain and device not in ("cpu", "meta")  # the interpreter checks accesses
-    guard_bytes = _GUARD_BYTES if has_guard else 0
+    guards = [int(about.get("behind", 0)) + has_guard * _GUARD_BYTES for about in launch_class.storages]
     if device != "meta" and (problem := missing_values(launch_class, folder)):
         raise ReplayError(problem)
     kept = _read_values(folder / VALUES) if device != "meta" else {}
@@ -382,12 +386,12 @@ def make_replay(launch_class: LaunchClass, folder: Path, device: str, seed: int)
         tensors = views(launch_class.arguments, number)
         begin, end = span(tensors)
         if device == "meta":
-            storages.append(torch.empty(_aligned(begin) + end - begin, dtype=torch.uint8, device=device))
+            storages.append(torch.empty(_aligned(begin) + end - begin + guards[number], dtype=torch.uint8, device=device))
             continue
         if about.get("kept") == "missing" and any(tensor.holds_integers for tensor in tensors):
             raise ReplayError(f"{launch_class.label}: index values were not kept: capture again, with more --max-bytes")
-        storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number, guard_bytes))
-    return Replay(launch_class, live_arguments(launch_class, storages), storages, guard_bytes)
+        storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number, guards[number]))
+    return Replay(launch_class, live_arguments(launch_class, storages), storages, guards)
 
 
 def live_arguments(launch_class: LaunchClass, storages: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -415,8 +419,8 @@ def _storage(
 ) -> torch.Tensor:
     """Return a storage with the kept bytes, repeated, or with normal values that have the captured statistics."""
     begin, end = span(tensors)
-    count = end - begin
-    size = _aligned(begin) + count + guard_bytes
+    size = _aligned(begin) + end - begin + guard_bytes
+    count = end - begin + int(about.get("behind", 0))
     whole: torch.Tensor = shared_bytes(size) if device == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
     values = whole[_aligned(begin) : _aligned(begin) + count]
     if kept is not None and kept.numel():

@@ -13,6 +13,8 @@ from kerneltune.adopt.bytecode import functions_of
 SAMPLE_BYTES = 1 << 20
 """Most bytes that are kept of a storage of data: of floats, of bytes, of integers that are no indices."""
 _STATISTICS_BYTES = 1 << 16
+_MOST_BEHIND, _MOST_PARTS = 1 << 26, 64
+"""Most bytes of the program's buffer behind the arguments that a replay makes, and most times the bytes of the arguments."""
 _LARGEST_INDEX, _LEAST_INDEX = 1 << 30, -(1 << 16)
 """Integers beyond these bounds are packed data, such as 4-bit weights in 32 bits."""
 _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
@@ -25,7 +27,7 @@ class Values:
 
     Attributes:
         tensors: bytes of each storage by name `storage.N`, on the CPU.
-        kinds: for every storage its bytes, the kind of values that are kept, and statistics.
+        kinds: for every storage its bytes, the kind of values that are kept, statistics, and the bytes behind the arguments.
         left_out: bytes of integers that the budget did not allow.
         sampled: bytes of samples of data.
     """
@@ -74,6 +76,12 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
         if is_affordable and wanted:
             values.tensors[f"storage.{number}"] = raw
             values.sampled += wanted
+    for number, live in enumerate(storages):
+        begin, end = span(tensors_of[number])
+        # a kernel may read all of a buffer of which it gets the first part, as vLLM's adapters do
+        behind = int(live.untyped_storage().nbytes()) - end
+        if 0 < behind <= min(_MOST_BEHIND, _MOST_PARTS * (end - begin)):
+            kinds[number]["behind"] = behind
     values.kinds = tuple(kinds[number] for number in range(len(kinds)))
     return values
 

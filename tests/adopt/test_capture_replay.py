@@ -62,6 +62,15 @@ def divided(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, x / x, mask=places < N)
 
 
+@triton.autotune(configs=configs(32, 64), key=["N"])
+@triton.jit
+def picked(x_ptr, y_ptr, row, N, BLOCK: tl.constexpr):
+    """Copy a row (N,) of a buffer, of which x is the first row, to y (N,), and with blocks of 64 an element behind y."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < N + BLOCK // 64
+    tl.store(y_ptr + places, tl.load(x_ptr + row * N + places, mask=mask), mask=mask)
+
+
 def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Replay, list[dict[str, Any]]]:
     """Capture a launch of a kernel; returns its arguments made anew, and the author's configs."""
     startup.capture(folder)
@@ -115,6 +124,20 @@ def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_pat
     assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
     assert torch.equal(x, whole[1:129])
     assert x.data_ptr() % 16 == whole[1:].data_ptr() % 16 == 4
+
+
+def test_replay_has_the_memory_behind_the_first_row_of_a_buffer(tmp_path: Path) -> None:
+    x, y = torch.randn(4, 100), torch.zeros(2, 100)
+    launch, (right, wrong) = replayed(tmp_path, picked, x[0], y[0], 3, 100)
+    assert [about["behind"] for about in launch.launch_class.storages] == [300 * 4, 100 * 4]
+    assert learn(launch, right) == ["y_ptr"]
+    assert torch.equal(launch.expected["y_ptr"], x[0])  # samples are repeated
+    for config, lines in ((right, []), (wrong, ["memory behind the arguments is written, unlike by the author's first config"])):
+        launch.restore()
+        launch.run(config)
+        assert wrong_results(launch, {}) == lines
+    meta = make_replay(launch.launch_class, tmp_path, "meta", 0)
+    assert meta.named["x_ptr"].untyped_storage().nbytes() >= 400 * 4
 
 
 def test_replay_of_tensors_without_elements_launches(tmp_path: Path) -> None:
