@@ -31,7 +31,7 @@ _FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
 _MOST_CASES = 100_000
 """Most rows of a sweep file; an entry for two operators counts twice."""
 NO_FAMILY = ", or a .yaml file; sweep, trials and tune also take the folder of a capture"
-NO_OP = ", or an operator that --plugin loads"
+NO_OP = ", or an operator that --plugin or --captured loads"
 """End of messages about a family, or an operator: what else may be given in its place."""
 
 

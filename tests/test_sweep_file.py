@@ -198,7 +198,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check(f"{{name: a, M: {2**48 + 1}, N: 1}}"), f":4: M: {2**48 + 1}: expected at most {2**48}"),
         (
             "family: f\nops: [gemm]\n",
-            ":2: ops: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd, or an operator that --plugin loads",
+            ":2: ops: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd, or an operator that --plugin or --captured loads",
         ),
         ("family: f\nops: []\n", ":2: ops: []: expected at least one value"),
         ("family: f\nfamily: g\n", ":2: family: 'g': expected each field once"),

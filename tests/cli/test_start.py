@@ -214,7 +214,8 @@ def test_ops_with_dtype_or_quant_but_no_operator_fails() -> None:
 
 
 def test_ops_and_inspect_of_unknown_names_fail_with_known_names() -> None:
-    message = f"error: op: 'softmax': expected one of {first_of(operators(), 25)}, or an operator that --plugin loads"
+    offered = first_of(operators(), 25)
+    message = f"error: op: 'softmax': expected one of {offered}, or an operator that --plugin or --captured loads"
     assert refused("ops", "softmax") == refused("cache", "explain", "softmax", "M=1") == message
     options = "zero_centered, fp8_format, row_pad"
     assert refused("ops", "rmsnorm_fwd", "K=3") == f"error: axis: 'K': expected one of M, N, or an option: {options}"
