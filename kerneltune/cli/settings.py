@@ -25,8 +25,9 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True):
 
 def apply() -> None:
     """Set an environment variable for each setting of `[tool.kerneltune]`; variables that are set already stay."""
+    table = _table()
     try:
-        settings = checked(_table(), _Settings)
+        settings = checked(table, _Settings)
     except ValueError as error:
         raise ValueError(f"{_FILE}: tool.kerneltune.{error}") from error
     if settings.plugins:
