@@ -153,13 +153,13 @@ def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:
         if all(len(values) > 1 for values in seen.values()):
             return
     for name in (name for name, values in seen.items() if len(values) == 1):
-        if any(_matters(op, inputs, name) for inputs in of_small[name]):
+        if any(matters(op, inputs, name) for inputs in of_small[name]):
             value = of_small[name][0][name]
             shown = f"{value.reshape(-1)[0].item():g}" if isinstance(value, torch.Tensor) else f"{value}"
             yield f"input {name} is {shown} in all check cases"
 
 
-def _matters(op: Op, inputs: Inputs, name: str) -> bool:
+def matters(op: Op, inputs: Inputs, name: str) -> bool:
     """Return whether other values of an input change the outputs of the reference."""
     value = inputs[name]
     is_tensor = isinstance(value, torch.Tensor)
@@ -218,7 +218,7 @@ def _never_ragged_by_one(op: Op, variant: Variant, cases: Sequence[Case]) -> Ite
             inputs = op.inputs(case, device="cpu")
             sizes = {size for value in inputs.values() if isinstance(value, torch.Tensor) for size in value.shape}
             for name, value in inputs.items():
-                if _are_ends(value) and int(value[-1]) in sizes:
+                if _are_ends(value) and int(value[-1]) in sizes - {0}:
                     lengths.setdefault(name, set()).update(value.diff().tolist())
     for name, known in lengths.items():
         if blocks and not any(length > block and length % block == 1 for length in known for block in blocks):

@@ -217,10 +217,12 @@ class Checker:
                 yield name, value
 
     def _nearly_agree(self, outputs: Outputs) -> bool:
-        """Return whether all outputs are within `_NEAR` of the reference's, as after a few inexact operations of fp32."""
+        """Return whether all outputs have the reference's types, within `_NEAR`, as after a few inexact operations of fp32."""
         for name, expected in self.expected.items():
             output = outputs.get(name)
-            if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor) or output.shape != expected.shape:
+            if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor):
+                return False
+            if (output.shape, output.dtype) != (expected.shape, expected.dtype):
                 return False
             if not torch.allclose(output.double(), expected.double(), rtol=_NEAR, atol=0.0, equal_nan=True):
                 return False

@@ -17,7 +17,7 @@ from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_la
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_cost, check_pairs
 from kerneltune.checking.reruns import wrong_by_unwritten, wrong_for_new_values, wrong_in_reverse
-from kerneltune.checking.shifts import wrong_at_arguments, wrong_far_from_zero
+from kerneltune.checking.shifts import wrong_by_values
 from kerneltune.errors import place_of
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
 from kerneltune.processes.forked import Fork, ForkCrashedError
@@ -152,8 +152,7 @@ def compare_job(task: Task, cases: Sequence[Case], quick: bool = False) -> Job:
         lines += blind_spots(task.op, task.variant, cases)
         with noting(passes_on=False):
             lines += [
-                *wrong_far_from_zero(task.op, cases),
-                *wrong_at_arguments(task.op, cases),
+                *wrong_by_values(task.op, cases),
                 *wrong_in_reverse(task.op, cases),
                 *wrong_for_new_values(task.op, cases),
             ]

@@ -132,7 +132,7 @@ class _PairChecks:
         yield from (Outcome("checked", f"{self._name}: {line}") for line in unasked.values())
 
     def _wrong_declarations(self) -> Iterator[Outcome]:
-        """Yield a note for a `traffic` far from the bytes of the largest case, and for seeds without an effect.
+        """Yield a note for a `traffic` far from the bytes of a largest case, and for seeds without an effect in all of them.
 
         Small tensors count little in the largest case, which has the largest product of sizes. Because bytes may depend on an
         option, such as the number of experts that a token takes, the largest case of each value of an option is judged.
@@ -143,9 +143,9 @@ class _PairChecks:
             for setting in case.options or [("", "")]:
                 largest.setdefault(setting, case)
         for field, judge in {"traffic": wrong_traffic, "inputs": seeds_without_effect}.items():
-            judged = (judge(usable[case], self._variant, self._configs[case][0]) for case in dict.fromkeys(largest.values()))
-            if texts := next(filter(None, judged), None):
-                yield Outcome("checked", f"{self._name}: {field}: {'; '.join(texts)}")
+            judged = [judge(usable[case], self._variant, self._configs[case][0]) for case in dict.fromkeys(largest.values())]
+            if any(judged) and (field == "traffic" or all(judged)):
+                yield Outcome("checked", f"{self._name}: {field}: {'; '.join(next(filter(None, judged)))}")
 
     def _coverage(self) -> str:
         """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet."""

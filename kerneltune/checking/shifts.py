@@ -1,18 +1,23 @@
-"""Find kernels that are wrong where an input is far from 0, or holds a float that a kernel gets. The module knows no operator."""
+"""Find kernels that are wrong with certain values of an input: far from 0, floats that a kernel gets, tiny, 0, or ignored rows.
+
+The module knows no operator.
+"""
 
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from kerneltune.checking.check import Checker, smallest_cases
+from kerneltune.checking.blind_spots import matters
+from kerneltune.checking.check import LAUNCH_FAILURE, Checker, smallest_cases
+from kerneltune.checking.covering import settings
 from kerneltune.interpreter.facts import noting
-from kerneltune.spec import Case, Inputs, Op
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 _FAR = 28672
 """Distance from 0: beyond usual stand-ins for infinity, 1000 and 10000."""
@@ -29,82 +34,119 @@ _NEAR, _STABLE, _GROSS = 1e-3, 0.05, 0.2
 a step of bf16, more than _GROSS for wrong results."""
 _KEPT = 4
 """Elements that stay as they are, between elements that hold arguments."""
-_MOST_CASES, _MOST_S = 3, 5.0
-"""The smallest cases, and the processor seconds after which no further input is moved."""
+_FACTORS = {"2^-24 times as large": 2.0**-24, "0": 0.0, "4 times as large": 4.0}
+"""Factors of inputs: tiny values show an epsilon, zeros a division by 0, large values an exponential that overflows."""
+_MOST_IGNORED = 2
+"""Most negative values that an input of integers holds if they are marks, such as -1 or -100, and no numbers."""
+_MOST_CASES, _MOST_S = 6, 5.0
+"""Most cases, and the processor seconds after which no further values of a kind are tried."""
 
 
-def wrong_far_from_zero(op: Op, cases: Sequence[Case]) -> list[str]:
-    """Return a line for each own variant that is wrong with an input around _FAR or -_FAR, and right around 0.
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Describe other values of a case's inputs.
 
-    So a constant is found that a kernel takes for infinity. Only outputs are judged whose reference stays as it is around 0, or
-    moves with the input, as in a softmax, a choice of the largest or a maximum. The other inputs are cut to 1; or they are _EQUAL
-    throughout, so that products of two inputs are large and equal. Where a step of bf16 changes the reference, only NaN, infinity
-    and integers count as wrong.
+    Attributes:
+        where: the values, as a line names them.
+        inputs: function that returns inputs. Its first arguments are 1 for the values, 0 for values with which the variant must
+            be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
+        judged: function that returns the names of judged outputs, of the reference's outputs with both values.
     """
-    begun_s, lines = time.thread_time(), dict[str, str]()
-    for case in smallest_cases(op, cases, _MOST_CASES):
-        with suppress(Exception):  # the check of the case says why
-            wide = {name: value for name, value in op.inputs(case, device="cpu").items() if _is_wide(value)}
-            for name, far in itertools.product(wide, (-_FAR, _FAR)):
-                others = [other for other in wide if other != name]
-                if others and wide[name].dtype == torch.float16:  # products exceed its range
-                    continue
-                for equal in [others, *([other] for other in others if len(others) > 1)]:
-                    if time.thread_time() - begun_s > _MOST_S:
-                        return list(lines.values())
+
+    where: str
+    inputs: Callable[..., Inputs]
+    judged: Callable[[Outputs, Outputs], list[str]]
+
+
+def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
+    """Return a line for each own variant and kind of values with which the variant is wrong, and right with other values."""
+    lines = dict[tuple[object, str], str]()
+    for kind in (_far_changes, _argument_changes, _factor_changes):
+        begun_s = time.thread_time()
+        for case, variant in itertools.product(_few(op, cases), op.variants):
+            with suppress(Exception):  # the check of the case says why
+                for change in () if variant.is_peer or variant.unsupported(case) else kind(op, case, variant):
+                    if (kind, variant.name) in lines or time.thread_time() - begun_s > _MOST_S:
+                        break
                     with suppress(Exception):  # values that the operator refuses
-                        for variant, line in _wrong(op, case, partial(_moved, op.inputs, name, equal, far), far):
-                            where = f"where {name} is around {far}, in case {case.name}"
-                            lines.setdefault(variant, f"{variant} is wrong {where}: {line}")
+                        for line in _wrong(op, case, variant, change):
+                            text = f"{variant.name} is wrong where {change.where}, in case {case.name}: {line}"
+                            lines[kind, variant.name] = text
     return list(lines.values())
 
 
-def wrong_at_arguments(op: Op, cases: Sequence[Case]) -> list[str]:
-    """Return a line for each own variant that is wrong where an input holds float arguments of its kernels, and else is right.
-
-    So a limit is found that counts to the wrong side, such as the upper edge of a histogram's last bin.
-    """
-    begun_s, lines = time.thread_time(), dict[str, str]()
-    for case, variant in itertools.product(smallest_cases(op, cases, _MOST_CASES), op.variants):
-        with suppress(Exception):  # the check of the case says why
-            config, checker = variant.default_config(case), Checker(op, case, "cpu")
-            with noting() as facts:
-                errors = variant.is_peer or variant.unsupported(case) or checker.run(variant, config)[1]
-            held = sorted({float(fact.text) for fact in facts if fact.kind == "float"})
-            for name in (name for name, value in checker.inputs.items() if _is_wide(value) and held and not errors):
-                if time.thread_time() - begun_s > _MOST_S:
-                    return list(lines.values())
-                with suppress(Exception):  # values that the operator refuses
-                    holding = Checker(replace(op, inputs=partial(_holding, op.inputs, name, held)), case, "cpu")
-                    if wrong := holding.run(variant, config)[1]:
-                        where = f"where {name} holds floats of its launches, {', '.join(map('{:g}'.format, held))}"
-                        lines.setdefault(variant.name, f"{variant.name} is wrong {where}, in case {case.name}: {wrong[0]}")
-    return list(lines.values())
+def _few(op: Op, cases: Sequence[Case]) -> list[Case]:
+    """Return the smallest case with each type, mode and value of an option, and further small cases."""
+    smallest = smallest_cases(op, cases, len(cases))
+    first = {setting: case for case in reversed(smallest) for setting in settings(case)}
+    return [*dict.fromkeys([*sorted(first.values(), key=smallest.index), *smallest])][:_MOST_CASES]
 
 
-def _holding(inputs: Callable[..., Inputs], name: str, held: Sequence[float], *args: Any, **named: Any) -> Inputs:
-    """Return inputs in which some elements of an input are the numbers that its type holds exactly."""
-    given = inputs(*args, **named)
-    value = given[name].clone()
-    exact = [number for number in held if torch.tensor(number, dtype=value.dtype).item() == number]
-    for place, number in enumerate(exact):
-        value.reshape(-1)[place :: len(exact) + _KEPT] = number
-    return {**given, name: value}
-
-
-def _wrong(op: Op, case: Case, inputs: Callable[..., Inputs], far: int) -> Iterator[tuple[str, str]]:
-    """Yield the name and a line of each variant that is wrong with an input around `far`, and right around 0."""
+def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[str]:
+    """Yield a line if a variant is wrong with other values of inputs, and right without the change."""
     near, moved, blurred = (
-        Checker(replace(op, inputs=partial(inputs, *which)), case, "cpu") for which in ((0, 0), (1, 0), (1, 1))
+        Checker(replace(op, inputs=partial(change.inputs, *which)), case, "cpu") for which in ((0, 0), (1, 0), (1, 1))
     )
-    judged = {name: want for name, want in moved.expected.items() if _is_blind(want, near.expected[name], far)}
-    for variant in op.variants if judged else ():
-        if not variant.is_peer and not variant.unsupported(case):
-            config = variant.default_config(case)
-            outputs, lines = moved.run(variant, config)
-            wrong = [name for name, want in judged.items() if lines and _is_far(outputs.get(name), want, blurred.expected[name])]
-            if wrong and not near.run(variant, config)[1]:
-                yield variant.name, next((line for line in lines if line.startswith(wrong[0])), lines[0])
+    if judged := change.judged(moved.expected, near.expected):
+        config = variant.default_config(case)
+        outputs, lines = moved.run(variant, config)
+        right, others = near.run(variant, config) if lines else ({}, [])
+        wrong = [
+            name
+            for name in judged
+            if _is_far(outputs.get(name), moved.expected[name], blurred.expected[name])
+            and not _is_far(right.get(name), near.expected[name], near.expected[name])  # as a dropout's elements are
+        ]
+        is_fault = bool(lines) and not outputs and not lines[0].startswith(LAUNCH_FAILURE)  # not an error of host code
+        if lines and (wrong or is_fault) and not others:
+            yield next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
+
+
+def _far_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
+    """Yield inputs around _FAR and -_FAR, which show a constant that a kernel takes for infinity.
+
+    Only outputs are judged whose reference stays as it is around 0, or moves with the input, as in a softmax, a choice of the
+    largest or a maximum. The other inputs are cut to 1; or they are _EQUAL throughout, so that products of two inputs are large
+    and equal. Where a step of bf16 changes the reference, only NaN, infinity and integers count as wrong.
+    """
+    wide = _wide(op, op.inputs(case, device="cpu"))
+    for name, far in itertools.product(wide, (-_FAR, _FAR)):
+        others = [other for other in wide if other != name]
+        if others and wide[name].dtype == torch.float16:  # products exceed its range
+            continue
+        for equal in [others, *([other] for other in others if len(others) > 1)]:
+            yield _Change(f"{name} is around {far}", partial(_moved, op.inputs, name, equal, far), partial(_blind, far))
+
+
+def _argument_changes(op: Op, case: Case, variant: Variant) -> Iterator[_Change]:
+    """Yield inputs that hold float arguments of the kernels: a limit may count to the wrong side, such as the last bin's edge."""
+    checker = Checker(op, case, "cpu")
+    with noting() as facts:
+        checker.run(variant, variant.default_config(case))
+    held = sorted({float(fact.text) for fact in facts if fact.kind == "float"})
+    for name in _wide(op, checker.inputs) if held else ():
+        where = f"{name} holds floats of its launches, {', '.join(map('{:g}'.format, held))}"
+        yield _Change(where, partial(_holding, op.inputs, name, held), lambda want, _near: list(want))
+
+
+def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
+    """Yield inputs times each of _FACTORS, alone, together, and all but one; and ignored rows only, if an input marks rows.
+
+    So an epsilon is found that should be less or in another place, a division by 0, and an exponential that overflows.
+    """
+    inputs = op.inputs(case, device="cpu")
+    kinds = (torch.int32, torch.int64)
+    marks = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dtype in kinds and value.numel()]
+    for name in marks if len(marks) == 1 else ():  # several, such as places and counts, depend on each other
+        least = inputs[name].min()
+        if 1 <= len(inputs[name][inputs[name] < 0].unique()) <= _MOST_IGNORED:
+            yield _Change(f"{name} is {least}", partial(_replaced, op.inputs, [name], partial(_filled, least)), _floats)
+    names = [name for name, value in _wide(op, inputs).items() if value.dtype != torch.float16]  # whose range is small
+    others = [[other for other in names if other != name] for name in names]
+    groups = dict.fromkeys(map(tuple, [*([name] for name in names), names, *others]))
+    for (word, factor), group in itertools.product(_FACTORS.items(), filter(None, groups)):
+        where = f"{', '.join(group)} {'is' if len(group) == 1 else 'are'} {word}"
+        yield _Change(where, partial(_replaced, op.inputs, group, partial(_times, factor)), _floats)
 
 
 def _moved(
@@ -130,22 +172,73 @@ def _moved(
     return {**given, **others, **equals, name: given[name].clone().copy_(values)}
 
 
+def _holding(
+    inputs: Callable[..., Inputs], name: str, held: Sequence[float], moves: int, _blurs: int, *args: Any, **named: Any
+) -> Inputs:
+    """Return inputs in which some elements of an input are the numbers that its type holds exactly."""
+    given = inputs(*args, **named)
+    value = given[name].clone()
+    exact = [number for number in held if torch.tensor(number, dtype=value.dtype).item() == number]
+    for place, number in enumerate(exact if moves else ()):
+        value.reshape(-1)[place :: len(exact) + _KEPT] = number
+    return {**given, name: value}
+
+
+def _replaced(
+    inputs: Callable[..., Inputs],
+    names: Sequence[str],
+    function: Callable[..., Any],
+    moves: int,
+    blurs: int,
+    *args: Any,
+    **named: Any,
+) -> Inputs:
+    """Return inputs, some of them replaced by a function of their values and of `blurs`."""
+    given = inputs(*args, **named)
+    return {**given, **{name: function(given[name], blurs) for name in names if moves}}
+
+
+def _times(factor: float, value: torch.Tensor, blurs: int) -> torch.Tensor:
+    noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)) * (blurs * 2.0**-8)
+    return torch.empty_like(value).copy_(value * factor).mul_(noise.to(value.device).add_(1).to(value.dtype))
+
+
+def _filled(least: torch.Tensor, value: torch.Tensor, _blurs: int) -> torch.Tensor:
+    return torch.full_like(value, int(least))
+
+
+def _wide(op: Op, inputs: Inputs) -> Inputs:
+    """Return the tensors of floats of 16 bits or more on which the reference depends."""
+    return {name: value for name, value in inputs.items() if _is_wide(value) and matters(op, inputs, name)}
+
+
 def _is_wide(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1 and value.ndim > 0
 
 
-def _is_blind(want: torch.Tensor, near: torch.Tensor, far: int) -> bool:
-    """Return whether each of the reference's values is as around 0, or as far from it as the input."""
-    atol = _NEAR * _largest(want)
-    return bool((_close(want, near, atol) | _close(want.double() - far, near, atol)).all())
+def _blind(far: int, want: Outputs, near: Outputs) -> list[str]:
+    """Return the outputs whose reference's values are each as around 0, or as far from it as the input."""
+    limits = {name: _NEAR * _largest(value) for name, value in want.items()}
+    agree = {
+        name: (_close(want[name], near[name], atol), _close(want[name].double() - far, near[name], atol))
+        for name, atol in limits.items()
+    }
+    return [name for name, (stays, moves) in agree.items() if bool((stays | moves).all())]
+
+
+def _floats(want: Outputs, _near: Outputs) -> list[str]:
+    """Return the outputs in floating point."""
+    return [name for name, value in want.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
 def _is_far(got: torch.Tensor | None, want: torch.Tensor, blurred: torch.Tensor) -> bool:
-    """Return whether an output has NaN, infinity, integers or stable values that are far from the expected values."""
+    """Return whether an output has NaN, infinity, integers or stable values that are wrong, and far off if in floating point."""
     if got is None:
         return False
     is_judged = _close(want, blurred, _STABLE * _largest(want)) | ~got.double().isfinite() | (not want.is_floating_point())
-    return bool((is_judged & ~_close(got, want, _GROSS * _largest(want))).any())
+    is_exact = not want.is_floating_point() and want.itemsize > 1  # as an index or a count
+    want = want.to(got.dtype)  # which may be too large for it, or 0
+    return bool((is_judged & want.double().isfinite() & ~_close(got, want, 0 if is_exact else _GROSS * _largest(want))).any())
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, atol: float) -> torch.Tensor:

@@ -146,7 +146,9 @@ def test_rows_of_normal_values_alone_are_named_unless_the_reference_is_linear(is
     assert lines == [line] * (not is_varied and not is_linear)
 
 
-@pytest.mark.parametrize(("lengths", "is_named"), [((5, 40, 0), True), ((5, 33, 0), False), ((1, 16, 64), True)])
+@pytest.mark.parametrize(
+    ("lengths", "is_named"), [((5, 40, 0), True), ((5, 33, 0), False), ((1, 16, 64), True), ((0, 0, 0), False)]
+)
 def test_ends_of_sequences_none_of_which_has_a_block_and_an_element_are_named(lengths: tuple[int, ...], is_named: bool) -> None:
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         ends = torch.tensor([0, *lengths]).cumsum(0)

@@ -123,15 +123,19 @@ def test_check_names_an_input_that_torch_changes_in_place_even_if_no_value_chang
     assert checker.errors(variant, variant.default_config(checker.case)) == ["inputs: x was overwritten, and is no output"]
 
 
-@pytest.mark.parametrize(("factor", "is_named"), [(1.0, True), (1.01, False)])
-def test_check_names_a_division_as_a_cause_if_results_nearly_agree(factor: float, is_named: bool) -> None:
+@pytest.mark.parametrize(
+    ("factor", "kind", "is_named"), [(1.0, torch.float32, True), (1.01, torch.float32, False), (1.0, torch.float64, False)]
+)
+def test_check_names_a_division_as_a_cause_if_types_and_nearly_results_agree(
+    factor: float, kind: torch.dtype, is_named: bool
+) -> None:
     def thirds(inputs: Inputs) -> Outputs:
         return {"y": inputs["x"].float().nan_to_num(0.0, 1.0, -1.0) / 3.0}
 
     def divided(inputs: Inputs, _config: Any) -> Outputs:
         y = torch.empty_like(inputs["x"], dtype=torch.float32)
         _thirds[(y.numel(),)](inputs["x"].float().nan_to_num(0.0, 1.0, -1.0).contiguous(), y, factor)
-        return {"y": y}
+        return {"y": y.to(kind)}
 
     op = replace(op_with(""), reference=thirds, compare=lambda _c, _i, got, want: same_bits("y", got["y"], want["y"]))
     checker = check.Checker(op, Case("small", (("M", 7), ("N", 10)), "bfloat16"), DEVICE)

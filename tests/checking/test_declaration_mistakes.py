@@ -177,6 +177,31 @@ def test_seed_whose_next_value_gives_the_same_outputs_is_named(is_ignored: bool,
     assert [outcome.reason for outcome in outcomes] == [line] * is_ignored
 
 
+@pytest.mark.parametrize("option", ["p", "none"])
+def test_seed_without_an_effect_for_a_value_of_an_option_is_not_named(option: str) -> None:
+    op, cases = op_with(""), [replace(case, options=(("p", p),)) for case in CASES for p in (0.0, 0.5)]
+
+    def run(given: Inputs, config: object) -> Outputs:
+        return noise(not given["p"], {"x": given["x"], "noise_seed": given["noise_seed"] if option == "p" else 7}, config)
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {**op.inputs(case, device=device, seed=seed), "noise_seed": 3, "p": case.option("p")}
+
+    variant = Variant("optimized", run)
+    seeded = replace(
+        op,
+        inputs=inputs,
+        reference=lambda given: {"y": given["x"]},
+        variants=(variant,),
+        compare=lambda *_: [],
+        options={"p": (0.0, 0.5)},
+    )
+    outcomes = check_pairs(seeded, variant, cases, partial(check_cost, seeded))
+    assert [outcome.reason.startswith("scaled optimized: inputs: noise_seed") for outcome in outcomes] == [True] * (
+        option == "none"
+    )
+
+
 @triton.jit
 def _shifted(x_ptr, y_ptr, N, KIND: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, 64)

@@ -1,4 +1,4 @@
-"""Find kernels that take a constant for infinity: they are wrong where an input is far from 0."""
+"""Find kernels that are wrong with certain values of inputs: far from 0, floats of launches, tiny, 0, large, or ignored rows."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from mistaken_ops import CASES, values
 from test_pairs import interpreted, op_with
 
 from kerneltune.checking.jobs import compare_job, run_jobs
-from kerneltune.checking.shifts import wrong_at_arguments, wrong_far_from_zero
+from kerneltune.checking.shifts import wrong_by_values
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 from kerneltune.task import Task
@@ -68,11 +68,11 @@ def test_constant_for_infinity_is_named(
     function: Callable[..., Outputs], sign: int, names: str, where: str, stand_in: float
 ) -> None:
     op = _op(partial(function, sign * INF), partial(function, sign * stand_in), names)
-    (line,) = wrong_far_from_zero(op, CASES)
+    (line,) = wrong_by_values(op, CASES)
     assert line.startswith(f"optimized is wrong where {where}, in case odd: y: ")
     ((_job, outcomes),) = run_jobs([compare_job(Task(op, CASES[1], op.variants[0]), CASES)])
     assert f"scaled: {line}" in [outcome.reason for outcome in outcomes]
-    assert wrong_far_from_zero(_op(partial(function, sign * INF), partial(function, sign * INF), names), CASES) == []
+    assert wrong_by_values(_op(partial(function, sign * INF), partial(function, sign * INF), names), CASES) == []
 
 
 @triton.jit
@@ -93,10 +93,54 @@ def test_limit_that_a_kernel_counts_to_the_wrong_side_is_named(is_open: bool) ->
 
     op = _op(lambda inputs: {"y": ((inputs["x"] >= -4) & (inputs["x"] <= 4)).sum().int().reshape(1)}, run)
     line = "optimized is wrong where x holds floats of its launches, -4, 4, in case odd: y: 1 of 1 wrong, first at (0,): "
-    lines = wrong_at_arguments(op, CASES)
+    lines = wrong_by_values(op, CASES)
     assert [text.startswith(line) for text in lines] == [True] * is_open
     ((_job, outcomes),) = run_jobs([compare_job(Task(op, CASES[1], op.variants[0]), CASES)])
     assert {f"scaled: {text}" for text in lines} <= {outcome.reason for outcome in outcomes}
+
+
+def _unit(form: str, inputs: Inputs, _config: object = None) -> Outputs:
+    norm = inputs["x"].norm(dim=-1, keepdim=True)
+    return {"y": inputs["x"] / (norm if form == "unguarded" else norm.clamp(min=1e-12 if form == "right" else 1e-4))}
+
+
+def _softplus(form: str, inputs: Inputs, _config: object = None) -> Outputs:
+    x = inputs["x"] * 20
+    return {"y": torch.nn.functional.softplus(x) if form == "right" else x.exp().add(1).log()}
+
+
+def _mean_of_marked(form: str, inputs: Inputs, _config: object = None) -> Outputs:
+    is_kept = inputs["t"] >= 0
+    return {"y": (inputs["x"] * is_kept[:, None]).sum(0) / is_kept.sum().clamp(min=form == "right")}
+
+
+def _marked(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    t = torch.arange(case["M"], device=device) % 8 - 1
+    return {"x": values(seed, device, case["M"], case["N"]), "t": t}
+
+
+@pytest.mark.parametrize(
+    ("function", "form", "where"),
+    [(_unit, "right", ""), (_unit, "unguarded", "x is 0"), (_unit, "large epsilon", "x is 2^-24 times as large"),
+     (_softplus, "right", ""), (_softplus, "overflows", "x is 4 times as large"), (_mean_of_marked, "right", ""),
+     (_mean_of_marked, "unguarded", "t is -1")],
+)  # fmt: skip
+def test_epsilon_quotient_by_zero_and_overflow_are_named(function: Callable[..., Outputs], form: str, where: str) -> None:
+    op = replace(_op(partial(function, "right"), partial(function, form)), inputs=_marked)
+    lines = [f"optimized is wrong where {where}, in case odd: y"] * bool(where)
+    assert [line.split(":")[0] + ": y" for line in wrong_by_values(op, CASES)] == lines
+
+
+def test_output_that_is_far_from_the_reference_with_plain_values_is_not_judged() -> None:
+    """So is a dropout's, whose `compare` knows the elements that are kept."""
+    op = _op(lambda given: {"y": given["x"] * 1.0}, lambda given, _config: {"y": given["x"].roll(1, 0) + 1})
+    rare = replace(op, compare=lambda _case, given, *_: ["y: wrong"] * bool(given["x"].abs().max() < 1e-3))
+    assert wrong_by_values(rare, CASES) == []
+
+
+def test_input_that_the_reference_ignores_is_not_changed() -> None:
+    op = _op(lambda given: {"y": given["x"] * 1.0}, lambda given, _config: {"y": given["x"] + 1.0 * (given["z"] == 0)}, "xz")
+    assert wrong_by_values(op, CASES) == []
 
 
 @pytest.mark.parametrize(
@@ -109,4 +153,4 @@ def test_limit_that_a_kernel_counts_to_the_wrong_side_is_named(is_open: bool) ->
     ids=["variance that loses digits", "scores in bf16", "mask that is far enough"],
 )
 def test_right_variant_is_not_named(op: Op) -> None:
-    assert wrong_far_from_zero(op, CASES) == []
+    assert wrong_by_values(op, CASES) == []
