@@ -186,7 +186,7 @@ class ProcessNotes(msgspec.Struct):
         misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
         autotuned: kernel -> the subclass of Autotuner that launched it by a `run` of its own, which this package does not see;
             empty for any other autotuned kernel.
-        plain: kernels that were launched without an autotuner.
+        plain: kernels that were launched without an autotuner, if `--plain` was not given.
         has_compiled: whether torch.compile has compiled a part of the program.
     """
 

@@ -446,7 +446,7 @@ class Recorder:
                 for digest, launches in self._counters.by_name().items():
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
-                plain = {KernelName.of(function).text for function in self._plain_functions}
+                plain = () if self.plain else {KernelName.of(function).text for function in self._plain_functions}
                 notes.plain = sorted(name for name in plain if not name.startswith(_MAKERS))
                 write_notes(self.root, f"{self._process_id}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune

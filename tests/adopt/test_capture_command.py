@@ -78,6 +78,23 @@ def test_capture_of_autotuners_with_a_run_of_their_own_fails_with_their_class(tm
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"nothing was captured: {reason}")
 
 
+FAILING = """
+import torch, triton, triton.language as tl
+@triton.jit
+def refused(x_ptr, N: tl.constexpr):
+    tl.static_assert(N < 8)
+refused[(1,)](torch.ones(8), N=8)
+"""
+
+
+def test_capture_of_plain_kernels_that_all_fail_names_no_option_that_was_given(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    stderr = run("capture", "--plain", "--out", tmp_path / "cap", "--", python(), tmp_path / "failing.py").stderr
+    assert "nothing was captured: __main__.refused: a launch failed: " in stderr
+    assert "--plain" not in stderr
+    assert "--plain: __main__.refused" in run("capture", "--out", tmp_path, "--", python(), tmp_path / "failing.py").stderr
+
+
 @pytest.mark.parametrize(("variable", "count", "code"), [("WORLD_SIZE", "2", 0), ("SLURM_STEP_NUM_TASKS", "1", 1)])
 def test_rank_without_kernels_does_not_end_the_job_of_its_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, count: str, code: int
