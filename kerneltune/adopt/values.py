@@ -170,12 +170,14 @@ def holds_addresses(function: Any, arguments: Sequence[Argument], values: Values
     """
     torch: Any = sys.modules["torch"]
     for argument in arguments:
-        numbers = _addresses(argument.value)
-        raw = None if argument.tensor is None else values.tensors.get(f"storage.{argument.tensor.storage}")
-        is_table = argument.tensor is not None and argument.tensor.holds_integers and argument.tensor.element_bytes == 8
-        if is_table and raw is not None and raw.numel() % 8 == 0:
-            integers = raw.view(torch.int64)
-            numbers = integers[(integers >= _LEAST_ADDRESS) & (integers < _LARGEST_ADDRESS)][:1].tolist()
+        numbers, tensor = _addresses(argument.value), argument.tensor
+        if tensor is not None and tensor.holds_integers and tensor.element_bytes == 8:
+            raw = values.tensors.get(f"storage.{tensor.storage}")
+            if raw is None:  # a large table of which not even a sample is kept
+                numbers = _addresses(int(values.kinds[tensor.storage].get("statistics", {}).get("largest", 0)))
+            elif raw.numel() % 8 == 0:
+                integers = raw.view(torch.int64)
+                numbers = integers[(integers >= _LEAST_ADDRESS) & (integers < _LARGEST_ADDRESS)][:1].tolist()
         if any(_makes_pointers(function) or _is_allocated(number) for number in numbers):
             return argument.name
     return ""

@@ -13,8 +13,10 @@ from plain_kernels import captured as captured_plain
 from plain_kernels import cdiv_grid
 
 from kerneltune.adopt import program, startup
+from kerneltune.adopt.arguments import describe
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.tuning import forecast
+from kerneltune.adopt.values import collect, holds_addresses
 
 
 @triton.jit
@@ -84,6 +86,15 @@ def test_capture_of_a_whole_number_refuses_an_address_that_torch_has_allocated(
     number, out[0] = (1, (1 << 40) + 512) if in_tensor else ((1 << 40) + 512, 0)
     capture = captured(tmp_path, of_number, number, out, 40)
     assert (len(capture.classes), len(capture.notes.refused)) == (kept, 1 - kept)
+
+
+@pytest.mark.parametrize("sample_bytes", [0, 64 << 20])
+def test_large_table_of_addresses_is_found_without_its_values(sample_bytes: int) -> None:
+    described, storages = describe(["first"], [torch.full((1 << 18,), 1 << 46)], {})
+    values = collect(described, storages, 64 << 20, sample_bytes)
+    assert values.kinds[0]["kept"] == ("sample" if sample_bytes else "statistics")
+    assert holds_addresses(of_records.fn, described, values) == "first"
+    assert holds_addresses(doubled.fn, described, values) == ""
 
 
 def test_forecast_of_a_class_whose_launches_all_failed_gives_the_reason(tmp_path: Path) -> None:
