@@ -1,6 +1,7 @@
 """Find the files that a command reads if none is named, and select their records."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -35,8 +36,14 @@ def selected(rows: Sequence[T], selection: Selection, key_of: Callable[[T], Task
 
 
 def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> list[Case]:
-    """Return the cases of an operator in all sweep files of the checkout or package, and of the capture in use."""
-    files = sorted(data_root("sweeps").glob("*.yaml"))
+    """Return the cases of an operator in all sweep files.
+
+    Sweep files are those of the checkout or package, a `.yaml` file here whose line `ops:` names the operator, and the sweep of
+    the capture in use.
+    """
+    named = re.compile(rf"^ops:.*(?<![\w.-]){re.escape(op)}(?![\w.-])", re.MULTILINE)
+    here = [path for path in sorted(Path().glob("*.yaml")) if path.is_file() and named.search(path.read_text(errors="replace"))]
+    files = sorted(data_root("sweeps").glob("*.yaml")) + here
     if o.captured():
         files.append(Path(o.captured(), "sweep.yaml"))
     cases = []
