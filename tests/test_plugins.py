@@ -95,6 +95,7 @@ def test_value_of_an_option_that_no_case_has_is_named(guide: Path) -> None:
 def test_inspect_and_explain_take_the_cases_of_a_sweep_in_the_current_folder(guide: Path) -> None:
     done = shell(guide, "kerneltune --plugin swiglu.py inspect swiglu --target sm_90 --case one")
     assert done.stdout.startswith("swiglu optimized  one M=1 N=1 bfloat16 none\n"), done.stderr
+    (guide / "swiglu.yaml").write_text((guide / "swiglu.yaml").read_text().replace("ops: [swiglu]", "ops:\n- swiglu"))
     done = shell(guide, "kerneltune --plugin swiglu.py cache explain swiglu ffn-4096")
     assert done.stdout.startswith("case      M=4096 N=14336 bfloat16 none\n"), done.stderr
 

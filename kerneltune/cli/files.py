@@ -38,10 +38,10 @@ def selected(rows: Sequence[T], selection: Selection, key_of: Callable[[T], Task
 def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> list[Case]:
     """Return the cases of an operator in all sweep files.
 
-    Sweep files are those of the checkout or package, a `.yaml` file here whose line `ops:` names the operator, and the sweep of
+    Sweep files are those of the checkout or package, a `.yaml` file here whose `ops:` names the operator, and the sweep of
     the capture in use.
     """
-    named = re.compile(rf"^ops:.*(?<![\w.-]){re.escape(op)}(?![\w.-])", re.MULTILINE)
+    named = re.compile(rf"^ops:(?:.|\n[ -])*(?<![\w.-]){re.escape(op)}(?![\w.-])", re.MULTILINE)
     here = [path for path in sorted(Path().glob("*.yaml")) if path.is_file() and named.search(path.read_text(errors="replace"))]
     files = sorted(data_root("sweeps").glob("*.yaml")) + here
     if o.captured():
