@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt.arguments import torch_dtype
+from kerneltune.errors import unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,8 @@ SIZES = ("tokens", "experts", "hidden", "inner", "top_k")
 ALL_EXPERTS = "all_experts"
 FP8 = "fp8_w8a8"
 """The engines' name of weights of e4m3 whose layer casts activations to e4m3."""
+FIELDS = ("dtype", "block_shape", "per_channel_quant")
+"""Fields of the names of tables, beside the sizes and the GPU."""
 _SPREAD = 0.5
 """Deviation of the log of an expert's popularity: the busiest of 128 experts has about three times the mean."""
 _DEVIATION = 32
@@ -30,6 +33,8 @@ def name_fields(named: str) -> dict[str, Any]:
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
         raise ValueError(f"named: {named!r}: expected fields such as dtype={FP8},block_shape=[128,128]")
     fields = dict(re.findall(r"(\w+)=(\w+|\[.*?\])", named))
+    if other := fields.keys() - set(FIELDS):
+        raise unknown("named", min(other), FIELDS)
     return {name: json.loads(text) if text.startswith("[") else text for name, text in fields.items()}
 
 

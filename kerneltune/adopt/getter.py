@@ -442,7 +442,7 @@ def _probed(spec: GetterSpec, getter: Getter, call: Callable[..., Any], case: Ca
             if not getter.first_result:
                 return msgspec.structs.replace(case, problem=problem)
     except Exception as error:  # the program's own code
-        if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ")):
+        if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ", "named: ", "dtype: ")):
             raise
         return msgspec.structs.replace(case, problem=f"fails with its own config: {statement_in('', error)}{first_line(error)}")
     return msgspec.structs.replace(case, own=_integer_knobs(getter.first_result), bytes=max(count, 1))

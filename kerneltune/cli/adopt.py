@@ -1,6 +1,7 @@
 """`kerneltune adopt`: list the kernels of a capture, find suspicious kernels, and tune calls whose host depends on the config."""
 
 import itertools
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -116,14 +117,13 @@ def getter_command(
     device.select_backend()
     cases = _called_here(_call_cases(sizes, table), not sizes.tokens and bool(sizes.model or table.export))
     began = time.monotonic()
-    spec = _probed(
-        GetterSpec(getter, call, str(Path.cwd()), dtype, cases, read_integers(space) if space else {}, named=table.named)
-    )
+    values = read_integers(space) if space else {}
+    spec = _probed(GetterSpec(getter, call, str(Path.cwd()), dtype, cases, values, named=table.named), space)
     write_spec(out, spec)
     table.texts([TunedCall(case, case.own) for case in spec.cases])  # raises early
     names = [call_case(spec, case).name for case in spec.cases]
     if not device.current().is_gpu:
-        return _check_calls(out, names, spec.cases)
+        return _check_calls(out, names, spec.cases, table.export is not None)
     share = budget / sum(case.is_searched for case in spec.cases)
     options = loading.make_options(
         policy=policy, budget_s=share, trials=trials, retune="all" if force else None, until_gain=0.01, workers=workers
@@ -137,15 +137,16 @@ def getter_command(
         raise typer.Exit(1)
 
 
-def _probed(asked: "GetterSpec") -> "GetterSpec":
-    """Call the program in a process of its own, and return the spec with the program's own configs."""
+def _probed(asked: "GetterSpec", space: Path | None) -> "GetterSpec":
+    """Call the program in a process of its own, and return the spec with the program's own configs; space: file of values."""
     from kerneltune.adopt.getter import probe
     from kerneltune.processes.start import in_fresh_processes
 
     try:
         return next(in_fresh_processes(1, probe, asked))
     except ValueError as error:  # a crash or a hang has no name
-        raise ValueError(f"call: {asked.call}: {error}" if str(error).startswith("process ") else str(error)) from error
+        text = f"call: {asked.call}: {error}" if str(error).startswith("process ") else str(error)
+        raise ValueError(re.sub("^space: ", lambda _: f"{space}: ", text)) from error
 
 
 def _call_cases(sizes: Sizes, table: EngineTable) -> "list[CallCase]":
@@ -191,7 +192,7 @@ def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCas
     return called
 
 
-def _check_calls(folder: Path, names: "Sequence[str]", cases: "Sequence[CallCase]") -> None:
+def _check_calls(folder: Path, names: "Sequence[str]", cases: "Sequence[CallCase]", is_exported: bool) -> None:
     """Show the own configs of calls, and check some overrides in the interpreter; exit with 1 if a check fails."""
     from kerneltune.adopt.getter import given_knobs
     from kerneltune.adopt.getter_tuning import check_getter
@@ -204,7 +205,7 @@ def _check_calls(folder: Path, names: "Sequence[str]", cases: "Sequence[CallCase
             error_line(f"{outcome.case.name}: {assignments(given_knobs(outcome.config))}: {outcome.reason}")
         else:
             show_wrapped(outcome.reason)
-    show("no GPU: nothing was timed")
+    show(f"no GPU: nothing was timed{', and no table was written' * is_exported}")
     if any(outcome.status == "failed" for outcome in outcomes):
         raise typer.Exit(1)
 

@@ -40,6 +40,7 @@ from kerneltune.workloads.model_config import read
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "adopted_packages"
 EXAMPLE = str(EXAMPLES / "fused_moe.py")
 SIZES = {"experts": 4, "hidden": 64, "inner": 32, "top_k": 2}
+ALL_SIZES = ["--tokens", "1", *(f"--size={name}={size}" for name, size in SIZES.items())]
 SMALL = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
 LARGE = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
 _numbers = itertools.count()
@@ -217,6 +218,18 @@ def test_getter_command_with_a_bad_function_fails_with_one_line(message: str, tm
         ((f"{EXAMPLE}:get_config", "--tokens", "1", "--tp", "2"), "tp, ep: expected with --model"),
         ((f"{EXAMPLE}:get_config", "--tokens", "1"), "call: size experts: missing: give --model FILE or --size experts=VALUE"),
         ((f"{EXAMPLE}:get_config", "--tokens", "1", "--named", "fp8"), "named: 'fp8': expected fields such as dtype=fp8_w8a8"),
+        (
+            (f"{EXAMPLE}:get_config", "--tokens", "1", "--named", "dtyp=x"),
+            "named: 'dtyp': did you mean dtype?",
+        ),
+        (
+            (f"{EXAMPLE}:get_config", *ALL_SIZES, "--dtype", "bf17"),
+            "dtype: 'bf17': expected the name of an element type of torch",
+        ),
+        (
+            (f"{EXAMPLE}:get_config", *ALL_SIZES, "--named", "dtype=fp8_w8a8"),
+            "named: dtype=fp8_w8a8: the call takes no use_fp8_w8a8",
+        ),
     ],
 )
 def test_getter_command_with_bad_arguments_names_them(
@@ -253,6 +266,17 @@ def test_probe_of_a_file_with_the_name_of_another_module_names_it(name: str, oth
     file.write_text(GOOD)
     with pytest.raises(ValueError, match=rf"^getter: {file}: another module has its name: .*{re.escape(other)}$"):
         probed(str(file))
+
+
+def test_getter_command_with_a_space_of_an_unknown_knob_names_its_file(
+    tmp_path: Path, in_this_process: None, fused_moe: Any
+) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text("BLOCK: [16]")
+    options = ["--call", f"{EXAMPLE}:fused_experts", *ALL_SIZES, "--out", str(tmp_path / "out"), "--space", str(path)]
+    result = CliRunner().invoke(app, ["adopt", "getter", f"{EXAMPLE}:get_config", *options])
+    expected = f"error: {path}: BLOCK: expected a knob of the own config: "
+    assert (result.exit_code, result.stderr.startswith(expected)) == (2, True), result.stderr
 
 
 def test_probe_with_a_space_of_an_unknown_knob_raises(fused_moe: Any) -> None:
