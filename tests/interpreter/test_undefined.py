@@ -265,6 +265,9 @@ def test_integer_operation_overflows_only_beyond_the_last_value_of_its_type(
     exact = {"add": within + by, "sub": within - by, "mul": within * by}
     assert y[1].item() == exact[operation]
     text = fault(lambda: _computed[(1,)](torch.tensor([1, last]).to(dtype), b, y, operation))
+    if dtype == torch.uint32 and operation != "sub":
+        assert text == "", "a hash wraps around"
+        return
     assert text.startswith(f"int{8 * dtype.itemsize} overflow detected for operation {operation}, test_undefined.py:")
 
 
