@@ -18,7 +18,8 @@ _SIZE = re.compile(r"\+?([1-9][0-9_]*|0|0x[0-9a-fA-F_]+)")
 """Size without the octal and sexagesimal forms of YAML, where 010 is 8 and 1:30 is 90."""
 _LARGEST = 2**48
 """Largest axis size; larger than any memory in bytes."""
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
+"""Bytes of the largest file that is read."""
 _LONGEST = 1000
 """Characters of the longest value, and of the longest text of the file in a message."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
@@ -26,7 +27,7 @@ _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None):
 
 def read_yaml(path: Path) -> "Field":
     """Return the content of a file."""
-    data = read_bytes(path, _MAX_BYTES)
+    data = read_bytes(path, MAX_BYTES)
     try:
         text = data.decode()
         root = yaml.compose(text, Loader=yaml.SafeLoader)

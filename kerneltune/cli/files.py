@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +14,7 @@ from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 from kerneltune.errors import meant
-from kerneltune.files import data_root
+from kerneltune.files import data_root, read_text
 from kerneltune.plan import Selection
 from kerneltune.processes.programs import git
 from kerneltune.records import Record, grouped, load, parse
@@ -22,6 +23,7 @@ from kerneltune.sweep_file import Section
 from kerneltune.table import Column, Table
 from kerneltune.task import runs_folder
 from kerneltune.workloads import own_tables
+from kerneltune.yaml_fields import MAX_BYTES
 
 SUFFIX = ".jsonl"
 T = TypeVar("T")
@@ -42,8 +44,10 @@ def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> li
     the capture in use.
     """
     named = re.compile(rf"^ops:(?:.|\n[ -])*(?<![\w.-]){re.escape(op)}(?![\w.-])", re.MULTILINE)
-    here = [path for path in sorted(Path().glob("*.yaml")) if path.is_file() and named.search(path.read_text(errors="replace"))]
-    files = sorted(data_root("sweeps").glob("*.yaml")) + here
+    files = sorted(data_root("sweeps").glob("*.yaml"))
+    for path in sorted(Path().glob("*.yaml")):
+        with suppress(ValueError):  # other programs' files may be large, or no text
+            files += [path] if named.search(read_text(path, MAX_BYTES)) else []
     if o.captured():
         files.append(Path(o.captured(), "sweep.yaml"))
     cases = []
