@@ -138,6 +138,52 @@ def test_output_that_is_far_from_the_reference_with_plain_values_is_not_judged()
     assert wrong_by_values(rare, CASES) == []
 
 
+@pytest.mark.parametrize(("zeros", "where"), [("xzw", "x, z, w are 0"), ("zw", "z, w are 0")])
+def test_inputs_are_changed_together_and_all_but_one(zeros: str, where: str) -> None:
+    def run(given: Inputs, _config: object) -> Outputs:
+        is_wrong = {name for name in "xzw" if not given[name].any()} == set(zeros)
+        return {"y": given["x"] + given["z"] + given["w"] + (torch.nan if is_wrong else 0)}
+
+    (line,) = wrong_by_values(_op(lambda given: {"y": given["x"] + given["z"] + given["w"]}, run, "xzw"), CASES)
+    assert line.startswith(f"optimized is wrong where {where}, in case odd: y: ")
+
+
+@pytest.mark.parametrize(("least", "has_counts"), [(1, True), (3, False)])
+def test_integers_that_may_be_no_marks_stay(least: int, has_counts: bool) -> None:
+    """Several inputs of integers may depend on each other; more than two negative values are numbers."""
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        t = torch.arange(case["M"], device=device) % 8 - least
+        return {**_marked(case, device=device, seed=seed), "t": t, **({"counts": t.abs()} if has_counts else {})}
+
+    op = _op(partial(_mean_of_marked, "right"), partial(_mean_of_marked, "unguarded"))
+    assert wrong_by_values(replace(op, inputs=inputs), CASES) == []
+
+
+def test_values_that_host_code_refuses_are_no_line() -> None:
+    def run(given: Inputs, _config: object) -> Outputs:
+        if not given["x"].any():
+            raise ValueError("x is 0")
+        return {"y": given["x"] * 1.0}
+
+    assert wrong_by_values(_op(lambda given: {"y": given["x"] * 1.0}, run), CASES) == []
+
+
+def test_value_of_an_option_in_a_large_case_alone_is_tried() -> None:
+    small = [replace(CASES[0], name=f"m{m}", axes=(("M", m), ("N", 8)), options=(("p", 0.0),)) for m in range(1, 9)]
+    large = replace(small[0], name="large", axes=(("M", 9), ("N", 8)), options=(("p", 0.5),))
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {**_inputs("x", case, device=device, seed=seed), "p": case.option("p")}
+
+    def run(given: Inputs, _config: object) -> Outputs:
+        return _unit("unguarded" if given["p"] else "right", given)
+
+    op = replace(_op(partial(_unit, "right"), run), inputs=inputs, options={"p": (0.0, 0.5)})
+    (line,) = wrong_by_values(op, [*small, large])
+    assert line.startswith("optimized is wrong where x is 0, in case large: y: ")
+
+
 def test_input_that_the_reference_ignores_is_not_changed() -> None:
     op = _op(lambda given: {"y": given["x"] * 1.0}, lambda given, _config: {"y": given["x"] + 1.0 * (given["z"] == 0)}, "xz")
     assert wrong_by_values(op, CASES) == []
