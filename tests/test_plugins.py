@@ -98,6 +98,7 @@ def test_inspect_and_explain_take_the_cases_of_a_sweep_in_the_current_folder(gui
     (guide / "swiglu.yaml").write_text((guide / "swiglu.yaml").read_text().replace("ops: [swiglu]", "ops:\n- swiglu"))
     (guide / "folder.yaml").mkdir()
     (guide / "no_text.yaml").write_bytes(b"ops: [swiglu] \xff")
+    (guide / "large.yaml").write_text("ops: [swiglu]\n" + "#" * (1 << 20))
     done = shell(guide, "kerneltune --plugin swiglu.py cache explain swiglu ffn-4096")
     assert done.stdout.startswith("case      M=4096 N=14336 bfloat16 none\n"), done.stderr
 
