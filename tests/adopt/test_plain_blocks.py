@@ -155,6 +155,21 @@ def test_blocks_that_half_of_the_budget_does_not_reach_are_tuned_by_the_next_com
     assert chosen_block(folder) == 64, "the class is searched again"
 
 
+def test_tune_of_a_new_capture_searches_each_class_once(
+    tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, search = [], tuning.search_tasks
+
+    def counted(*arguments: Any) -> None:
+        searched.append(len(arguments[3]))
+        search(*arguments)
+
+    monkeypatch.setattr(tuning, "search_tasks", counted)
+    captured(tmp_path / "cap", module, 96)
+    tune_capture(tmp_path / "cap", Progress())
+    assert searched == [1]
+
+
 @pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
 def test_tune_never_changes_a_block_that_host_or_result_depends_on(
     tmp_path: Path, module: Any, checked: None, name: str, length: int
