@@ -132,7 +132,7 @@ def test_epsilon_quotient_by_zero_and_overflow_are_named(function: Callable[...,
 
 
 def test_output_that_is_far_from_the_reference_with_plain_values_is_not_judged() -> None:
-    """So is a dropout's, whose `compare` knows the elements that are kept."""
+    """Stand for a dropout, whose `compare` knows the elements that are kept."""
     op = _op(lambda given: {"y": given["x"] * 1.0}, lambda given, _config: {"y": given["x"].roll(1, 0) + 1})
     rare = replace(op, compare=lambda _case, given, *_: ["y: wrong"] * bool(given["x"].abs().max() < 1e-3))
     assert wrong_by_values(rare, CASES) == []
