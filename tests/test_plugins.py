@@ -103,6 +103,16 @@ def test_inspect_and_explain_take_the_cases_of_a_sweep_in_the_current_folder(gui
     assert done.stdout.startswith("case      M=4096 N=14336 bfloat16 none\n"), done.stderr
 
 
+def test_files_here_that_name_the_operator_and_are_no_sweeps_are_left_out_with_a_line(guide: Path) -> None:
+    (guide / "recipe.yaml").write_text("ops: [swiglu]\nsteps: 3\n")
+    (guide / "two.yaml").write_text((guide / "swiglu.yaml").read_text().replace("ops: [swiglu]", "ops: [swiglu, other]"))
+    done = shell(guide, "kerneltune --plugin swiglu.py cache explain swiglu ffn-4096")
+    assert done.stdout.startswith("case      M=4096 N=14336 bfloat16 none\n"), done.stderr
+    said = " ".join(done.stderr.split())
+    assert "sweep file left out: recipe.yaml:2: field: 'steps': expected one of family" in said
+    assert re.search(r"left out: two\.yaml:\d+: ops: 'other': expected one of", said)
+
+
 def test_variant_whose_package_is_misspelt_is_named(guide: Path) -> None:
     plugin = guide / "swiglu.py"
     plugin.write_text(plugin.read_text().replace('"baseline", run_eager', '"baseline", run_eager, requires=("torhc",)'))

@@ -41,21 +41,21 @@ def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> li
     """Return the cases of an operator in all sweep files.
 
     Sweep files are those of the checkout or package, a `.yaml` file here whose `ops:` names the operator, and the sweep of
-    the capture in use.
+    the capture in use. A `.yaml` file here that is no valid sweep file is left out, and a line says why.
     """
     named = re.compile(rf"^ops:(?:.|\n[ -])*(?<![\w.-]){re.escape(op)}(?![\w.-])", re.MULTILINE)
-    files = sorted(data_root("sweeps").glob("*.yaml"))
+    ops = loading.load_ops()
+    sweeps = [sweep_file.load(path, ops) for path in sorted(data_root("sweeps").glob("*.yaml"))]
     for path in sorted(Path().glob("*.yaml")):
         with suppress(ValueError):  # other programs' files may be large, or no text
-            files += [path] if named.search(read_text(path, MAX_BYTES)) else []
+            text = read_text(path, MAX_BYTES)
+            try:
+                sweeps += [sweep_file.load(path, ops)] if named.search(text) else []
+            except ValueError as error:
+                note(f"sweep file left out: {error}")
     if o.captured():
-        files.append(Path(o.captured(), "sweep.yaml"))
-    cases = []
-    for path in files:
-        sweep = sweep_file.load(path, loading.load_ops())
-        for section in sections:
-            cases += [entry.case for entry in getattr(sweep, section) if entry.op == op]
-    return cases
+        sweeps.append(sweep_file.load(Path(o.captured(), "sweep.yaml"), ops))
+    return [entry.case for sweep in sweeps for section in sections for entry in getattr(sweep, section) if entry.op == op]
 
 
 def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
