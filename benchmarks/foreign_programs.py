@@ -7,7 +7,7 @@ that package_kernels.py names, engine-* the folder of examples/adopted_packages/
 
 - capture, tune and serve a program: its results under `serve` against its results under `capture`, launches that were served and
   missed, configs timed at run time, and the time of a step under the first configs, served, and with the authors' own tuning
-  where the time limit leaves time for that;
+  where the time limit leaves time for that, with the GPU's time alone and its gain with an interval of 95 %;
 - convert a model to fp8 training and back: losses of three steps in bf16 and fp8, what was converted, and the time of a step;
 - sweep shapes that no sweep has, untuned: the share of the ceiling that each reaches.
 
@@ -29,10 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kerneltune.records import load
 from kerneltune.reporting.shares import share
+from kerneltune.stats import ratio_interval
 
 PROGRAMS = Path(__file__).with_name("foreign")
 ROOT = PROGRAMS.parent.parent
@@ -210,8 +212,13 @@ def adopted(program: str, *words: str, plain: bool = False, ignored: str = "", e
         figures |= {"served_ms": served["step_ms"], "timings": served["timings"], "error": largest_error(first, second)}
         figures |= {"served": count(r"(\d+) launches served", text), "missed": count(r"served, (\d+) not tuned", text)}
         try:
-            alone, output = item.command("alone", *python)
-            figures["authors_ms"] = (last_json(output) or {}).get("step_ms") if not alone else last_line(output)
+            code, output = item.command("alone", *python)
+            authors = last_json(output) or {}
+            figures["authors_ms"] = authors.get("step_ms") if not code else last_line(output)
+            if authors.get("gpu_ms") and served["gpu_ms"]:
+                gain = ratio_interval(np.array(authors["gpu_ms"]), np.array(served["gpu_ms"]))
+                figures["gpu_ms"] = [statistics.median(times) for times in (authors["gpu_ms"], served["gpu_ms"])]
+                figures["gain"] = [round(part, 4) for part in (gain.median, gain.low, gain.high)]
         except EndedError:
             figures["authors_ms"] = "time limit"
         wrong = [f"{figures['error']:.2g} apart"] * (figures["error"] > LARGEST_ERROR)
@@ -296,8 +303,8 @@ ITEMS: dict[str, Callable[[Item], None]] = {
     **{f"fp8-size-{hidden}": converted("size", str(hidden)) for hidden in SIZES},
 }
 SHOWN = (
-    "captured_ms", "served_ms", "authors_ms", "served", "missed", "timings", "error", "classes", "left", "not_reached", "largest",
-    "gradients", "converted", "bf16_ms", "fp8_ms", "median_share", "least_share",
+    "captured_ms", "served_ms", "authors_ms", "gpu_ms", "gain", "served", "missed", "timings", "error", "classes", "left",
+    "not_reached", "largest", "gradients", "converted", "bf16_ms", "fp8_ms", "median_share", "least_share",
 )  # fmt: skip
 
 

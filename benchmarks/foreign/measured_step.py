@@ -1,4 +1,4 @@
-"""Run the step of a program several times, save its results and print its time; imports no kerneltune.
+"""Run the step of a program several times, save its results and print its times; imports no kerneltune.
 
 The environment sets: SMALL=1 takes sizes for Triton's interpreter, FOREIGN_OUT names the file of the results.
 """
@@ -17,6 +17,8 @@ SMALL = os.environ.get("SMALL") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 1 if SMALL else 12
 WARM_UP = 0 if SMALL else 3
+QUEUED_CYCLES = 40_000_000
+"""About 20 ms, more than the host takes for a step that does not wait for the GPU."""
 BF16 = torch.bfloat16
 _timings = 0
 
@@ -81,10 +83,26 @@ def milliseconds(step: Callable[[], Any], warm_up: int = WARM_UP, steps: int = S
     return statistics.median(times)
 
 
+def gpu_milliseconds(step: Callable[[], Any]) -> list[float]:
+    """Return the GPU's milliseconds of each of some steps; it waits while the host queues a step. Without a GPU: none."""
+    times = []
+    for _ in range(3 * STEPS if torch.cuda.is_available() else 0):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        wait()
+        torch.cuda._sleep(QUEUED_CYCLES)
+        start.record()
+        step()
+        end.record()
+        wait()
+        times.append(round(start.elapsed_time(end), 4))
+    return times
+
+
 def run(step: Callable[[], Any]) -> None:
     """Save the results of the first step, time further steps, and print the time and the count of timed configs as JSON."""
     results = [tensor.float().cpu() for tensor in _tensors(step())]
     if path := os.environ.get("FOREIGN_OUT"):
         torch.save(results, path)
     finite = all(bool(result.isfinite().all()) for result in results)
-    print(json.dumps({"step_ms": milliseconds(step), "timings": _timings, "results": len(results), "finite": finite}), flush=True)
+    found = {"step_ms": milliseconds(step), "gpu_ms": gpu_milliseconds(step)}
+    print(json.dumps(found | {"timings": _timings, "results": len(results), "finite": finite}), flush=True)
