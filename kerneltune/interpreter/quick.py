@@ -145,7 +145,7 @@ def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
     def repeated(scalar: Any, like: Any) -> Any:
         data = scalar.handle.data
-        handle = TensorHandle(np.full(tuple(like.type.shape), data, data.dtype), scalar.dtype)
+        handle = TensorHandle(np.broadcast_to(data, tuple(like.type.shape)), scalar.dtype)
         return tl.core.tensor(handle, like.type.with_element_ty(scalar.dtype))
 
     def broadcasted(left: Any, right: Any) -> Any:
@@ -231,7 +231,7 @@ def quick_operator(name: str, is_reflected: bool, operator: Callable[[Any, Any],
         operands = (data, handle.data) if is_reflected else (handle.data, data)
         if kind.name in checked and interpreter_builder.options.debug:
             exact = compute(*operands, dtype=np.int64)
-            if not _fits(exact, kind):
+            if not fits(exact, kind):
                 return operator(left, right)
             values = exact.astype(data.dtype)
         else:
@@ -265,7 +265,7 @@ def _moving(computed: Callable[[Any, Any], Any], operator: Callable[[Any, Any], 
     return moved
 
 
-def _fits(exact: Any, kind: Any) -> bool:
+def fits(exact: Any, kind: Any) -> bool:
     """Return whether all values, (…) int64, are values of an integer type."""
     if exact.size == 1:
         return bool(kind.get_int_min_value() <= exact.item() <= kind.get_int_max_value())
@@ -281,6 +281,6 @@ def _assert_no_overflow(left: Any, right: Any, operation: Callable[..., Any]) ->
 
     kind, name = left.type.scalar, operation.__name__
     if interpreter_builder.options.debug and kind.int_bitwidth < 64 and (kind.name != "uint32" or name == "sub"):
-        is_fitting = _fits(_CHECKED[name](left.handle.data, right.handle.data, dtype=np.int64), kind)
+        is_fitting = fits(_CHECKED[name](left.handle.data, right.handle.data, dtype=np.int64), kind)
         if not is_fitting:
             interpreter_builder.create_assert(False, f"int{kind.int_bitwidth} overflow detected for operation {name}")

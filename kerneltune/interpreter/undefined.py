@@ -36,6 +36,7 @@ from kerneltune.interpreter.kernel_code import bound_arguments, facts_of, floats
 from kerneltune.interpreter.last_elements import LastElements
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
+from kerneltune.interpreter.wrapping import require_unwrapped
 
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
@@ -382,6 +383,7 @@ class _Guard:
         at = addresses - np.uint64(region.first if region else 0)  # below the region, a difference wraps around
         mask = np.asarray(mask)  # of a block pointer, the memory of an array
         accessed = at if mask.all() else at[mask]
+        require_unwrapped(accessed, self._here)
         furthest = int(accessed.max()) if accessed.size else -item_size  # an empty tensor may be behind a mask of False
         if region is None or furthest > region.size - item_size:
             if region is None or (addresses >> np.uint64(REGION_BITS) != number + FIRST_REGION).any():
@@ -430,10 +432,8 @@ class _Guard:
         for size in reversed(self._grid):
             number, at = divmod(number, size)
             place.append(at)
-        if what == conflict.kind == "store":
-            accesses = "store different values to"
-        else:
-            accesses = f"{conflict.kind} and {what} without an order of"
+        are_stores = what == conflict.kind == "store"
+        accesses = "store different values to" if are_stores else f"{conflict.kind} and {what} without an order of"
         return KernelFaultError(
             f"two programs {accesses} {region.element(region.first + conflict.at)}: "
             f"program {places_text(reversed(place))}{conflict.line}; {self._program()}{line_of()}"
