@@ -6,16 +6,23 @@ python getter_table.py FOLDER FILE.json --model "Qwen3-30B-A3B in fp8" --commit 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from kerneltune.adopt.getter import read_spec
+from kerneltune.adopt.getter import operators, read_spec
+
+
+def entries_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the configs of the calls that were tuned last, with the evidence of their search."""
+    (file,) = folder.glob(f"configs/*/{operators(str(folder))[0].name}.json")
+    entries: list[dict[str, Any]] = json.loads(file.read_text())["entries"]
+    return entries
 
 
 def rows_of(folder: Path) -> list[dict[str, object]]:
     """Return a row for each searched call: times, paired speedup with its interval, the program's own config and the best."""
     own = {tuple(case.sizes.items()): case.own for case in read_spec(folder).cases}
-    (file,) = folder.glob("configs/*/*.json")
     rows = []
-    for entry in json.loads(file.read_text())["entries"]:
+    for entry in entries_of(folder):
         evidence, sizes = entry["evidence"], entry["axes"]
         is_faster = evidence.get("over_default", [1.0])[0] > 1
         config = own[tuple(sizes.items())] | (
@@ -39,11 +46,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     given = parser.parse_args()
     spec, results = read_spec(given.folder), json.loads(given.file.read_text())
-    (file,) = given.folder.glob("configs/*/*.json")
     sizes = {name: size for name, size in spec.cases[0].sizes.items() if name != "tokens"}
-    date = max(entry["evidence"]["date"] for entry in json.loads(file.read_text())["entries"])
+    date = max(entry["evidence"]["date"] for entry in entries_of(given.folder))
+    named = ",".join(f"{name}={value}" for name, value in spec.weights.fields.items()).replace(" ", "")
     model = {
-        "model": given.model, "sizes": sizes, "named": spec.named, "commit": given.commit, "seconds": int(given.seconds),
+        "model": given.model, "sizes": sizes, "named": named, "commit": given.commit, "seconds": int(given.seconds),
         "date": date, "rows": rows_of(given.folder),
     }  # fmt: skip
     results["models"] = [*(one for one in results["models"] if one["model"] != given.model), model]

@@ -1,10 +1,11 @@
 """Make the arguments of the expert layers of vLLM and SGLang, also with weights of fp8."""
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kerneltune.adopt.arguments import torch_dtype
 from kerneltune.errors import unknown
@@ -20,32 +21,60 @@ SIZES = ("tokens", "experts", "hidden", "inner", "top_k")
 ALL_EXPERTS = "all_experts"
 FP8 = "fp8_w8a8"
 """The engines' name of weights of e4m3 whose layer casts activations to e4m3."""
-FIELDS = ("dtype", "block_shape", "per_channel_quant")
-"""Fields of the names of tables, beside the sizes and the GPU."""
+_DTYPES = (FP8, "fp8_w8a16", "int8_w8a8", "int8_w8a16", "int4_w4a16", "float32")
+_NAMED = re.compile(r"dtype=(\w+)(?:,block_shape=\[([1-9]\d*), ?([1-9]\d*)\]|,per_channel_quant=(True))?")
 _SPREAD = 0.5
 """Deviation of the log of an expert's popularity: the busiest of 128 experts has about three times the mean."""
 _DEVIATION = 32
 """Deviation of fp8 weights: the largest, 448, is 14 times as large."""
 
 
-def name_fields(named: str) -> dict[str, Any]:
-    """Return the fields of a table's name by name, for example of `dtype=fp8_w8a8,block_shape=[128,128]`."""
-    if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
-        raise ValueError(f"named: {named!r}: expected fields such as dtype={FP8},block_shape=[128,128]")
-    fields = dict(re.findall(r"(\w+)=(\w+|\[.*?\])", named))
-    if other := fields.keys() - set(FIELDS):
-        raise unknown("named", min(other), FIELDS)
-    return {name: json.loads(text) if text.startswith("[") else text for name, text in fields.items()}
+class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Say how weights are quantized: the fields of a table's name beside the sizes and the GPU.
+
+    Attributes:
+        dtype: the engines' name of the element types; empty for weights that are not quantized.
+        block_shape: rows and columns of a block with a scale of its own; empty without blocks.
+        per_channel_quant: whether each row has a scale of its own.
+    """
+
+    dtype: str = ""
+    block_shape: list[int] = []
+    per_channel_quant: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Return whether weights and activations are multiplied in e4m3."""
+        return self.dtype == FP8
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the fields by name, without those of weights that are not quantized."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
+
+
+def named_weights(text: str) -> Weights:
+    """Return the weights of `--named`, for example of `dtype=fp8_w8a8,block_shape=[128,128]`."""
+    if not text:
+        return Weights()
+    if not (found := _NAMED.fullmatch(text)):
+        form = "dtype=NAME alone, with block_shape=[ROWS,COLUMNS] of 1 or more, or with per_channel_quant=True"
+        raise ValueError(f"named: {text!r}: expected {form}, such as dtype={FP8},block_shape=[128,128]")
+    dtype, rows, columns, is_per_channel = found.groups()
+    if dtype not in _DTYPES:
+        raise unknown("named: dtype", dtype, _DTYPES)
+    return Weights(dtype, [int(rows), int(columns)] if rows else [], is_per_channel is not None)
 
 
 def arguments(
-    names: Collection[str], sizes: Mapping[str, int], fields: Mapping[str, Any], dtype: str, device: str, seed: int
+    names: Collection[str], sizes: Mapping[str, int], quantized: Weights, dtype: str, device: str, seed: int
 ) -> dict[str, Any]:
     """Return activations, weights, and a routing to experts of different popularity, as trained routers have.
 
     Args:
         names: arguments that the function takes.
-        fields: fields of the table's name, which say how weights are quantized.
+        quantized: how weights are quantized.
     """
     import torch
 
@@ -65,7 +94,7 @@ def arguments(
     }
     made = {
         "hidden_states": normal(tokens, hidden, dtype=kind),
-        **(_in_fp8(weights, names, fields, options) if "dtype" in fields else weights),
+        **(_in_fp8(weights, names, quantized, options) if quantized.dtype else weights),
         "topk_weights": scores.softmax(-1),
         "topk_ids": ids.to(torch.int32),
     }
@@ -78,20 +107,19 @@ def arguments(
 
 
 def _in_fp8(
-    weights: "Mapping[str, Tensor]", names: Collection[str], fields: Mapping[str, Any], options: Mapping[str, Any]
+    weights: "Mapping[str, Tensor]", names: Collection[str], quantized: Weights, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return weights in e4m3 with float32 scales: one for each expert (E,), row (E, N, 1) or block (E, N / block, K / block)."""
     import torch
 
-    if fields["dtype"] != FP8:
-        raise ValueError(f"named: dtype={fields['dtype']}: expected {FP8}: else give a function that makes the call")
-    made: dict[str, Any] = {"use_fp8_w8a8": True} | {name: value for name, value in fields.items() if name == "block_shape"}
-    made |= {"per_channel_quant": True} if fields.get("per_channel_quant") == "True" else {}
+    if not quantized.is_fp8:
+        raise ValueError(f"named: dtype={quantized.dtype}: expected {FP8}: else give a function that makes the call")
+    made = {"use_fp8_w8a8": True, **{name: value for name, value in quantized.fields.items() if name != "dtype"}}
     for name, weight in weights.items():
         experts, rows, columns = weight.shape
-        block_rows, block_columns = fields.get("block_shape", (1, columns))
+        block_rows, block_columns = quantized.block_shape or (1, columns)
         of_parts = (experts, -(-rows // block_rows), -(-columns // block_columns))
-        scales = torch.rand(of_parts if made.keys() & {"block_shape", "per_channel_quant"} else (experts,), **options)
+        scales = torch.rand(of_parts if quantized.block_shape or quantized.per_channel_quant else (experts,), **options)
         deviation = columns**-0.5  # of the weight
         made[name] = weight.mul_(_DEVIATION / deviation).to(torch.float8_e4m3fn)
         made[f"{name}_scale"] = scales.add_(0.5).mul_(deviation / _DEVIATION)

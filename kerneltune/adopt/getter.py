@@ -7,6 +7,7 @@ and timed. `getter.json` of a folder names getter, call and sizes, from which an
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class GetterSpec(msgspec.Struct, frozen=True):
         digest: digest of the code of both functions.
         options: names of `ADDED_OPTIONS` that an override adds.
         defaults: options of a launch that gives none, on the GPU of `probe`.
-        named: further fields of a table's name, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
+        weights: how the weights of the calls are quantized; other weights are another operator.
     """
 
     getter: str
@@ -85,12 +86,7 @@ class GetterSpec(msgspec.Struct, frozen=True):
     digest: str = ""
     options: list[str] = []
     defaults: dict[str, int] = {}
-    named: str = ""
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of `named`, which say how an expert layer is quantized."""
-        return expert_layer.name_fields(self.named)
+    weights: expert_layer.Weights = expert_layer.Weights()
 
 
 def write_spec(root: Path, spec: GetterSpec) -> None:
@@ -230,13 +226,12 @@ def operators(folder: str) -> tuple[Op, ...]:
     by_sizes = {tuple(case.sizes.items()): case for case in spec.cases}
     owns = {sizes: spec.defaults | case.own for sizes, case in by_sizes.items() if case.own}
     knobs = dict.fromkeys([*(name for case in spec.cases for name in case.own), *spec.options], int)
-    block_k, is_fp8 = min(spec.fields.get("block_shape", [0])), spec.fields.get("dtype") == expert_layer.FP8
     kind = knob_class(f"Config_{spec.digest[:8]}", tuple(knobs.items()))
 
     def space(_case: Case) -> Space:
         """Return values around the own configs of all calls, or the values that the user gave."""
         own = {name: {config.get(name, 0) for config in owns.values()} for name in knobs}
-        around = {name: [value for size in own[name] for value in _around(name, size, is_fp8)] for name in knobs}
+        around = {name: [value for size in own[name] for value in _around(name, size, spec.weights)] for name in knobs}
         tried = {name: spec.space.get(name) or around[name] for name in knobs}
         return {name: tuple(sorted({*own[name], *tried[name]})) for name in knobs}
 
@@ -244,8 +239,9 @@ def operators(folder: str) -> tuple[Op, ...]:
         own = owns.get(case.axes, spec.defaults)
         return kind(**{name: own.get(name, 0) for name in knobs})
 
+    name = Path(spec.getter).name.replace(".py:", ".").replace(":", ".")
     op = Op(
-        name=f"{Path(spec.getter).name.replace('.py:', '.').replace(':', '.')}-{spec.digest[:8]}",
+        name="-".join([name, spec.digest[:8], *re.findall(r"\w+", str(spec.weights.fields))]),
         axes=tuple(spec.cases[0].sizes),
         free_axes=tuple(spec.cases[0].sizes),
         max_distance=0.0,  # a call keeps the program's config until its own search; the search begins at configs of near calls
@@ -254,11 +250,7 @@ def operators(folder: str) -> tuple[Op, ...]:
         reference=reference,
         compare=compare,
         traffic=lambda case: Traffic(by_sizes[case.axes].bytes, 0),
-        variants=(
-            Variant(
-                name=TUNED, run=run_call, config=kind, space=space, invalid=partial(_invalid, block_k, is_fp8), default=default
-            ),
-        ),
+        variants=(Variant(TUNED, run_call, config=kind, space=space, invalid=partial(_invalid, spec.weights), default=default),),
         module=__name__,
         origin=(folder,),
     )
@@ -271,10 +263,10 @@ def call_case(spec: GetterSpec, case: CallCase) -> Case:
     return Case(assignments(differing or case.sizes), tuple(case.sizes.items()), spec.dtype)
 
 
-def _around(name: str, own: int, is_fp8: bool) -> Iterator[int]:
+def _around(name: str, own: int, weights: expert_layer.Weights) -> Iterator[int]:
     """Yield the values of a knob that are tried beside a program's value; none for the splits of a sum, which need buffers.
 
-    is_fp8: whether weights are of fp8. The engines swap the operands of fp8 products, so that a block may have 8 rows.
+    The engines swap the operands of fp8 products, so that a block may have 8 rows.
     """
     if name == "num_stages":
         yield from _STAGES
@@ -282,22 +274,19 @@ def _around(name: str, own: int, is_fp8: bool) -> Iterator[int]:
         yield from _GROUPS
     elif own > 1 and not own & (own - 1) and not name.startswith("SPLIT"):
         sizes = (own // 2, own * 2) if name == "num_warps" else (own // 2, own * 2, own * 4)
-        least = 8 if is_fp8 and name.endswith("M") else _LEAST_BLOCK
+        least = 8 if weights.is_fp8 and name.endswith("M") else _LEAST_BLOCK
         yield from (size for size in sizes if size >= least or not name.startswith("BLOCK"))
 
 
-def _invalid(block_k: int, is_fp8: bool, case: Case, config: Config) -> str | None:
-    """Return the reason why a product's blocks M x N x K fit no GPU, or repeat another config, or None.
-
-    block_k: depth to which the host cuts blocks, as deep as a block of scales; 0 for none.
-    """
+def _invalid(weights: expert_layer.Weights, case: Case, config: Config) -> str | None:
+    """Return the reason why a product's blocks M x N x K fit no GPU, or repeat another config, or None."""
     knobs = {**DEFAULTS, **knobs_of(config)}
     m, n, k = (next((size for name, size in knobs.items() if name.startswith("BLOCK") and name[-1] == side), 0) for side in "MNK")
     if m * n > _ACCUMULATORS * 32 * knobs["num_warps"]:
         return "more elements of the result than registers"
-    if k > (block_k or k):
+    if k > min(weights.block_shape, default=k):
         return "a deeper block than a block of scales, to which the host cuts it"
-    itemsize = 1 if is_fp8 else torch_dtype(case.dtype).itemsize
+    itemsize = 1 if weights.is_fp8 else torch_dtype(case.dtype).itemsize
     shared_bytes = (m + n) * k * itemsize * (knobs["num_stages"] - 1)
     return "more shared memory than a program has" if shared_bytes > _SHARED_BYTES else None
 
@@ -325,7 +314,7 @@ def make_call(
     ) and not takes_any:
         raise ValueError(f"call: size {unknown[0]}: the function takes none: expected one of {', '.join(names)}")
     if takes_tensors:
-        return partial(maker, **expert_layer.arguments(parameters, sizes, spec.fields, spec.dtype, device, seed))
+        return partial(maker, **expert_layer.arguments(parameters, sizes, spec.weights, spec.dtype, device, seed))
     arguments = {**sizes, "dtype": torch_dtype(spec.dtype), "device": device, "seed": seed}
     for name, one in parameters.items():
         if name not in arguments and one.default is one.empty:

@@ -108,17 +108,17 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune.adopt.expert_layer import name_fields
+    from kerneltune.adopt.expert_layer import named_weights
     from kerneltune.adopt.getter import GetterSpec, call_case, write_spec
     from kerneltune.adopt.getter_tuning import TunedCall, tune_getter
 
-    name_fields(table.named)  # raises early
+    weights = named_weights(table.named)
     loading.require_writable(out)
     device.select_backend()
     cases = _called_here(_call_cases(sizes, table), not sizes.tokens and bool(sizes.model or table.export))
     began = time.monotonic()
     values = read_integers(space) if space else {}
-    spec = _probed(GetterSpec(getter, call, str(Path.cwd()), dtype, cases, values, named=table.named), space)
+    spec = _probed(GetterSpec(getter, call, str(Path.cwd()), dtype, cases, values, weights=weights), space)
     write_spec(out, spec)
     table.texts([TunedCall(case, case.own) for case in spec.cases])  # raises early
     names = [call_case(spec, case).name for case in spec.cases]

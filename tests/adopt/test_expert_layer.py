@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_getter import spec_of
 
-from kerneltune.adopt.expert_layer import expert_sizes
+from kerneltune.adopt.expert_layer import expert_sizes, named_weights
 from kerneltune.adopt.getter import make_call
 from kerneltune.workloads.model_config import read
 
@@ -100,3 +100,21 @@ def test_expert_layer_with_a_quantization_that_its_call_does_not_take_raises(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_call(spec_of("bfloat16", named), call, {"tokens": 1, "experts": 2, "hidden": 8, "inner": 8, "top_k": 1}, "cpu")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "fp8", "dtyp=x", "dtype=", "block_shape=[128,128]", "dtype=fp8_w8a8,block_shape=128", "dtype=fp8_w8a8,block_shape=[128]",
+        "dtype=fp8_w8a8,block_shape=[128,0]", "dtype=fp8_w8a8,per_channel_quant=maybe", "dtype=fp8_w8a8,dtype=fp8_w8a8",
+        "dtype=fp8_w8a8,block_shape=[128,128],per_channel_quant=True",
+    ],
+)  # fmt: skip
+def test_named_weights_of_another_form_raise(named: str) -> None:
+    with pytest.raises(ValueError, match=rf"^named: {re.escape(repr(named))}: expected dtype=NAME alone, with block_shape=\["):
+        named_weights(named)
+
+
+def test_named_weights_of_an_unknown_type_raise() -> None:
+    with pytest.raises(ValueError, match=r"^named: dtype: 'fp8_w8a9': did you mean fp8_w8a8\? expected one of fp8_w8a8, "):
+        named_weights("dtype=fp8_w8a9,block_shape=[128,128]")

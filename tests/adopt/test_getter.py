@@ -19,6 +19,7 @@ from fake_gpu import Bench
 from typer.testing import CliRunner
 from warm_python import python
 
+from kerneltune.adopt.expert_layer import named_weights
 from kerneltune.adopt.getter import (
     CallCase,
     GetterSpec,
@@ -68,7 +69,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(dtype: str, named: str = "") -> GetterSpec:
-    return GetterSpec("", "", "", dtype, [], named=named)
+    return GetterSpec("", "", "", dtype, [], weights=named_weights(named))
 
 
 def facts_of(tokens: Sequence[int], **fields: Any) -> GetterSpec:
@@ -215,11 +216,7 @@ def test_getter_command_with_a_bad_function_fails_with_one_line(message: str, tm
         ((f"{EXAMPLE}:get_config", "--size", "4"), "size: '4': expected NAME=N1,N2"),
         ((f"{EXAMPLE}:get_config", "--tokens", "1", "--tp", "2"), "tp, ep: expected with --model"),
         ((f"{EXAMPLE}:get_config", "--tokens", "1"), "call: size experts: missing: give --model FILE or --size experts=VALUE"),
-        ((f"{EXAMPLE}:get_config", "--tokens", "1", "--named", "fp8"), "named: 'fp8': expected fields such as dtype=fp8_w8a8"),
-        (
-            (f"{EXAMPLE}:get_config", "--tokens", "1", "--named", "dtyp=x"),
-            "named: 'dtyp': did you mean dtype?",
-        ),
+        (("get_config", "--tokens", "1", "--named", "fp8"), "named: 'fp8': expected dtype=NAME alone, with block_shape="),
         (
             (f"{EXAMPLE}:get_config", *ALL_SIZES, "--dtype", "bf17"),
             "dtype: 'bf17': expected the name of an element type of torch",
@@ -407,6 +404,43 @@ def test_getter_command_keeps_unbeaten_own_configs_and_writes_a_table_of_all_key
     fused_moe.table.cache_clear()
 
 
+LAYER = """
+def get_config(): return {"BLOCK_SIZE_M": 16}
+def case(tokens, experts, inner): return lambda: torch.ones(1) * len(get_config())
+"""
+
+
+def test_getter_runs_of_other_weights_into_one_folder_have_their_own_configs(
+    tmp_path: Path, h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    class BenchOfWeights(GetterBench):
+        """Times blocks of 64 rows as fastest with weights of fp8, and of 32 rows otherwise."""
+
+        def time_us(self, task: Task, config: Any) -> float:
+            measured.append(task.op.name)
+            return 10.0 + abs(float(np.log2(config.BLOCK_SIZE_M / (64 if "fp8" in task.op.name else 32))))
+
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", BenchOfWeights)
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.ENGINE_TOKENS", (1, 2))
+    file = program(tmp_path, LAYER)
+    out = tmp_path / "out"
+    options = ["--call", f"{file}:case", "--size=experts=4", "--size=inner=32", "--policy", "hot", "--out", str(out)]
+    for named, rows in (("", 32), ("dtype=fp8_w8a8", 64), ("", 32), ("dtype=fp8_w8a8,block_shape=[64, 64]", 64)):
+        measured.clear()
+        words = [f"{file}:get_config", *options, "--named", named, "--export", "vllm"]
+        result = CliRunner().invoke(app, ["adopt", "getter", *words])
+        assert result.exit_code == 0, result.stderr
+        fields = f",{named}" if named else ""
+        table = json.loads((out / f"E=4,N=32,device_name=NVIDIA_H200{fields.replace(' ', '')}.json").read_text())
+        assert [row["BLOCK_SIZE_M"] for row in table.values()] == [rows, rows]
+    assert measured
+    measured.clear()
+    assert CliRunner().invoke(app, ["adopt", "getter", *words]).exit_code == 0
+    assert measured == []  # the second run takes what is there
+
+
 def test_getter_export_without_sizes_of_a_table_fails_before_it_checks(
     tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,7 +505,7 @@ def test_getter_table_on_a_gpu_has_no_slower_row(tmp_path: Path) -> None:
 
 def test_blocks_of_fp8_may_have_eight_rows_and_are_no_deeper_than_a_block_of_scales(tmp_path: Path) -> None:
     own = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "num_stages": 4}
-    spec = facts_of((1,), dtype="bfloat16", named="dtype=fp8_w8a8,block_shape=[128,128]")
+    spec = facts_of((1,), dtype="bfloat16", weights=named_weights("dtype=fp8_w8a8,block_shape=[128,128]"))
     write_spec(tmp_path, msgspec.structs.replace(spec, cases=[msgspec.structs.replace(spec.cases[0], own=own)]))
     (op,) = operators(str(tmp_path))
     case = call_case(read_spec(tmp_path), read_spec(tmp_path).cases[0])
