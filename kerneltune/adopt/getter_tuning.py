@@ -9,6 +9,7 @@ from typing import Any
 
 from kerneltune import device
 from kerneltune.adopt import getter
+from kerneltune.adopt.expert_layer import Weights
 from kerneltune.adopt.tuning import SearchResult, search_results, search_tasks
 from kerneltune.plan import Options
 from kerneltune.progress import Progress
@@ -82,35 +83,38 @@ ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 
 """Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
 
 
-def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named: str = "") -> dict[str, str]:
+_TABLES = (
+    (("tokens", "N", "K"), dict.fromkeys(("vllm", "sglang"), "N={N},K={K},device_name={gpu}{fields}.json")),
+    (("tokens", "experts", "inner"), {
+        "vllm": "E={experts},N={inner},device_name={family}{fields}.json",
+        "sglang": "configs/triton_{triton}/E={experts},N={inner},device_name={gpu}{fields}.json",
+    }),
+)  # fmt: skip
+"""Sizes of a linear and of an expert layer, and the paths of their tables. `family`: one name for all cards like an H200."""
+
+
+def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], weights: Weights) -> dict[str, str]:
     """Return the tables of `vllm` or `sglang`, by the path below the folder that the engine is given.
 
-    Calls with sizes `N` and `K` are of a linear layer, whose tables the engines read from a folder of their package; other
-    calls are of an expert layer.
+    The engines read tables of linear layers from a folder of their package.
 
     Args:
         gpu_name: name of the GPU as the driver gives it.
         calls: calls of all keys, with the author's configs where nothing was gained.
-        named: further fields of the names, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
+        weights: how the weights of the calls are quantized.
     """
-    is_linear = any({"N", "K"} <= call.case.sizes.keys() for call in calls)
-    needed = ("tokens", "N", "K") if is_linear else ("tokens", "experts", "inner")
-    gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""
-    if engine == "sglang":
-        fields = re.sub(r"(?<=\d),(?=\d)", ", ", fields)
-        folder = "" if is_linear else f"configs/triton_{device.versions()['triton'].replace('.', '_')}/"
-    else:
-        gpu = re.sub(r"[\s/]+", "_", gpu_name)
-        if "H200" in gpu.split("_") and not is_linear:
-            gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
+    needed, paths = next((kind for kind in _TABLES if any(set(kind[0]) <= set(call.case.sizes) for call in calls)), _TABLES[-1])
+    gpu, fields = gpu_name.replace(" ", "_"), "".join(f",{name}={value}" for name, value in weights.fields.items())
+    if engine == "vllm":  # it gives weights with a scale for each row and for each expert one name
+        gpu, fields = re.sub(r"[\s/]+", "_", gpu_name), fields.replace(" ", "").replace(",per_channel_quant=True", "")
+    names = {"gpu": gpu, "family": "NVIDIA_H200" if "H200" in gpu.split("_") else gpu, "fields": fields}
+    names["triton"] = device.versions()["triton"].replace(".", "_")
     tables: dict[str, dict[str, dict[str, int]]] = {}
     for call in sorted(calls, key=lambda call: call.case.sizes.get("tokens", 0)):
-        if lacking := [name for name in needed if name not in call.case.sizes]:
-            raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
         sizes = call.case.sizes
+        if lacking := [name for name in needed if name not in sizes]:
+            raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
         if not call.config:
             raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.case.problem}")
-        layer = f"N={sizes['N']},K={sizes['K']}" if is_linear else f"E={sizes['experts']},N={sizes['inner']}"
-        path = f"{folder}{layer},device_name={gpu}{fields}.json"
-        tables.setdefault(path, {})[str(sizes["tokens"])] = dict(call.config)
+        tables.setdefault(paths[engine].format_map(sizes | names), {})[str(sizes["tokens"])] = dict(call.config)
     return {path: json.dumps(rows, indent=4) + "\n" for path, rows in tables.items()}

@@ -23,6 +23,7 @@ from kerneltune.yaml_fields import read_integers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kerneltune.adopt.expert_layer import Weights
     from kerneltune.adopt.getter import CallCase, GetterSpec
     from kerneltune.adopt.getter_tuning import TunedCall
 
@@ -79,11 +80,11 @@ class EngineTable:
         str, o.option("--named", "FIELDS", "Kind of weights, for the table's name: dtype=fp8_w8a8,block_shape=[128,128].")
     ] = ""
 
-    def texts(self, calls: "Sequence[TunedCall]") -> dict[str, str]:
+    def texts(self, calls: "Sequence[TunedCall]", weights: "Weights") -> dict[str, str]:
         """Return the tables of calls by path; none where no engine is named."""
         from kerneltune.adopt.getter_tuning import engine_tables
 
-        return engine_tables(self.export, device.current().name, calls, self.named) if self.export else {}
+        return engine_tables(self.export, device.current().name, calls, weights) if self.export else {}
 
 
 @app.command("getter")
@@ -120,7 +121,7 @@ def getter_command(
     values = read_integers(space) if space else {}
     spec = _probed(GetterSpec(getter, call, str(Path.cwd()), dtype, cases, values, weights=weights), space)
     write_spec(out, spec)
-    table.texts([TunedCall(case, case.own) for case in spec.cases])  # raises early
+    table.texts([TunedCall(case, case.own) for case in spec.cases], weights)  # raises early
     names = [call_case(spec, case).name for case in spec.cases]
     if not device.current().is_gpu:
         return _check_calls(out, names, spec.cases, table.export is not None)
@@ -131,7 +132,7 @@ def getter_command(
     with Reporter() as progress:
         calls = tune_getter(out, options, progress)
     _show_calls(names, calls, time.monotonic() - began)
-    for path, text in table.texts(calls).items():
+    for path, text in table.texts(calls, weights).items():
         deliver(text, out / path)
     if not any(call.evidence for call in calls):
         raise typer.Exit(1)

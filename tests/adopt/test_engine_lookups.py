@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import triton
 
+from kerneltune.adopt.expert_layer import named_weights
 from kerneltune.adopt.getter import CallCase
 from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, engine_tables
 
@@ -85,7 +86,7 @@ def exported(engine: str, gpu: str, named: str, folder: Path) -> Mapping[int, Ma
     configs = {tokens: {"BLOCK_SIZE_M": 16 + tokens, "num_warps": 4} for tokens in ENGINE_TOKENS}
     sizes = {"experts": EXPERTS, "hidden": HIDDEN, "inner": INNER, "top_k": 2}
     calls = [TunedCall(CallCase({"tokens": tokens, **sizes}), config) for tokens, config in configs.items()]
-    for path, text in engine_tables(engine, gpu, calls, named).items():
+    for path, text in engine_tables(engine, gpu, calls, named_weights(named)).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     return configs
@@ -96,7 +97,8 @@ def exported(engine: str, gpu: str, named: str, folder: Path) -> Mapping[int, Ma
     "gpu", ["NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX PRO 6000 Blackwell / MIG"]
 )
 @pytest.mark.parametrize(("named", "dtype", "block_shape"), [
-    ("", None, None), ("dtype=fp8_w8a8", "fp8_w8a8", None), ("dtype=fp8_w8a8,block_shape=[128,128]", "fp8_w8a8", [128, 128]),
+    ("", None, None), ("dtype=fp8_w8a8", "fp8_w8a8", None), ("dtype=fp8_w8a8,per_channel_quant=True", "fp8_w8a8", None),
+    ("dtype=fp8_w8a8,block_shape=[128,128]", "fp8_w8a8", [128, 128]),
 ])  # fmt: skip
 def test_engine_finds_the_config_of_every_key(
     engine: str,
@@ -109,8 +111,11 @@ def test_engine_finds_the_config_of_every_key(
 ) -> None:
     configs = exported(engine, gpu, named, tmp_path)
     shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    options: dict[str, Any] = {"block_shape": block_shape}
+    if engine == "sglang":
+        options["per_channel_quant"] = "per_channel_quant" in named
     for tokens, config in configs.items():
-        assert look_up(*shapes, 2, dtype, tokens, block_shape=block_shape) == config
-    assert look_up(*shapes, 2, dtype, 3000, block_shape=block_shape) == configs[3072]
+        assert look_up(*shapes, 2, dtype, tokens, **options) == config
+    assert look_up(*shapes, 2, dtype, 3000, **options) == configs[3072]
     with pytest.raises(AssertionError, match="the engine takes its default"):
-        look_up((4, 2 * INNER, HIDDEN), (4, HIDDEN, INNER), 2, dtype, 1, block_shape=block_shape)
+        look_up((4, 2 * INNER, HIDDEN), (4, HIDDEN, INNER), 2, dtype, 1, **options)
