@@ -38,7 +38,10 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     _poison(replay, stored, written)
     if any(replay.guard_bytes):
         _run(replay, stored)
-        replay.guard_contents = [guard.clone() for guard in replay.guards()]
+        replay.guard_contents = [guard.clone() for guard in replay.guards(replay.storages)]
+        _run(replay, stored)
+        pairs = zip(replay.guard_contents, replay.guards(replay.storages), strict=True)
+        replay.guard_noise = [difference(first, again)[0] for first, again in pairs]
     replay.restore()
     if reference is not None:
         _use_reference(replay, reference, written)
@@ -175,18 +178,31 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
     for name, tensor in {**_tensors(replay.named), **outputs}.items():
         if name in replay.expected:
             expected = replay.expected[name]
-            if replay.tolerance is not None:
-                text = "; ".join(line.removeprefix(f"{name}: ") for line in close(name, tensor, expected, *replay.tolerance))
-            else:
-                noise = replay.noise.get(name, 0.0)
-                text = disagreement(expected, tensor, noise, replay.launch_class.dtypes, replay.has_reference)
-            if text:
+            if text := _difference(replay, expected, tensor, replay.noise.get(name, 0.0), replay.has_reference):
                 lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:
             lines.append(f"{name}: is written, which the author's first config does not do")
-    if not all(map(torch.equal, replay.guard_contents, replay.guards())):
-        lines.append("memory behind the arguments is written, unlike by the author's first config")
+    guards, before = replay.guards(replay.storages), replay.guards(replay.before or ())
+    for found, earlier_guard, expected, noise in zip(guards, before, replay.guard_contents, replay.guard_noise, strict=False):
+        if _has_same_bytes(found, expected):
+            continue
+        if _has_same_bytes(expected, earlier_guard):
+            lines.append("memory behind the arguments is written, unlike by the author's first config")
+        elif text := _difference(replay, expected, found, noise, has_reference=False):
+            lines.append(f"memory behind the arguments: {text}")
     return lines
+
+
+def _difference(replay: Replay, expected: torch.Tensor, found: torch.Tensor, noise: float, has_reference: bool) -> str:
+    """Return how a result differs, by the author's tolerance or else as `disagreement` does; empty if it agrees."""
+    if replay.tolerance is not None:
+        return "; ".join(line.removeprefix(": ") for line in close("", found, expected, *replay.tolerance))
+    return disagreement(expected, found, noise, replay.launch_class.dtypes, has_reference)
+
+
+def _has_same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bytes; NaN of other bits differ."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _unwritten(expected: torch.Tensor, found: torch.Tensor, before: torch.Tensor) -> str:

@@ -285,6 +285,7 @@ class Replay:
         expected: by argument, the contents after a launch of the author's first config, or the values of the author's reference.
         noise: by argument, the relative difference between launches of the first config, root mean square.
         guard_contents: contents of the guard of each storage after a launch of the first config.
+        guard_noise: for each guard, the relative difference between launches of the first config, root mean square.
         has_reference: whether `expected` holds the values of the author's reference.
         tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
     """
@@ -297,13 +298,20 @@ class Replay:
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
     guard_contents: list[torch.Tensor] = field(default_factory=list)
+    guard_noise: list[float] = field(default_factory=list)
     has_reference: bool = False
     tolerance: tuple[float, float] | None = None
     _prepared: dict[StoredConfig, Callable[[], Any]] = field(default_factory=dict)
 
-    def guards(self) -> list[torch.Tensor]:
-        """Return the bytes behind the arguments of each storage."""
-        return [storage[storage.numel() - size :] for storage, size in zip(self.storages, self.guard_bytes, strict=True)]
+    def guards(self, storages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the memory behind the arguments of each storage: floating-point values where all arguments are, else bytes."""
+        guards = []
+        for number, (storage, size) in enumerate(zip(storages, self.guard_bytes, strict=True)):
+            kind, *others = {torch_dtype(view.dtype) for view in views(self.launch_class.arguments, number)}
+            is_whole = not (storage.numel() % kind.itemsize or size % kind.itemsize)
+            has_elements = kind.is_floating_point and not others and is_whole
+            guards.append(storage[storage.numel() - size :].view(kind if has_elements else torch.uint8))
+        return guards
 
     def restore(self) -> None:
         """Restore the contents that launches have changed."""

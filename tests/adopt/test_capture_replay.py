@@ -71,6 +71,18 @@ def picked(x_ptr, y_ptr, row, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + row * N + places, mask=mask), mask=mask)
 
 
+@triton.autotune(configs=configs(32, 64, 128), key=["N"])
+@triton.jit
+def summed(x_ptr, y_ptr, ROWS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum each row of x (ROWS, N) by blocks into y (ROWS,), a row behind the other; twice the last row with blocks of 128."""
+    for row in range(ROWS):
+        total = 0.0
+        for start in range(0, N, BLOCK):
+            total += tl.sum(tl.load(x_ptr + row * N + start + tl.arange(0, BLOCK)))
+        wrong: tl.constexpr = BLOCK // 128
+        tl.store(y_ptr + row, (total * (1 + wrong * (row // (ROWS - 1)))).to(y_ptr.dtype.element_ty))
+
+
 def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Replay, list[dict[str, Any]]]:
     """Capture a launch of a kernel; returns its arguments made anew, and the author's configs."""
     startup.capture(folder)
@@ -138,6 +150,22 @@ def test_replay_has_the_memory_behind_the_first_row_of_a_buffer(tmp_path: Path) 
         assert wrong_results(launch, {}) == lines
     meta = make_replay(launch.launch_class, tmp_path, "meta", 0)
     assert meta.named["x_ptr"].untyped_storage().nbytes() >= 400 * 4
+
+
+@pytest.mark.parametrize(("dtype", "wrong_line"), [(torch.float32, "differs by"), (torch.int32, "integers differ")])
+def test_sums_in_another_order_behind_an_argument_agree(tmp_path: Path, dtype: torch.dtype, wrong_line: str) -> None:
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) + (3 if dtype.is_floating_point else 3000)
+    launch, (first, other_order, wrong) = replayed(tmp_path, summed, x, torch.zeros(4, dtype=dtype)[:2], 4, 128)
+    learn(launch, first)
+    launch.restore()
+    launch.run(other_order)
+    is_equal = torch.equal(launch.guards(launch.storages)[1].view(dtype), launch.guard_contents[1].view(dtype))
+    assert is_equal == (not dtype.is_floating_point)
+    assert wrong_results(launch, {}) == []
+    launch.restore()
+    launch.run(wrong)
+    (line,) = wrong_results(launch, {})
+    assert line.startswith("memory behind the arguments: ") and wrong_line in line
 
 
 def test_replay_of_tensors_without_elements_launches(tmp_path: Path) -> None:
