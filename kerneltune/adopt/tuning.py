@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ from kerneltune.search.loop import times_of
 from kerneltune.search.trials import TrialStore, open_store
 from kerneltune.spec import Config
 from kerneltune.stats import ratio_interval
-from kerneltune.task import Evaluation, Run, Task
+from kerneltune.task import Evaluation, Run, Task, is_outdated, is_stale
+from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
 from kerneltune.tune.session import TuningSession
@@ -51,6 +53,8 @@ _MOST_CONFIGS = 4
 """Configs of a row: the chosen config and the configs that a launch may fall back to."""
 _COLD_BYTES = 1 << 20
 """Bytes of arguments below which a class is timed with a hot L2: a cold L2 would need hundreds of sets of arguments."""
+_FORCED = "forced"
+"""File in a capture: the date when a search of all classes began, until the search has ended."""
 LEAST_GAIN = 1.03
 """Least speedup by a class's own config at which the table's key gets the sizes that the author's key omits."""
 
@@ -141,28 +145,44 @@ def tune_capture(
     chosen, reasons = _chosen(capture, share, device.current().slug)
     options = Options(workers=workers, retune="all" if force else "")
     until = began + budget_s if budget_s else math.inf
-    if tried := probe_blocks(capture, chosen, options, progress, began + budget_s / 2 if budget_s else math.inf):
+    if probe_blocks(capture, chosen, options, progress, began + budget_s / 2 if budget_s else math.inf):
         capture = read_capture(root)
         by_digest = {launch_class.digest: launch_class for launch_class in capture.classes}
         chosen = [by_digest[launch_class.digest] for launch_class in chosen]
     tasks = _tasks(capture, chosen)
     cache.use_root(root / "configs")
-    again = [task for of, task in zip(chosen, tasks, strict=True) if of.digest in tried and task.own_entry()]
-    sweep = write_capture_sweep(capture)
-    search_tasks(root, FAMILY, sweep, tasks, options, progress, until)
+    sweep, forced = write_capture_sweep(capture), root / _FORCED
+    if force and not forced.is_file():  # else an earlier command was interrupted
+        replace_text(forced, datetime.now(UTC).isoformat(timespec="seconds"))
+    since = forced.read_text(encoding="utf-8") if force else ""
+    due = [task for task in tasks if _is_due(task, since)]
+    again = [] if force else [task for task in due if task.own_entry()]
+    if len(due) < len(tasks) and force:
+        progress.note(f"the --force of {since} goes on: {len(due)} of {counted(len(tasks), 'class', 'classes')} left")
+    search_tasks(root, FAMILY, sweep, due if force else tasks, options, progress, until)
     if again and time.monotonic() < until:  # searched before their blocks were tried
         search_tasks(root, FAMILY, sweep, again, replace(options, retune="all"), progress, until)
-    missing = [task for task in tasks if task.own_entry() is None]
-    if missing and time.monotonic() >= until:
-        more_s = sum(expected_work(task, options).seconds + _CLASS_S for task in missing)
+    left = [task for task in due if _is_due(task, since)]
+    if left and time.monotonic() >= until:
+        more_s = sum(expected_work(task, options).seconds + _CLASS_S for task in left)
         needed = f"the command again takes about {max(more_s, 1):.0f} s more"
-        progress.note(f"the budget of {budget_s:g} s is used: {counted(len(missing), 'class', 'classes')} left: {needed}")
+        progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
+    elif force:
+        forced.unlink()
     tuned, without_config = _collect(capture)
     table = _table(tuned)
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
     skipped = _skipped(capture, without_config | reasons)
     return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
+
+
+def _is_due(task: Task, since: str) -> bool:
+    """Return whether a class has no config, was searched before its blocks were tried, or before a date, or with other code."""
+    if (own := task.own_entry()) is None or own.entry.evidence.get("trials", 0) < len(checked_space(task)):
+        return True
+    is_early = own.entry.evidence.get("date", "") < since
+    return bool(since) and (is_early or is_stale(task.variant, own.entry) or is_outdated(task.variant, own.entry))
 
 
 def search_tasks(
@@ -198,11 +218,11 @@ def search_results(root: Path, tasks: Sequence[Task]) -> Iterator[SearchResult]:
 
 def probe_blocks(
     capture: Capture, classes: Sequence[LaunchClass], options: Options, progress: Progress, until: float = math.inf
-) -> set[str]:
+) -> bool:
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
     A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by the
-    block. Write the verdicts beside the classes, and return the digests of the classes that have a new verdict.
+    block. Write the verdicts beside the classes, and return whether a block was to be tried.
 
     until: time of the monotonic clock in s, after which no further block is tried.
     """
@@ -214,9 +234,8 @@ def probe_blocks(
         for name in launch_class.candidates[0].config.kwargs
         if name not in blocks.get(launch_class.digest, {})
     ]
-    tried_classes = set[str]()
     if not untried:
-        return tried_classes
+        return False
     progress.stage("try blocks", len(untried))
     with TuningSession(options) as session:
         trials = [
@@ -229,10 +248,9 @@ def probe_blocks(
                 progress.note("half of the budget is used: blocks that were not tried yet keep the program's value")
                 break
             blocks.setdefault(launch_class.digest, {})[name] = _why_coupled(session.worker, name, tried)
-            tried_classes.add(launch_class.digest)
             progress.advance(f"{launch_class.label}: {name}")
     write_blocks(capture.root, blocks)
-    return tried_classes
+    return True
 
 
 def _other_values(launch_class: LaunchClass, task: Task, name: str) -> Iterator[tuple[int, Run]]:

@@ -18,6 +18,7 @@ from adopted import captured, example, of_kernel, run_python
 from fake_gpu import Bench
 from typer.testing import CliRunner
 
+from kerneltune import cache
 from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, META, VALUES, read_class
 from kerneltune.adopt.operators import TUNED, case_of, operators
@@ -368,6 +369,17 @@ def test_tune_out_of_time_names_classes_that_it_did_not_reach(tmp_path: Path, h2
     assert [one.launch_class.sizes["M"] for one in outcome.tuned] == [64]
     assert outcome.skipped == [("row_sum 4x96 float32 M=4 N=96", "not reached: run the command again")]
     assert [len(tune_capture(tmp_path, Progress()).tuned)] == [2]
+
+
+def test_force_out_of_time_goes_on_with_the_classes_that_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96), (8, 96), (64, 384))
+    tune_capture(tmp_path, Progress())
+    (file,) = (tmp_path / "configs").glob("*/*.json")
+    file.write_text(re.sub('"date": ?"[^"]*"', '"date": "2026-01-01T00:00:00+00:00"', file.read_text()))
+    for num_early in (2, 1, 0):
+        cache.clear()
+        tune_capture(tmp_path, Progress(), budget_s=1e-9, force=True)
+        assert file.read_text().count("2026-01-01") == num_early
 
 
 def test_tune_of_a_capture_of_another_gpu_skips_its_classes(
