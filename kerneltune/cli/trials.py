@@ -4,7 +4,7 @@ import statistics
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from kerneltune import device
 from kerneltune.cli import loading
@@ -33,7 +33,7 @@ def command(
     variant: o.VariantName = "optimized",
     policy: o.PolicyName = None,
     gpu: o.Gpu = None,
-    results: o.Results = None,
+    results: Annotated[Path | None, o.option("--results", "DIR", "Folder of the records; a capture has its own.")] = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases.
 
@@ -42,7 +42,7 @@ def command(
     file = family
     if capture := loading.capture_folder(family):
         o.use_capture(capture)
-        file = str(Path(capture, "sweep.yaml"))
+        file, results = str(Path(capture, "sweep.yaml")), results or Path(capture, "results")
     plan = loading.make_plan(file, replace(selection, variants=(variant,)), policy=policy, results=results)
     gpu = gpu or device.current().slug
     searches_by_title = searches_of(plan, gpu)

@@ -317,7 +317,7 @@ def test_dry_run_says_once_why_launches_of_a_kernel_are_not_tuned(tmp_path: Path
 
 
 def test_trials_of_the_folder_of_a_capture_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERNELTUNE_RESULTS", str(tmp_path / "results"))  # else the command sets it for later tests, too
+    monkeypatch.setenv("KERNELTUNE_RESULTS", str(tmp_path / "others"))  # `tune` of a capture does not read it
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path / "configs"))
     launch = captured(tmp_path, pattern="row_sum").classes[0]
     file = write_capture_sweep(read_capture(tmp_path))
@@ -330,6 +330,7 @@ def test_trials_of_the_folder_of_a_capture_are_shown(tmp_path: Path, monkeypatch
     store = TrialStore(trials_file(tmp_path / "results", "interpreter", op.name), "")
     store.put(Task(op, case, variant), variant.default_config(case), Evaluation("passed", 5.0))
     assert run("trials", tmp_path).stdout.startswith(f"{op.name} {TUNED} none: 1 case, 1 trial (1 passed)\n")
+    assert f"no trials of {tmp_path} in" in run("trials", tmp_path, "--results", tmp_path / "others").stdout
 
 
 def test_captured_kernels_are_operators_of_other_commands(tmp_path: Path) -> None:
