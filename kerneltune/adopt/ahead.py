@@ -23,6 +23,8 @@ from typing import Any
 import msgspec
 
 from kerneltune.adopt.folder import read_json, replaced_folder
+from kerneltune.adopt.program import warn_once
+from kerneltune.wording import counted
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
@@ -38,35 +40,48 @@ def entry_name(digest: str) -> str:
 def copy_entries(source: Path, target: Path, names: Iterable[str] | None = None) -> int:
     """Copy compiled kernels that the target lacks between Triton's disk cache and a tuned folder, and return their number.
 
+    Entries that lack a file are left out, because Triton would launch nothing; a line counts them.
+
     names: names of entries, see `entry_name`; None for all entries of the source.
-    """
-    listed = [source / name for name in names or ()]
-    if names is None and source.is_dir():
-        listed = sorted(source.iterdir())
-    return sum(_copy(entry, target / entry.name) for entry in listed if entry.is_dir())
-
-
-def _copy(entry: Path, target: Path) -> bool:
-    """Copy an entry, whole or not at all; its paths become paths of the target. Return False if the target has the entry.
 
     Raises:
-        OSError: the target cannot be written, or the entry is none of Triton's.
+        OSError: the target cannot be written.
     """
-    if target.is_dir() and any(target.glob(f"{_GROUP}*")):
-        return False
+    listed = source.glob("[!.]*") if names is None else (source / name for name in names)
+    lacking = [entry for entry in sorted(listed) if entry.is_dir() and not _is_whole(target / entry.name)]
+    whole = list(filter(_is_whole, lacking))
+    for entry in whole:
+        _copy(entry, target / entry.name)
+    if damaged := len(lacking) - len(whole):
+        kernels = counted(damaged, "compiled kernel")
+        warn_once(f"{source}: {kernels} without all files, such as .cubin: Triton compiles anew")
+    return len(whole)
+
+
+def _files_of(group: Path) -> set[str]:
+    """Return the names of the data files that an entry's list of files names."""
+    paths = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+    return {name for name in paths if Path(name).name == name and Path(name).suffix in _DATA}
+
+
+def _is_whole(entry: Path) -> bool:
+    """Return whether an entry is Triton's and has all its data files; a folder that Triton is writing has no list of files."""
+    groups = list(entry.glob(f"{_GROUP}*"))
     try:
-        with replaced_folder(target) as part:  # Triton was writing a target without its group
-            for file in entry.iterdir():
-                if file.is_file() and file.suffix in _DATA:
-                    if file.name.startswith(_GROUP):
-                        paths = json.loads(file.read_text(encoding="utf-8"))["child_paths"]
-                        own = {name: str(target / name) for name in paths if Path(name).name == name}
-                        (part / file.name).write_text(json.dumps({"child_paths": own}), encoding="utf-8")
-                    else:
-                        shutil.copyfile(file, part / file.name)
-        return True
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OSError(f"{entry}: {type(error).__name__}: {error}") from error
+        return bool(groups) and all((entry / name).is_file() for group in groups for name in _files_of(group))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _copy(entry: Path, target: Path) -> None:
+    """Copy an entry, whole or not at all; its paths become paths of the target."""
+    with replaced_folder(target) as part:
+        for file in entry.iterdir():
+            if file.name.startswith(_GROUP):
+                own = {name: str(target / name) for name in _files_of(file)}
+                (part / file.name).write_text(json.dumps({"child_paths": own}), encoding="utf-8")
+            elif file.is_file() and file.suffix in _DATA:
+                shutil.copyfile(file, part / file.name)
 
 
 LAUNCHERS = "launchers.json"

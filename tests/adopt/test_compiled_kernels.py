@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from kerneltune.adopt.ahead import FOLDER, copy_entries, entry_name
 
 
@@ -44,6 +46,33 @@ def test_copy_entries_keeps_entries_that_the_cache_has(tmp_path: Path) -> None:
     (there / "k.cubin").write_bytes(b"another")
     assert copy_entries(tmp_path / "tuned" / FOLDER, tmp_path / "new") == 0
     assert (there / "k.cubin").read_bytes() == b"another"
+
+
+@pytest.mark.parametrize("damage", ["no file", "no list", "no JSON", "no names"])
+def test_copy_entries_without_a_file_copies_none_and_names_the_folder_once(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, whole = tmp_path / FOLDER, entry(tmp_path / FOLDER, "XYZ")
+    for name in ("ABC", "DEF"):
+        group = entry(source, name) / "__grp__k.json"
+        if damage == "no file":
+            (source / name / "k.cubin").unlink()
+        elif damage == "no list":
+            group.unlink()
+        else:
+            group.write_text({"no JSON": "{", "no names": "[]"}[damage])
+    assert copy_entries(source, tmp_path / "new") == 1
+    assert [copied.name for copied in (tmp_path / "new").iterdir()] == [whole.name]
+    text = "kerneltune: {}: 2 compiled kernels without all files, such as .cubin: Triton compiles anew"
+    assert [record.getMessage() for record in caplog.records] == [text.format(source)]
+
+
+def test_copy_entries_mends_an_entry_that_lacks_its_file(tmp_path: Path) -> None:
+    entry(tmp_path / "tuned", "ABC")
+    damaged = entry(tmp_path / "new", "ABC") / "k.cubin"
+    damaged.unlink()
+    assert copy_entries(tmp_path / "tuned", tmp_path / "new") == 1
+    assert damaged.read_bytes() == b"\x7fELF"
 
 
 def test_copy_entries_of_a_missing_folder_copies_none(tmp_path: Path) -> None:
