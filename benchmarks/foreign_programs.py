@@ -7,7 +7,7 @@ that package_kernels.py names, engine-* the folder of examples/adopted_packages/
 
 - capture, tune and serve a program: its results under `serve` against its results under `capture`, launches that were served and
   missed, configs timed at run time, and the time of a step under the first configs, served, and with the authors' own tuning
-  where the time limit leaves time for that, with the GPU's time alone and its gain with an interval of 95 %;
+  where the time limit leaves time for that, with the sum of the times of kernels and copies, whose gain has an interval of 95 %;
 - convert a model to fp8 training and back: losses of three steps in bf16 and fp8, what was converted, and the time of a step;
 - sweep shapes that no sweep has, untuned: the share of the ceiling that each reaches.
 

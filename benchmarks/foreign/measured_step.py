@@ -17,8 +17,6 @@ SMALL = os.environ.get("SMALL") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 1 if SMALL else 12
 WARM_UP = 0 if SMALL else 3
-QUEUED_CYCLES = 40_000_000
-"""About 20 ms, more than the host takes for a step that does not wait for the GPU."""
 BF16 = torch.bfloat16
 _timings = 0
 
@@ -84,17 +82,14 @@ def milliseconds(step: Callable[[], Any], warm_up: int = WARM_UP, steps: int = S
 
 
 def gpu_milliseconds(step: Callable[[], Any]) -> list[float]:
-    """Return the GPU's milliseconds of each of some steps; it waits while the host queues a step. Without a GPU: none."""
+    """Return the milliseconds of the kernels and copies of each of some steps, by the profiler. Without a GPU: none."""
     times = []
-    for _ in range(3 * STEPS if torch.cuda.is_available() else 0):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        wait()
-        torch.cuda._sleep(QUEUED_CYCLES)
-        start.record()
-        step()
-        end.record()
-        wait()
-        times.append(round(start.elapsed_time(end), 4))
+    for _ in range(STEPS if torch.cuda.is_available() else 0):
+        with torch.profiler.profile() as profiled:
+            step()
+            wait()
+        on_gpu = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        times.append(round(1e-3 * sum(event.time_range.elapsed_us() for event in on_gpu), 4))
     return times
 
 
