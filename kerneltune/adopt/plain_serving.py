@@ -26,6 +26,9 @@ from kerneltune.adopt.table import ServingRow, TableKernel
 from kerneltune.errors import first_line
 from kerneltune.wording import assignments
 
+SERVED, MISSED, FELL_BACK = "served", "missed", "fell back"
+"""Kinds of launches: with a config of the table, of the miss policy, or in place of a config that failed. The name of their count
+is `KIND KERNEL`."""
 BY_AUTOTUNER = "by an autotuner"
 """Name of the count of launches that an autotuner's server counts."""
 
@@ -140,7 +143,7 @@ class ServedChoices:
         """Serve the first config, and fall back to the next configs in their order."""
         return cls([LaunchChoice(config, config.all_kwargs()) for config in configs], slot)
 
-    def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception) -> AbstractContextManager[None]:
+    def fall_back(self, kernel: Any, failed: LaunchChoice, error: Exception, counters: Counters) -> AbstractContextManager[None]:
         """Replace a choice that fails to launch by the next, unless another thread has done so.
 
         Within the returned context the launch is tried again. If it fails there, the launch is to blame, and the choice stays.
@@ -148,17 +151,20 @@ class ServedChoices:
         """
         if not program.drop_failed(self.choices, failed, error):
             return nullcontext()
-        return self._falling_back(kernel, failed, first_line(error))
+        return self._falling_back(kernel_name(kernel).text, failed, first_line(error), counters)
 
     @contextmanager
-    def _falling_back(self, kernel: Any, failed: LaunchChoice, reason: str) -> Iterator[None]:
+    def _falling_back(self, name: str, failed: LaunchChoice, reason: str, counters: Counters) -> Iterator[None]:
+        slot = self.slot
+        if slot == counters.slot(f"{SERVED} {name}"):  # a launch that was not tuned stays one
+            self.slot = counters.slot(f"{FELL_BACK} {name}")
         try:
             yield
         except BaseException:
+            self.slot = slot
             self.choices.insert(0, failed)
             raise
-        name, to = kernel_name(kernel).text, self.choices[0].label
-        warn_once(f"{name}: config {failed.label} fails here ({reason}): falling back to {to}")
+        warn_once(f"{name}: config {failed.label} fails here ({reason}): falling back to {self.choices[0].label}")
 
 
 @dataclass(slots=True)
@@ -200,7 +206,7 @@ class ServedPlainKernel:
         except OtherGridError:
             falling_back = None
         except Exception as error:  # of any type: a served config must not end the program
-            falling_back = served.fall_back(kernel, choice, error)
+            falling_back = served.fall_back(kernel, choice, error, self.counters)
         if falling_back is not None:  # outside the handlers, so that an error of the program itself has no context
             with falling_back:
                 return self.launch(original, kernel, args, kwargs)

@@ -19,7 +19,7 @@ from kerneltune.adopt.bytecode import bytecode_digest, read_globals
 from kerneltune.adopt.configs import StoredConfig, configs_digest, misfit, to_triton_configs
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
-from kerneltune.adopt.plain_serving import ServedChoices, ServedPlainKernel
+from kerneltune.adopt.plain_serving import MISSED, SERVED, ServedChoices, ServedPlainKernel
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import Group, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
@@ -27,9 +27,6 @@ from kerneltune.errors import first_line
 if TYPE_CHECKING:
     from kerneltune.adopt.ahead import Preparation
     from kerneltune.adopt.recorder import Recorder
-
-SERVED, MISSED = "served", "missed"
-"""Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
 
 
 @dataclass(slots=True)
@@ -291,7 +288,7 @@ class Server:
             self.counters.add(served.slot)
             return result
         except Exception as error:  # of any type: a served config must not end the program
-            falling_back = served.fall_back(tuner, choice, error)
+            falling_back = served.fall_back(tuner, choice, error, self.counters)
         with falling_back:  # outside the handler, so that an error of the program itself has no context
             rest = {name: value for name, value in kwargs.items() if name not in options}
             return self._launch(served_list, original, tuner, args, rest)

@@ -55,19 +55,19 @@ def command(
 
 
 def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
-    """Print how many launches were served and how many were not tuned, by kernel."""
+    """Print by kernel how many launches were served, how many were not tuned, and how many fell back from a config that fails."""
     from kerneltune.adopt.folder import CLASSES, MISSES
-    from kerneltune.adopt.serving import MISSED, SERVED
+    from kerneltune.adopt.plain_serving import FELL_BACK, MISSED, SERVED
 
-    served, missed = _by_kernel(counts, SERVED), _by_kernel(counts, MISSED)
-    kernels = sorted(served | missed, key=lambda kernel: (-missed[kernel], -served[kernel], kernel))
+    served, missed, fallen = (_by_kernel(counts, kind) for kind in (SERVED, MISSED, FELL_BACK))
+    kernels = sorted(served | missed | fallen, key=lambda kernel: (-missed[kernel], -fallen[kernel], -served[kernel], kernel))
     if not kernels:
         note("no launch of an autotuned kernel was seen")
         return
-    rows = [(kernel, str(served[kernel]), str(missed[kernel])) for kernel in kernels[:_SHOWN]]
-    show_table(("kernel", "served", "not tuned"), rows, messages)
+    rows = [(kernel, *(str(count[kernel]) for count in (served, missed, fallen))) for kernel in kernels[:_SHOWN]]
+    show_table(("kernel", "served", "not tuned", "fell back"), rows, messages)
     more = f" (the first {_SHOWN} of {len(kernels)} kernels are shown)" if len(kernels) > _SHOWN else ""
-    note(f"{counted(served.total(), 'launch', 'launches')} served, {missed.total()} not tuned{more}")
+    note(f"{counted(served.total(), 'launch', 'launches')} served, {missed.total()} not tuned, {fallen.total()} fell back{more}")
     if missed and (configs / MISSES / CLASSES).is_dir():
         note(f"launches that were not tuned are recorded: kerneltune tune {configs}")
     elif missed:

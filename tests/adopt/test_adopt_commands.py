@@ -278,7 +278,9 @@ def test_serve_prints_counts_of_served_launches_at_the_end(tmp_path: Path) -> No
     program = tmp_path / "program.py"
     program.write_text(
         "import os, torch, two_kernels as t\n"
-        "for columns in (96, 64):\n    t.row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)\n"
+        "run = t.row_sum.fn.run\n"
+        "for columns in (96, 64, 96, 96):\n    t.row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)\n"
+        "    t.row_sum.fn.run = lambda *args, BLOCK, **named: run(*args, BLOCK=BLOCK, **named) if BLOCK > 64 else 1 / 0\n"
         "os._exit(5)\n"
     )
     code = "from kerneltune.cli import main; main()"
@@ -286,8 +288,8 @@ def test_serve_prints_counts_of_served_launches_at_the_end(tmp_path: Path) -> No
     done = run_python(code, *arguments, TRITON_INTERPRET="1")
     lines = [line.split() for line in done.stderr.splitlines()]
     assert done.returncode == 5, done.stderr
-    assert ["two_kernels.row_sum", "1", "1"] in lines
-    assert "1 launch served, 1 not tuned" in done.stderr
+    assert ["two_kernels.row_sum", "1", "1", "2"] in lines
+    assert "1 launch served, 1 not tuned, 2 fell back" in done.stderr
     assert f"kerneltune tune {tmp_path}" in " ".join(done.stderr.split())
     assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
 

@@ -165,7 +165,8 @@ def test_sums_in_another_order_behind_an_argument_agree(tmp_path: Path, dtype: t
     launch.restore()
     launch.run(wrong)
     (line,) = wrong_results(launch, {})
-    assert line.startswith("memory behind the arguments: ") and wrong_line in line
+    assert line.startswith("memory behind the arguments: ")
+    assert wrong_line in line
 
 
 def test_replay_of_tensors_without_elements_launches(tmp_path: Path) -> None:

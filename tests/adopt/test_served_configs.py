@@ -69,6 +69,7 @@ def test_served_config_that_fails_by_any_error_falls_back_to_the_programs_own(
     for _ in range(2):
         assert row_sums() == [96.0] * 4
     assert blocks == [128, 64, 64]
+    assert startup.server().counters.by_name()["fell back two_kernels.row_sum"] == 2
     assert caplog.text.count("fails here (RuntimeError: PassManager::run failed): falling back to BLOCK=64") == 1
 
 
@@ -87,6 +88,8 @@ def test_launch_that_fails_with_every_config_raises_the_programs_error_and_keeps
     assert row_sums() == [96.0] * 4
     assert kernel.best_config.kwargs == {"BLOCK": 128}
     assert "falling back" not in caplog.text
+    counts = startup.server().counters.by_name()
+    assert (counts["served two_kernels.row_sum"], counts["fell back two_kernels.row_sum"]) == (1, 0)
 
 
 def test_config_by_which_the_authors_pruning_fails_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
