@@ -283,6 +283,7 @@ ITEMS: dict[str, Callable[[Item], None]] = {
     "descriptors": adopted("descriptors.py"),
     **{f"untuned-{op}": untuned(op) for op in UNTUNED},
     "plain": adopted("plain_kernels.py", plain=True, ignored="seed"),
+    "gluon": adopted("gluon_kernels.py", plain=True),
     "compiled": adopted("compiled.py", eager=True),
     **{f"fla-{name}": adopted("fla_layer.py", name) for name in LAYERS},
     **{f"liger-{name}": adopted("liger_losses.py", name, plain=True) for name in ("losses", "norms", "elementwise")},

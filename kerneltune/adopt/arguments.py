@@ -10,13 +10,13 @@ import json
 import math
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeGuard
 
 import msgspec
 
-from kerneltune.adopt.program import attribute, main_name
+from kerneltune.adopt.program import attribute, main_name, values_of_module
 from kerneltune.identity import code_digest
 
 SCALAR_TYPES = (bool, int, float, str, type(None))
@@ -46,9 +46,28 @@ def encode_value(value: Any) -> Any:
         return {"triton": str(value)}
     if kind.__module__.startswith("triton.language") and kind.__name__ == "constexpr":
         return encode_value(value.value)
+    return _encode_named(value)
+
+
+def _encode_named(value: Any) -> dict[str, list[Any]]:
+    """Return a function under `triton.jit`, or an object of a frozen dataclass, as JSON."""
+    kind = type(value)
     if is_function(value):
         return {"function": _encode_function(value.fn)}
+    if _is_frozen(kind) and attribute(values_of_module(kind.__module__), kind.__qualname__) is kind:
+        content = {field.name: _encode_field(getattr(value, field.name)) for field in fields(value) if field.init}
+        return {"object": [main_name(kind.__module__), kind.__qualname__, content]}
     raise NotRecordableError(f"a value of type {kind.__module__}.{kind.__qualname__}")
+
+
+def _is_frozen(kind: Any) -> bool:
+    """Return whether a type is a frozen dataclass, as the layouts of Gluon are."""
+    return isinstance(kind, type) and is_dataclass(kind) and bool(vars(kind)["__dataclass_params__"].frozen)
+
+
+def _encode_field(value: Any) -> Any:
+    """Return a field as JSON; unlike the kernel, its class tells lists from tuples."""
+    return [_encode_field(item) for item in value] if isinstance(value, list) else encode_value(value)
 
 
 def identity_of(value: Any) -> str | int:
@@ -72,10 +91,10 @@ def _encode_function(function: Any) -> list[str]:
     return [main_name(module), name, source_digest(function)]
 
 
-def _names_function(value: Any) -> bool:
-    """Return whether a value is the JSON of a function."""
-    content = value.get("function") if isinstance(value, dict) else None
-    return isinstance(content, list) and len(content) == 3 and all(isinstance(part, str) for part in content)
+def _names(value: Any, kind: str) -> bool:
+    """Return whether a value is the JSON of a function or of an object: its module, its name or class, and one item more."""
+    content = value.get(kind) if isinstance(value, dict) else None
+    return isinstance(content, list) and len(content) == 3 and all(isinstance(part, str) for part in content[:2])
 
 
 def _decode_function(stored: Sequence[str], load: Callable[[str, str], Any]) -> Any:
@@ -113,8 +132,8 @@ def decode_value(value: Any, load: Callable[[str, str], Any] = lambda module, _:
             return tuple(decode_value(item, load) for item in content)
         if kind == "fields" and isinstance(content, dict):
             return namedtuple("Fields", content)(*(decode_value(item, load) for item in content.values()))
-        if _names_function(value):
-            return _decode_function(content, load)
+        if _names(value, kind) and (decode := {"function": _decode_function, "object": _decode_object}.get(kind)):
+            return decode(content, load)
         if kind == "float" and content in _NOT_FINITE:
             return float(content)
         if kind == "torch" and isinstance(content, str):
@@ -125,7 +144,25 @@ def decode_value(value: Any, load: Callable[[str, str], Any] = lambda module, _:
                 return language.dtype(content)
             except Exception as error:  # an assertion, in the versions seen
                 raise ValueError(f"dtype: {content!r}: expected the name of an element type of triton") from error
-    raise ValueError(f"{value!r}: expected a plain value, an element type, a function or a tuple")
+    raise ValueError(
+        f"{value!r}: expected a plain value, an element type, a function, a tuple or an object of a frozen dataclass"
+    )
+
+
+def _decode_object(stored: Sequence[Any], load: Callable[[str, str], Any]) -> Any:
+    """Return an object of a frozen dataclass from its module, its class's name and its fields."""
+    module, name, content = stored
+
+    def field(value: Any) -> Any:
+        return [field(item) for item in value] if isinstance(value, list) else decode_value(value, load)
+
+    try:
+        kind = attribute(vars(load(module, name)), name)
+        if not _is_frozen(kind):
+            raise TypeError("no frozen dataclass")
+        return kind(**{field_name: field(value) for field_name, value in content.items()})
+    except (TypeError, AttributeError, AssertionError) as error:
+        raise ValueError(f"{module}.{name}: {error}: capture again") from error
 
 
 def torch_dtype(name: str) -> Any:
@@ -232,9 +269,9 @@ class Argument:
             raise ValueError(f"argument {self.name}: expected a plain value, or the layout of a {self.kind}")
 
     @property
-    def function(self) -> str:
-        """Return the name of a function under `triton.jit`; empty for any other argument."""
-        return str(self.value["function"][1]) if _names_function(self.value) else ""
+    def named(self) -> str:
+        """Return the name of a function under `triton.jit`, or of an object's class; empty for any other argument."""
+        return next((str(self.value[kind][1]) for kind in ("function", "object") if _names(self.value, kind)), "")
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -162,8 +162,8 @@ class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=NAMES_IN_FILES):
 
     @property
     def label(self) -> str:
-        """Return the kernel's name, the names of functions among its arguments, and a few sizes of the class."""
-        values = [(a.name, a.function or (a.sizes.get(a.name, 0) > 1 and a.value)) for a in self.arguments]
+        """Return the kernel's name, names of its functions and objects, and a few sizes of the class."""
+        values = [(a.name, a.named or (a.sizes.get(a.name, 0) > 1 and a.value)) for a in self.arguments]
         shown = [f"{name}={value}" for name, value in values if value and "stride" not in name.lower()]
         first = next((a.tensor for a in self.arguments if a.tensor is not None), None)
         shape = "x".join(map(str, first.shape)) + f" {first.dtype}" if first else ""
