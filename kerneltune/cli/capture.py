@@ -33,7 +33,9 @@ Program = Annotated[list[str], o.argument("-- PROGRAM …", "The program and its
 
 def command(
     program: Program,
-    out: Annotated[Path, o.option("--out -o", "DIR", "Folder of the capture; an existing capture is extended.")],
+    out: Annotated[
+        Path, o.option("--out -o", "DIR", "Folder of the capture; an existing capture is extended.", parser=o.named_folder)
+    ],
     kernel: Annotated[
         list[str] | None, o.option("--kernel", "GLOB", "Only kernels whose name matches; other kernels tune themselves as usual.")
     ] = None,

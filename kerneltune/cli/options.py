@@ -28,6 +28,13 @@ def option(names: str, metavar: str, text: str, **more: Any) -> Any:
     return typer.Option(*names.split(), metavar=metavar, help=text, **more)
 
 
+def named_folder(text: str) -> Path:
+    """Return the folder that an option names; an empty name, as of a variable that is not set, is not the current folder."""
+    if not text:
+        raise typer.BadParameter("'': expected a folder")
+    return Path(text)
+
+
 def flag(name: str, text: str) -> Any:
     """Declare an option without a value."""
     return typer.Option(name, help=text)

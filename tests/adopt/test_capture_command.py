@@ -32,6 +32,13 @@ def test_capture_of_a_missing_program_fails_and_writes_nothing(program: str, hin
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (2, message, False)
 
 
+def test_capture_into_a_folder_without_a_name_fails_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("capture", "--out", "", "--", sys.executable, "-c", "")
+    assert (result.exit_code, result.stderr) == (2, "error: Invalid value for '--out' / '-o': '': expected a folder\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_capture_of_a_program_without_kernels_fails_and_writes_nothing(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, "-c", "")
     message = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
