@@ -115,8 +115,8 @@ class ServedList:
         """Return stored configs as objects of triton.Config, without the configs that cannot be made here.
 
         A line names a config that does not fit the tuned list by a name or a type, as in a table that was edited by hand.
-        If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
-        config of the list has are left out, because the value may be wrong here.
+        If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with other values
+        than each config of the list are left out, because the values may be wrong here.
 
         is_pruned: whether the author's pruning decides about the objects, and makes the objects that need a pre_hook.
         """
@@ -127,9 +127,8 @@ class ServedList:
             for problem in filter(None, problems.values()):
                 warn_once(f"{kernel_name(tuner).text}: a config of the table is not served: {problem}")
             return [object_of[config] for config in stored if config in object_of and not problems[config]]
-        objects = [object_of[config] for config in stored if config in object_of]
-        listed_values = [item for config in self.configs for item in config.kwargs.items()]
-        return [config for config in objects if all(item in listed_values for item in config.kwargs.items())]
+        objects, listed = (object_of[config] for config in stored if config in object_of), [each.kwargs for each in self.configs]
+        return [config for config in objects if config.kwargs in listed]
 
 
 class Server:
@@ -330,11 +329,13 @@ class Server:
     def _list_of(self, autotuner: Any) -> ServedList:
         """Return the server of an autotuner with its present list of configs.
 
-        It has the table's kernel of this list, else of another list; no kernel if the table cannot be read.
+        It has the table's kernel of this list, else of another list; no kernel if the table cannot be read, or if its kernels
+        have other keys, because several autotuners may wrap a function.
         """
         configs, kernels_of_code = autotuner.configs, self._kernels_or_none(autotuner.base_fn)
         digest = configs_digest(configs)
-        kernel = min(kernels_of_code, key=lambda kernel: kernel.configs_digest != digest, default=None)
+        same_keys = [kernel for kernel in kernels_of_code if kernel.key_names == tuple(autotuner.keys)]
+        kernel = min(same_keys, key=lambda kernel: kernel.configs_digest != digest, default=None)
         is_tuned = kernel is not None and kernel.configs_digest == digest
         deciding_sizes = {name for group in (kernel.groups if kernel is not None else ()) for name in group.split}
         arguments_of_sizes = {re.split(r"[.[]", size)[0] for size in deciding_sizes}  # `x` of `x.0` and of `x[1].0`

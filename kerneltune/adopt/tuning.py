@@ -359,7 +359,7 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     """Return the table of the tuned classes."""
     kernels = []
     with GpuWorker() as worker:
-        for classes in grouped(tuned, lambda tuned_class: operator_name(tuned_class.launch_class)).values():
+        for classes in grouped(tuned, lambda of: (operator_name(of.launch_class), of.launch_class.key_names)).values():
             first = classes[0].launch_class
             shared = None if first.is_plain else _shared_config(classes)
             kernel = TableKernel(
@@ -383,10 +383,11 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
 
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
-    kernel_of = {(kernel.module, kernel.name, kernel.configs_digest): kernel for kernel in table.kernels}
+    kernel_of = {(kernel.module, kernel.name, kernel.configs_digest, kernel.key_names): kernel for kernel in table.kernels}
     names, launchers = [], []
     for launch_class in (tuned_class.launch_class for tuned_class in tuned):
-        served = kernel_of[launch_class.kernel.module, launch_class.kernel.name, launch_class.configs_digest]
+        name = launch_class.kernel
+        served = kernel_of[name.module, name.name, launch_class.configs_digest, launch_class.key_names]
         group = served.group(launch_class.key_values, launch_class.dtypes)
         chosen = None if group is None else launch_class.candidate(group.nearest(launch_class.sizes).configs[0])
         if chosen is not None and chosen.is_offered:  # the row may be of a class for which the pruning leaves other configs

@@ -275,6 +275,24 @@ def test_tune_of_classes_that_sizes_do_not_tell_apart_writes_a_table(
     assert len(tune_capture(tmp_path / "cap", Progress()).tuned) == 2
 
 
+def test_tune_of_two_autotuners_of_a_kernel_keeps_their_keys_apart(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_two_keys.py").write_text(APART + "by_size = triton.autotune(listed, ['x_ptr'])(apart.fn)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(h200, "time_us", lambda *_: 10.0)
+    module = importlib.import_module("of_two_keys")
+    startup.capture(tmp_path / "cap")
+    for kernel, size in ((module.apart, 96), (module.by_size, 64)):
+        kernel[(3,)](torch.ones(size), size)
+    startup.recorder().flush()
+    startup.uninstall()
+    assert len(tune_capture(tmp_path / "cap", Progress()).tuned) == 2
+    table = read_table(tmp_path / "cap", GPU)
+    assert table is not None
+    assert {kernel.key_names: len(kernel.groups) for kernel in table.kernels} == {("N",): 1, ("x_ptr",): 1}
+
+
 def test_tune_writes_its_table_where_a_kernel_cannot_be_kept_compiled(
     tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

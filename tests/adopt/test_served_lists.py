@@ -137,3 +137,33 @@ def test_torch_compile_skips_the_functions_that_serve_and_no_other_package(tmp_p
     key_of = key_function(Launch(example().row_sum, (x,), {}), {"x_ptr"})
     assert rules.check_file(key_of.__code__.co_filename).skipped
     assert not rules.check_file(kerneltune.nn.__file__).skipped
+
+
+TWICE = """
+@triton.jit
+def scaled(x_ptr, N, M, BLOCK: tl.constexpr, FACTOR: tl.constexpr = 1):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + places, tl.full((BLOCK,), FACTOR * BLOCK, tl.float32), mask=places < N)
+tuned = triton.autotune(LISTED[:2], ["N"])(scaled)
+other = triton.autotune(OTHERS, KEY, do_bench=lambda call, quantiles: [1.0] * 3)(scaled)
+def launch(kernel, m):
+    x = torch.empty(64)
+    kernel[lambda meta: (triton.cdiv(64, meta["BLOCK"]),)](x, 64, m)
+    return x[0].item()
+def step(m):
+    return launch(tuned, m)
+"""
+FACTORS = "[triton.Config({'BLOCK': 16, 'FACTOR': 3}), triton.Config({'BLOCK': 32, 'FACTOR': 3})]"
+
+
+@pytest.mark.parametrize(("others", "key", "first"), [(FACTORS, "['N']", 48.0), ("LISTED[:2]", "['M']", 16.0)])
+def test_second_autotuner_of_a_kernel_is_served_no_config_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str, key: str, first: float
+) -> None:
+    """The first autotuner's config lacks FACTOR, or is of a launch with another M."""
+    code = TWICE.replace("OTHERS", others).replace("KEY", key)
+    captured_and_tuned(tmp_path, loaded(tmp_path, monkeypatch, code), 1)
+    server = served(tmp_path, misses=None)
+    module = loaded(tmp_path, monkeypatch, code)
+    assert (module.step(64), module.launch(module.other, 64)) == (32.0, first)
+    assert (server.hits, server.misses) == (1, 1)
