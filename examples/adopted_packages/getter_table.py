@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kerneltune.adopt.getter import operators, read_spec
 
 
@@ -48,7 +50,7 @@ def main() -> None:
     spec, results = read_spec(given.folder), json.loads(given.file.read_text())
     sizes = {name: size for name, size in spec.cases[0].sizes.items() if name != "tokens"}
     date = max(entry["evidence"]["date"] for entry in entries_of(given.folder))
-    named = ",".join(f"{name}={value}" for name, value in spec.weights.fields.items()).replace(" ", "")
+    named = ",".join(f"{name}={value}" for name, value in msgspec.to_builtins(spec.weights).items()).replace(" ", "")
     model = {
         "model": given.model, "sizes": sizes, "named": named, "commit": given.commit, "seconds": int(given.seconds),
         "date": date, "rows": rows_of(given.folder),

@@ -22,7 +22,7 @@ ALL_EXPERTS = "all_experts"
 FP8 = "fp8_w8a8"
 """The engines' name of weights of e4m3 whose layer casts activations to e4m3."""
 _DTYPES = (FP8, "fp8_w8a16", "int8_w8a8", "int8_w8a16", "int4_w4a16", "float32")
-_NAMED = re.compile(r"dtype=(\w+)(?:,block_shape=\[([1-9]\d*), ?([1-9]\d*)\]|,per_channel_quant=(True))?")
+_NAMED = re.compile(r"(?:dtype=(\w+)(?:,block_shape=\[([1-9]\d*), ?([1-9]\d*)\]|,per_channel_quant=(True))?)?")
 _SPREAD = 0.5
 """Deviation of the log of an expert's popularity: the busiest of 128 experts has about three times the mean."""
 _DEVIATION = 32
@@ -30,7 +30,7 @@ _DEVIATION = 32
 
 
 class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Say how weights are quantized: the fields of a table's name beside the sizes and the GPU.
+    """Say how weights are quantized: the fields of a table's name beside the sizes and the GPU, by `msgspec.to_builtins`.
 
     Attributes:
         dtype: the engines' name of the element types; empty for weights that are not quantized.
@@ -47,24 +47,16 @@ class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return whether weights and activations are multiplied in e4m3."""
         return self.dtype == FP8
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Return the fields by name, without those of weights that are not quantized."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        return fields
-
 
 def named_weights(text: str) -> Weights:
     """Return the weights of `--named`, for example of `dtype=fp8_w8a8,block_shape=[128,128]`."""
-    if not text:
-        return Weights()
     if not (found := _NAMED.fullmatch(text)):
         form = "dtype=NAME alone, with block_shape=[ROWS,COLUMNS] of 1 or more, or with per_channel_quant=True"
         raise ValueError(f"named: {text!r}: expected {form}, such as dtype={FP8},block_shape=[128,128]")
     dtype, rows, columns, is_per_channel = found.groups()
-    if dtype not in _DTYPES:
+    if dtype and dtype not in _DTYPES:
         raise unknown("named: dtype", dtype, _DTYPES)
-    return Weights(dtype, [int(rows), int(columns)] if rows else [], is_per_channel is not None)
+    return Weights(dtype or "", [int(rows), int(columns)] if rows else [], bool(is_per_channel))
 
 
 def arguments(
@@ -114,7 +106,7 @@ def _in_fp8(
 
     if not quantized.is_fp8:
         raise ValueError(f"named: dtype={quantized.dtype}: expected {FP8}: else give a function that makes the call")
-    made = {"use_fp8_w8a8": True, **{name: value for name, value in quantized.fields.items() if name != "dtype"}}
+    made = {"use_fp8_w8a8": True, **{name: value for name, value in msgspec.to_builtins(quantized).items() if name != "dtype"}}
     for name, weight in weights.items():
         experts, rows, columns = weight.shape
         block_rows, block_columns = quantized.block_shape or (1, columns)

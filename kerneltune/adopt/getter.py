@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,30 +107,62 @@ class Getter:
 
     Attributes:
         knobs: values that replace the values of its result; None for the program's own config.
-        first_result: first config that the program's own function gave since the field was emptied.
+        first_result: first config that the program took since the field was emptied.
+        table: table that the function gave, of one empty row for None, until a launch shows the config that the program takes.
     """
 
     name: str
     function: Callable[..., Any]
     knobs: Mapping[str, int] | None = None
     first_result: Mapping[str, Any] = field(default_factory=dict)
+    table: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
 
     def ask(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the program's own result, or of a tuple its first element, with the knobs of the override."""
+        """Return the program's own result, or of a tuple its first element, with the knobs of the override.
+
+        The knobs are in every row of a table of configs. If the function gives None, they are a table of one row.
+        """
         result = self.function(*args, **kwargs)
         own = result[0] if isinstance(result, tuple) and result else result
-        if not isinstance(own, dict) or not _integer_knobs(own):
+        rows = {1: {}} if own is None else own
+        is_table = isinstance(rows, dict) and {(type(key), type(row)) for key, row in rows.items()} == {(int, dict)}
+        self.table = rows if is_table else {}
+        if not is_table and (not isinstance(own, dict) or not _integer_knobs(own)):
             shown = " ".join(repr(result).split())
             shown = shown if len(shown) <= 60 else f"{shown[:60]}… ({type(result).__name__})"
             raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of integers by name")
-        self.first_result = self.first_result or dict(own)  # the host may change its dict
+        self.first_result = self.first_result or ({} if is_table else dict(own))  # the host may change its dict
         if self.knobs is None:
             return result
-        changed = {**own, **self.knobs}
+        knobs = self.knobs
+        changed = {key: {**row, **knobs} for key, row in rows.items()} if is_table else {**own, **knobs}
         if result is own:
             return changed
         items = (changed, *result[1:])
         return result._make(items) if hasattr(result, "_make") else items
+
+    @contextmanager
+    def noting_launches(self) -> Iterator[None]:
+        """Note as the first result the integers that a launch behind a table gets by the names of its rows, or by any name."""
+        from triton.runtime.jit import KernelInterface
+
+        launched: Any = KernelInterface.__getitem__
+
+        def noted(kernel: Any, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                names = {name for row in self.table.values() for name in row} or kwargs.keys()
+                knobs = _integer_knobs({name: value for name, value in kwargs.items() if name in names})
+                if self.table and knobs:
+                    self.first_result, self.table = self.first_result or knobs, {}
+                return launched(kernel, grid)(*args, **kwargs)
+
+            return launch
+
+        KernelInterface.__getitem__ = noted
+        try:
+            yield
+        finally:
+            KernelInterface.__getitem__ = launched
 
 
 def _integer_knobs(values: Mapping[Any, Any]) -> dict[str, int]:
@@ -241,7 +274,7 @@ def operators(folder: str) -> tuple[Op, ...]:
 
     name = Path(spec.getter).name.replace(".py:", ".").replace(":", ".")
     op = Op(
-        name="-".join([name, spec.digest[:8], *re.findall(r"\w+", str(spec.weights.fields))]),
+        name="-".join([name, spec.digest[:8], *re.findall(r"\w+", str(msgspec.to_builtins(spec.weights)))]),
         axes=tuple(spec.cases[0].sizes),
         free_axes=tuple(spec.cases[0].sizes),
         max_distance=0.0,  # a call keeps the program's config until its own search; the search begins at configs of near calls
@@ -404,11 +437,12 @@ def probe(spec: GetterSpec) -> GetterSpec:
     if other := [name for name in spec.space if name not in (*known, *ADDED_OPTIONS)]:
         raise ValueError(f"space: {other[0]}: expected a knob of the own config: {', '.join(sorted(known))}")
     defaults, options = launch_defaults(), [name for name in ADDED_OPTIONS if name not in known]
-    getter.knobs = {name: defaults[name] for name in options}
+    getter.knobs = {**searched[0].own, **{name: defaults[name] for name in options}}
     try:
         make_call(spec, call, searched[0].sizes, _torch_device())()
     except Exception:  # the host hands on only the knobs that it knows
         options = []
+    getter.knobs = None
     return msgspec.structs.replace(spec, cases=cases, options=options, defaults=defaults, digest=digest)
 
 
@@ -425,13 +459,18 @@ def _probed(spec: GetterSpec, getter: Getter, call: Callable[..., Any], case: Ca
         function = make_call(spec, call, case.sizes, _torch_device())
         sizes = [tensor.nbytes for tensor in tensors_of(function).values()]
         count = torch.cuda.memory_allocated() - held if device.current().is_gpu else sum(sizes)
+        own = None
         for problem in ("never asks the getter", "asks the getter at its first call only: the answer is kept elsewhere"):
-            getter.first_result = {}
-            function()
+            getter.knobs, getter.first_result, getter.table = own, {}, {}
+            with getter.noting_launches():
+                function()
+            if getter.table:
+                problem = "no launch behind the getter, which gave None or a table, has integers by name"
             if not getter.first_result:
                 return msgspec.structs.replace(case, problem=problem)
+            own = _integer_knobs(getter.first_result)  # the host must also take it as an override
     except Exception as error:  # the program's own code
         if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ", "named: ", "dtype: ")):
             raise
         return msgspec.structs.replace(case, problem=f"fails with its own config: {statement_in('', error)}{first_line(error)}")
-    return msgspec.structs.replace(case, own=_integer_knobs(getter.first_result), bytes=max(count, 1))
+    return msgspec.structs.replace(case, own=own, bytes=max(count, 1))

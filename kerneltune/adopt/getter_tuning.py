@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kerneltune import device
 from kerneltune.adopt import getter
 from kerneltune.adopt.expert_layer import Weights
@@ -104,7 +106,7 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], weight
         weights: how the weights of the calls are quantized.
     """
     needed, paths = next((kind for kind in _TABLES if any(set(kind[0]) <= set(call.case.sizes) for call in calls)), _TABLES[-1])
-    gpu, fields = gpu_name.replace(" ", "_"), "".join(f",{name}={value}" for name, value in weights.fields.items())
+    gpu, fields = gpu_name.replace(" ", "_"), "".join(f",{name}={value}" for name, value in msgspec.to_builtins(weights).items())
     if engine == "vllm":  # it gives weights with a scale for each row and for each expert one name
         gpu, fields = re.sub(r"[\s/]+", "_", gpu_name), fields.replace(" ", "").replace(",per_channel_quant=True", "")
     names = {"gpu": gpu, "family": "NVIDIA_H200" if "H200" in gpu.split("_") else gpu, "fields": fields}

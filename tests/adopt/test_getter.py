@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import fake_gpu
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,10 +22,8 @@ from kerneltune.adopt.expert_layer import named_weights
 from kerneltune.adopt.getter import (
     CallCase,
     GetterSpec,
-    call_case,
     installed,
     make_call,
-    operators,
     probe,
     read_spec,
     write_spec,
@@ -34,7 +31,7 @@ from kerneltune.adopt.getter import (
 from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, check_getter
 from kerneltune.cli import app
 from kerneltune.stats import Samples
-from kerneltune.task import Evaluation, Outcome, Task, knobs_of
+from kerneltune.task import Evaluation, Outcome, Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "adopted_packages"
 EXAMPLE = str(EXAMPLES / "fused_moe.py")
@@ -112,13 +109,6 @@ def test_probe_finds_the_own_config_of_each_call_and_the_options_that_reach_the_
     assert probed_facts.cases[0].bytes == 4 * (64 + 4 * 3 * 32 * 64 + 2 + 2)  # activations, weights, and two pairs
 
 
-def test_call_that_takes_any_size_is_given_each_size() -> None:
-    def case(rows: int, **sizes: Any) -> Callable[[], Any]:
-        return lambda: (rows, sizes["columns"], sizes["seed"])
-
-    assert make_call(spec_of("float32"), case, {"rows": 4, "columns": 8}, "cpu", 3)() == (4, 8, 3)
-
-
 OVERRIDDEN = """
 class Choice:
     @staticmethod
@@ -169,8 +159,8 @@ def test_getter_of_a_named_tuple_whose_dict_the_host_changes_is_probed_and_overr
 
 GOOD = "def get_config(): return {'BLOCK': 4}\n"
 BAD = {
-    "getter: FILE: returned None: expected a dict of integers by name": "def get_config(): return None\n"
-    "def case(rows): return lambda: torch.ones(get_config() is not None)\n",
+    "call: FILE: no launch behind the getter, which gave None or a table, has integers by name": "def get_config(): return None\n"
+    "def case(rows): return lambda: torch.ones(int(get_config() is None))\n",
     "getter: FILE: returned tensor([[1., 1., 1., 1., 1., 1., 1., 1.], [1., 1., 1., 1., 1… (Tensor): expected a dict of": "def "
     "get_config(): return torch.ones(8, 8)\ndef case(rows): return get_config\n",
     "call: FILE: never asks the getter": GOOD + "def case(rows): return lambda: torch.ones(rows)\n",
@@ -501,24 +491,3 @@ def test_getter_table_on_a_gpu_has_no_slower_row(tmp_path: Path) -> None:
     assert all(float(row[3].removesuffix("x")) >= 1.0 for row in rows)
     (table,) = tmp_path.glob("E=16,N=768,device_name=*.json")
     assert list(map(int, json.loads(table.read_text()))) == list(ENGINE_TOKENS)
-
-
-def test_blocks_of_fp8_may_have_eight_rows_and_are_no_deeper_than_a_block_of_scales(tmp_path: Path) -> None:
-    own = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "num_stages": 4}
-    spec = facts_of((1,), dtype="bfloat16", weights=named_weights("dtype=fp8_w8a8,block_shape=[128,128]"))
-    write_spec(tmp_path, msgspec.structs.replace(spec, cases=[msgspec.structs.replace(spec.cases[0], own=own)]))
-    (op,) = operators(str(tmp_path))
-    case = call_case(read_spec(tmp_path), read_spec(tmp_path).cases[0])
-    configs = [knobs_of(config) for config in op.variants[0].configs(case)]
-    assert {config["BLOCK_SIZE_M"] for config in configs} == {8, 16, 32, 64}
-    assert {config["BLOCK_SIZE_K"] for config in configs} == {64, 128}
-    assert max(config["num_stages"] for config in configs if config["BLOCK_SIZE_N"] * config["BLOCK_SIZE_K"] == 256 * 128) == 5
-
-
-def test_getter_call_that_reads_values_compiles_nothing_ahead(tmp_path: Path) -> None:
-    file = program(tmp_path, "PADS = True" + PAIRWISE.replace("block == 64", "float(x[0]) == 64"))
-    write_spec(tmp_path, probed(file))
-    (op,) = operators(str(tmp_path))
-    case = next(iter(read_spec(tmp_path).cases))
-    inputs = op.inputs(call_case(read_spec(tmp_path), case), device="meta")
-    assert op.variants[0].run(inputs, op.variants[0].default_config(call_case(read_spec(tmp_path), case))) == {}
