@@ -2,8 +2,9 @@
 
     python benchmarks/foreign_programs.py [--only NAME,NAME] [--share I/N] [--seconds S] [--limit S] [--out DIR] [--list]
 
-Needs a GPU, and transformers, flash-linear-attention, fla-core, liger-kernel, torchao and einops; package-* need the packages
-that package_kernels.py names, engine-* the folder of examples/adopted_packages/cut_kernels.py. A line for each item:
+Needs a GPU, and transformers, flash-linear-attention, fla-core, liger-kernel, torchao and einops; package-* and layers-* need
+the packages that package_kernels.py and layer_packages.py name, engine-* the folder of examples/adopted_packages/cut_kernels.py.
+A line for each item:
 
 - capture, tune and serve a program: its results under `serve` against its results under `capture`, launches that were served and
   missed, configs timed at run time, and the time of a step under the first configs, served, and with the authors' own tuning
@@ -53,6 +54,7 @@ PACKAGES = (
 )  # fmt: skip
 AUTOTUNED = ("experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "lion", "codebooks")
 """Packages of which the kernels with an autotuner are captured alone."""
+LAYER_PACKAGES = ("norms", "convolution", "diffusion", "optimizers", "ternary")
 RARE = ("arguments", "graphs", "threads", "made", "operators")
 SIZES = (1024, 2048, 4096)
 UNTUNED = (
@@ -297,6 +299,7 @@ ITEMS: dict[str, Callable[[Item], None]] = {
         for name in ("softmax", "norm", "attention", "persistent", "operator")
     },
     **{f"engine-{name}": adopted("engine_kernels.py", name, plain=True) for name in ("attention", "decode", "lora", "sglang")},
+    **{f"layers-{name}": adopted("layer_packages.py", name, plain=True) for name in LAYER_PACKAGES},
     **{f"gems-{name}": adopted("flag_gems_ops.py", name, plain=True) for name in ("norms", "products")},
     **{f"package-{name}": adopted("package_kernels.py", name, plain=name not in AUTOTUNED) for name in PACKAGES},
     **{f"rare-{name}": adopted("rare_launches.py", name, eager=name == "operators") for name in RARE},
