@@ -11,6 +11,7 @@ import triton.language as tl
 from mistaken_ops import CASES, values
 from test_pairs import interpreted, op_with
 
+from kerneltune.checking import shifts
 from kerneltune.checking.jobs import compare_job, run_jobs
 from kerneltune.checking.shifts import wrong_by_values
 from kerneltune.kernel_lib.agreement import close
@@ -167,6 +168,18 @@ def test_values_that_host_code_refuses_are_no_line() -> None:
         return {"y": given["x"] * 1.0}
 
     assert wrong_by_values(_op(lambda given: {"y": given["x"] * 1.0}, run), CASES) == []
+
+
+def test_values_are_tried_in_no_further_case_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = list[torch.Size]()
+
+    def run(given: Inputs, _config: object) -> Outputs:
+        ran.append(given["x"].shape)
+        return {"y": given["x"] * 1.0}
+
+    monkeypatch.setattr(shifts, "KIND_SECONDS", 0.0)
+    assert wrong_by_values(_op(lambda given: {"y": given["x"] * 1.0}, run), CASES) == []
+    assert not ran
 
 
 def test_value_of_an_option_in_a_large_case_alone_is_tried() -> None:
