@@ -1,4 +1,4 @@
-"""Find kernels that are wrong with certain values of an input: far from 0, floats that a kernel gets, tiny, 0, or ignored rows.
+"""Find kernels that are wrong with certain values of an input: far from 0, floats that a kernel gets, tiny, 0, NaN, ignored rows.
 
 The module knows no operator.
 """
@@ -52,17 +52,19 @@ class _Change:
         inputs: function that returns inputs. Its first arguments are 1 for the values, 0 for values with which the variant must
             be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
         judged: function that returns the names of judged outputs, of the reference's outputs with both values.
+        is_nan: whether the values are NaN, and a variant is wrong only if no output has a NaN that the reference has.
     """
 
     where: str
     inputs: Callable[..., Inputs]
     judged: Callable[[Outputs, Outputs], list[str]]
+    is_nan: bool = False
 
 
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each own variant and kind of values with which the variant is wrong, and right with other values."""
     lines = dict[tuple[object, str], str]()
-    for kind in (_far_changes, _argument_changes, _factor_changes):
+    for kind in (_far_changes, _argument_changes, _factor_changes, _nan_changes):
         end_s = time.thread_time() + KIND_SECONDS
         for case, variant in itertools.product(_few(op, cases), op.variants):
             if time.thread_time() > end_s:
@@ -101,6 +103,8 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[st
             and not _is_far(right.get(name), near.expected[name], near.expected[name])  # as a dropout's elements are
         ]
         is_fault = bool(lines) and not outputs and not lines[0].startswith(LAUNCH_FAILURE)  # not an error of host code
+        if change.is_nan:
+            is_fault, wrong = False, [] if not outputs or any(map(_has_nan, outputs.values())) else judged
         if lines and (wrong or is_fault) and not others:
             yield next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
 
@@ -150,6 +154,14 @@ def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
     for (word, factor), group in itertools.product(_FACTORS.items(), filter(None, groups)):
         where = f"{', '.join(group)} {'is' if len(group) == 1 else 'are'} {word}"
         yield _Change(where, partial(_replaced, op.inputs, group, partial(_times, factor)), _floats)
+
+
+def _nan_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
+    """Yield inputs of which each row has a NaN; an input of two values may hold marks, which a kernel compares."""
+    for name, value in _wide(op, op.inputs(case, device="cpu")).items():
+        if len(value.unique()) > _MOST_IGNORED:
+            function = partial(_replaced, op.inputs, [name], _with_nan)
+            yield _Change(f"each row of {name} has a NaN, which no output has", function, _new_nan, is_nan=True)
 
 
 def _moved(
@@ -208,6 +220,20 @@ def _times(factor: float, value: torch.Tensor, blurs: int) -> torch.Tensor:
 
 def _filled(least: torch.Tensor, value: torch.Tensor, _blurs: int) -> torch.Tensor:
     return torch.full_like(value, int(least))
+
+
+def _with_nan(value: torch.Tensor, _blurs: int) -> torch.Tensor:
+    places = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).argmax(-1, keepdim=True)
+    return value.clone().scatter_(-1, places, torch.nan)
+
+
+def _has_nan(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and bool(value.isnan().any())
+
+
+def _new_nan(want: Outputs, near: Outputs) -> list[str]:
+    """Return the outputs that have NaN, and had none."""
+    return [name for name, value in want.items() if _has_nan(value) and not _has_nan(near[name])]
 
 
 def _wide(op: Op, inputs: Inputs) -> Inputs:

@@ -132,6 +132,41 @@ def test_epsilon_quotient_by_zero_and_overflow_are_named(function: Callable[...,
     assert [line.split(":")[0] + ": y" for line in wrong_by_values(op, CASES)] == lines
 
 
+@pytest.mark.parametrize(
+    ("reference", "run", "is_named"),
+    [
+        (lambda x: {"y": x.relu()}, lambda x: {"y": torch.where(x > 0, x, 0)}, True),
+        (lambda x: {"y": x.amax(-1)}, lambda x: {"y": x.nan_to_num(-INF).amax(-1)}, True),
+        (lambda x: {"y": x.relu()}, lambda x: {"y": x.relu()}, False),
+        (lambda x: {"y": torch.where(x > 0, x, 0)}, lambda x: {"y": x.relu()}, False),
+        (lambda x: {"y": x.relu(), "z": x + 1}, lambda x: {"y": torch.where(x > 0, x, 0), "z": x + 1}, False),
+        (lambda x: {"y": x.nan_to_num(7)}, lambda x: {"y": x.nan_to_num(3)}, False),
+        (lambda x: {"y": x.relu()}, lambda x: {"y": x.relu().reshape(-1 if x.isnan().any() else x.shape)[:, :]}, False),
+    ],
+    ids=["relu", "maximum", "right", "more than the reference", "kept elsewhere", "lost by the reference", "host code fails"],
+)
+def test_nan_that_only_the_reference_keeps_is_named(
+    reference: Callable[[torch.Tensor], Outputs], run: Callable[[torch.Tensor], Outputs], is_named: bool
+) -> None:
+    op = _op(lambda given: reference(given["x"]), lambda given, _config: run(given["x"]))
+    begin = "optimized is wrong where each row of x has a NaN, which no output has, in case odd: y: "
+    assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * is_named
+
+
+def test_input_of_marks_gets_no_nan() -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        given = _inputs("xz", case, device=device, seed=seed)
+        return given if device == "meta" else {**given, "z": (given["z"] > 0) * 1.0}
+
+    def run(given: Inputs, _config: object) -> Outputs:
+        return {"y": torch.where(given["z"] == 0, 0, given["x"] * given["z"].nan_to_num())}
+
+    op = _op(lambda given: {"y": given["x"] * given["z"]}, run, "xz")
+    named = [line.partition(",")[0] for line in wrong_by_values(op, CASES)]
+    assert named == ["optimized is wrong where each row of z has a NaN"]
+    assert wrong_by_values(replace(op, inputs=inputs), CASES) == []
+
+
 def test_output_that_is_far_from_the_reference_with_plain_values_is_not_judged() -> None:
     """Stand for a dropout, whose `compare` knows the elements that are kept."""
     op = _op(lambda given: {"y": given["x"] * 1.0}, lambda given, _config: {"y": given["x"].roll(1, 0) + 1})
