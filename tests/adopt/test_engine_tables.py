@@ -68,6 +68,12 @@ def test_engine_table_without_an_own_config_of_a_key_raises() -> None:
         engine_tables("sglang", "NVIDIA H200", [TunedCall(CallCase({"tokens": 2, "experts": 8}), {"BLOCK": 1})], Weights())
 
 
+def test_engine_table_of_a_linear_layer_without_blocks_raises() -> None:
+    call = TunedCall(CallCase({"tokens": 1, "N": 7168, "K": 2048}), {"BLOCK": 1})
+    with pytest.raises(ValueError, match=r"^export: vllm: named: block_shape: missing: "):
+        engine_tables("vllm", "NVIDIA H200", [call], named_weights("dtype=fp8_w8a8"))
+
+
 def test_engine_tokens_are_sorted_and_distinct() -> None:
     assert list(ENGINE_TOKENS) == sorted(set(ENGINE_TOKENS))
     assert (len(ENGINE_TOKENS), ENGINE_TOKENS[-1]) == (18, 4096)
