@@ -220,7 +220,8 @@ class Launch:
     @property
     def conflict(self) -> str:
         """Return a line about an argument that the launch and its configs give, which triton.autotune refuses; empty for none."""
-        twice = [name for config in self.autotuner.configs[:1] for name in config.all_kwargs() if name in self.names]
+        names = self.names
+        twice = [name for config in self.autotuner.configs[:1] for name in config.all_kwargs() if name in names]
         return f"the launch gives {twice[0]}, which its configs give, too: triton.autotune refuses that" if twice else ""
 
     def private_copy(self, configs: Sequence[Any] | None = None) -> Any:

@@ -66,7 +66,7 @@ class Group(msgspec.Struct, frozen=True, dict=True, rename=NAMES_IN_FILES):
         return min(rows, key=lambda row: log2_distance(row[0], deciding))[1]
 
 
-class TableKernel(msgspec.Struct, frozen=True, rename=NAMES_IN_FILES | {"shared": "portfolio"}):
+class TableKernel(msgspec.Struct, frozen=True, dict=True, rename=NAMES_IN_FILES | {"shared": "portfolio"}):
     """Hold the configs of a kernel in a table.
 
     Attributes:
@@ -97,10 +97,13 @@ class TableKernel(msgspec.Struct, frozen=True, rename=NAMES_IN_FILES | {"shared"
         """Return whether globals have the values that the kernel was tuned with; a missing global may have any value."""
         return all(values.get(name, tuned) == tuned for name, tuned in self.globals.items())
 
+    @cached_property
+    def _group_of(self) -> dict[str, Group]:
+        return {repr((group.key_values, group.dtypes)): group for group in self.groups}
+
     def group(self, key_values: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
         """Return the group of an author's key and element types; None where the table has none."""
-        text = repr((list(key_values), list(dtypes)))  # because True == 1
-        return next((group for group in self.groups if repr((group.key_values, group.dtypes)) == text), None)
+        return self._group_of.get(repr((list(key_values), list(dtypes))))  # a text, because True == 1
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""

@@ -1,4 +1,4 @@
-"""The host's time of a served launch does not depend on whether its integers were seen before."""
+"""The host's time of a served launch depends little on whether its integers were seen before, and not on the table's size."""
 
 import importlib
 import itertools
@@ -9,6 +9,21 @@ import torch
 from adopted import ROOT
 
 from kerneltune.adopt import startup
+from kerneltune.adopt.table import Group, TableKernel
+
+
+def test_group_of_a_launch_is_found_as_fast_among_many() -> None:
+    """A launch of a kernel without an autotuner looks for its group with each new integer."""
+    sys.path.append(str(ROOT / "examples" / "adopted_packages"))
+    cost_us = importlib.import_module("host_cost").cost_us
+    costs = []
+    for count in (2, 512):
+        groups = tuple(Group([*range(20), number], ["float32"], (), ()) for number in range(count))
+        kernel = TableKernel("module", "kernel", "", "", "", "", (), groups, ())
+        assert kernel.group([*range(20), 1], ["float32"]) is groups[1]
+        assert kernel.group([*range(20), True], ["float32"]) is None
+        costs.append(cost_us(lambda kernel=kernel: kernel.group([*range(20), 1000], ["float32"]), 25, 40))
+    assert costs[1] < 5 * costs[0]
 
 
 def test_served_launch_with_a_new_number_costs_at_most_10_repeated_launches(tmp_path: Path) -> None:
