@@ -112,7 +112,7 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], weight
     names = {"gpu": gpu, "family": "NVIDIA_H200" if "H200" in gpu.split("_") else gpu, "fields": fields}
     names["triton"] = device.versions()["triton"].replace(".", "_")
     if "K" in needed and not weights.block_shape:
-        raise ValueError(f"export: {engine}: named: block_shape: missing: no engine looks up another table of a linear layer")
+        raise ValueError(f"export: {engine}: named: block_shape: missing: no engine looks up a table of a linear layer without")
     tables: dict[str, dict[str, dict[str, int]]] = {}
     for call in sorted(calls, key=lambda call: call.case.sizes.get("tokens", 0)):
         sizes = call.case.sizes
