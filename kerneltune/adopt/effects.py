@@ -41,7 +41,7 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
         replay.guard_contents = [guard.clone() for guard in replay.guards(replay.storages)]
         _run(replay, stored)
         pairs = zip(replay.guard_contents, replay.guards(replay.storages), strict=True)
-        replay.guard_noise = [difference(first, again)[0] for first, again in pairs]
+        replay.guard_noise = [0.0 if _has_same_bytes(*pair) else difference(*pair)[0] for pair in pairs]
     replay.restore()
     if reference is not None:
         _use_reference(replay, reference, written)
