@@ -1,7 +1,8 @@
 """`kerneltune gate`: compare new records, or a fresh run, with a baseline; the exit code is the answer."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,29 +82,43 @@ def command(
 
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
-    o.read_configs(configs)
-    if static:
-        refused = {"new": new, "run": run, "allow_stale": allow_stale, "peers": peers, "margin": margin}
-        o.refuse("expected without --static", **refused, **o.given(measuring))
-        if len(selection.ops) > 1:
-            raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
-        return _report(inspect.judge(baseline, selection, target, workers), forms)
-    o.refuse("expected only with --static", target=target, workers=workers)
-    if (new is None) == (run is None):
-        raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
-    if margin is not None and not 0 <= margin < 1:
-        raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
-    if new is not None:
-        o.refuse("expected only with --run", **o.given(measuring))
-        return _report(_judged_file(baseline, new, selection, margin, peers, allow_stale), forms)
-    o.refuse("expected only with a file of records", allow_stale=allow_stale)
-    for path in filter(None, (forms.junit, forms.markdown)):
-        loading.require_writable(path.parent)
-    plan = loading.make_plan(run or "", selection, results=results, policy=measuring.policy, peers=peers)
-    processes = measuring.processes or _PROCESSES
-    if measuring.update:
-        return _update(baseline, plan, processes)
-    _report(_measured(baseline, plan, processes, margin, measuring.save), forms)
+    with _annotated(forms.annotations):
+        o.read_configs(configs)
+        if static:
+            refused = {"new": new, "run": run, "allow_stale": allow_stale, "peers": peers, "margin": margin}
+            o.refuse("expected without --static", **refused, **o.given(measuring))
+            if len(selection.ops) > 1:
+                raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
+            return _report(inspect.judge(baseline, selection, target, workers), forms)
+        o.refuse("expected only with --static", target=target, workers=workers)
+        if (new is None) == (run is None):
+            raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
+        if margin is not None and not 0 <= margin < 1:
+            raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
+        if new is not None:
+            o.refuse("expected only with --run", **o.given(measuring))
+            return _report(_judged_file(baseline, new, selection, margin, peers, allow_stale), forms)
+        o.refuse("expected only with a file of records", allow_stale=allow_stale)
+        for path in filter(None, (forms.junit, forms.markdown)):
+            loading.require_writable(path.parent)
+        plan = loading.make_plan(run or "", selection, results=results, policy=measuring.policy, peers=peers)
+        processes = measuring.processes or _PROCESSES
+        if measuring.update:
+            return _update(baseline, plan, processes)
+        _report(_measured(baseline, plan, processes, margin, measuring.save), forms)
+
+
+@contextmanager
+def _annotated(is_asked: bool) -> Iterator[None]:
+    """Print an annotation of bad input, if annotations are asked for."""
+    try:
+        yield
+    except ValueError as error:
+        from kerneltune.gating.report import error_annotation
+
+        if is_asked:
+            show(error_annotation(str(error)))
+        raise
 
 
 def _judged_file(
@@ -203,7 +218,8 @@ def _report(verdict: "Verdict", forms: Forms) -> None:
     code = verdict.exit_code
     for writer in writers:
         try:
-            writer()
+            with _annotated(forms.annotations):
+                writer()
         except ValueError as error:
             error_line(f"error: {error}")
             code = code or 2

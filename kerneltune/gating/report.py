@@ -128,6 +128,11 @@ def gate_annotations(verdict: Verdict) -> str:
     return text
 
 
+def error_annotation(text: str) -> str:
+    """Return the GitHub workflow command of an error that left no verdict."""
+    return _command("error", "kerneltune gate", text)
+
+
 def _counting(verdict: Verdict) -> list[GateRow]:
     """Return the rows that did not simply pass and are not notes."""
     return [row for row in verdict.notable if not row.note]

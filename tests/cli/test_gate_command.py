@@ -292,6 +292,14 @@ def test_gate_of_records_of_other_code_fails_unless_allow_stale(write: Callable[
     assert run("gate", write("before.jsonl", *of_here), write("here.jsonl", *of_here)).exit_code == 0
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_gate_of_bad_input_prints_an_annotation(write: Callable[..., Path], is_asked: bool) -> None:
+    result = run("gate", write("old.jsonl", *both()), "no.jsonl", *["--annotations"] * is_asked)
+    assert (result.exit_code, result.stdout) == (
+        2, "::error title=kerneltune gate::cannot read no.jsonl: No such file or directory\n" if is_asked else "",
+    )  # fmt: skip
+
+
 def test_gate_of_records_of_another_config_than_the_cached_one_fails(write: Callable[..., Path], tmp_path: Path) -> None:
     entry = h200_entries()[0]
     path = write("rows.jsonl", entry_record(entry))
