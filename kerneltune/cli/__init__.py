@@ -98,7 +98,7 @@ class _Group(TyperGroup):
                 raise
             for text in loading.damaged_classes():  # the sweep file, which lists them, has no other fault
                 error_line(f"skipped: {text}")
-            error_line(f"error: {error}")
+            error_line(f"error: {error}{settings.source_of(str(error))}")
             raise typer.Exit(2) from None
         except OSError as error:
             raise _unwritten(error) from None
@@ -240,15 +240,17 @@ def _root(
 
 
 def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:
-    """Print a warning on a line, each warning once."""
+    """Print a warning on a line, once; a warning may be shown again after 100,000 others."""
     line = warning_line(message, category, filename, lineno)
-    if not _SHOWN[hash(line) % len(_SHOWN)]:
-        _SHOWN[hash(line) % len(_SHOWN)] = 1
+    key = hash(line).to_bytes(8, "little", signed=True)
+    place = hash(line) % (len(_SHOWN) // 8) * 8
+    if _SHOWN[place : place + 8] != key:
+        _SHOWN[place : place + 8] = key
         error_line(line)
 
 
-_SHOWN = mmap.mmap(-1, 1 << 16)
-"""A byte for the hash of each warning: 1 once it was shown. Forked processes share it, so that one of them shows it."""
+_SHOWN = mmap.mmap(-1, 1 << 19)
+"""The hash of each warning that was shown, at a place that follows from it. Forked processes share it."""
 
 
 def main() -> None:

@@ -38,6 +38,14 @@ def apply() -> None:
             os.environ.setdefault(variable, value)
 
 
+def source_of(message: str) -> str:
+    """Return `; pyproject.toml names it …` if a message is of a plug-in of the settings, else nothing."""
+    names = _table().get("plugins", ()) if message.startswith("plug-in ") else ()
+    return (
+        f"; {_FILE} names it in tool.kerneltune.plugins" if any(message.startswith(f"plug-in {name}: ") for name in names) else ""
+    )
+
+
 def _table() -> Any:
     """Return the value of `[tool.kerneltune]`; empty without a file or a table."""
     try:

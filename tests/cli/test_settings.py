@@ -53,6 +53,15 @@ def test_settings_set_plug_ins_and_folders(tmp_path: Path, monkeypatch: pytest.M
     assert os.environ[ops.PLUGINS] == "mine.py"
 
 
+def test_missing_plug_in_of_the_settings_names_their_file(tmp_path: Path) -> None:
+    pyproject(tmp_path, "plugins = ['no_such_module']")
+    done = started(tmp_path, "ops")
+    assert done.returncode == 2
+    assert done.stderr.endswith("'no_such_module'; pyproject.toml names it in tool.kerneltune.plugins\n")
+    pyproject(tmp_path, "plugins = []")
+    assert "pyproject" not in started(tmp_path, "--plugin", "no_such_module", "ops").stderr
+
+
 def test_plugin_option_behind_the_command_loads_the_plug_in(tmp_path: Path) -> None:
     done = started(tmp_path, "ops", "--plugin", "no_such_module")
     assert done.returncode == 2

@@ -310,6 +310,12 @@ def test_warning_of_several_processes_is_shown_once(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err.splitlines() == ["warning: once for all", "warning: another"]
 
 
+def test_each_of_many_warnings_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(2000):
+        cli.show_warning(f"number {number} of many", UserWarning, "k.py", 1)
+    assert capsys.readouterr().err.count(" of many\n") == 2000
+
+
 def test_warning_about_code_of_a_plug_in_names_file_and_line(tmp_path: Path) -> None:
     plugin = tmp_path / "literal.py"
     plugin.write_text("SAME = 1 is 1\n")
