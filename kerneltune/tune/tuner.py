@@ -290,8 +290,12 @@ class Tuner:
         timed = [(config, times) for config, times in zip(configs, request.result(), strict=True) if times is not None]
         configs, samples = [config for config, _ in timed], [times for _, times in timed]
         gains = [ratio_interval(samples[0], sample) for sample in samples]
-        best = max(range(len(configs)), key=lambda i: gains[i].median)
         faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
+        if self.options.weighs_hot and self.task.policy == "cold" and default in configs:
+            of_default = samples[configs.index(default)]
+            lost = self._hot_losses(default, [configs[i] for i in faster])
+            faster = [i for i in faster if ratio_interval(of_default, samples[i]).median > lost[configs[i]]]
+        best = max(faster, key=lambda i: gains[i].median, default=0)
         tied = [i for i in faster if i == best or ratio_interval(samples[i], samples[best]).contains(1.0)]
         chosen = min(tied, key=lambda i: (self.program_registers.get(configs[i], 0), i), default=0)
         times = median_interval(samples[chosen])
@@ -312,6 +316,18 @@ class Tuner:
                 "gain": round(default_ratio.median, 4),
             }
         return Final(configs[0], configs[chosen], evidence)
+
+    def _hot_losses(self, default: Config, configs: Sequence[Config]) -> dict[Config, float]:
+        """Return how many times as long as the default each config surely takes with a hot L2; 0 where it takes no longer.
+
+        A program may launch a kernel right behind the kernel that wrote its inputs.
+        """
+        if not configs:
+            return {}
+        request = self.requests.submit(self.worker.time_interleaved, replace(self.task, policy="hot"), [default, *configs])
+        first, *others = request.result()
+        ratios = [None if first is None or times is None else ratio_interval(times, first) for times in others]
+        return {config: r.median if r and r.low > 1.0 else 0.0 for config, r in zip(configs, ratios, strict=True)}
 
     def __enter__(self) -> "Tuner":
         return self

@@ -209,6 +209,32 @@ def test_final_replaces_the_incumbent_by_a_surely_faster_config(setting: Setting
     assert (evidence["time_us"], evidence["incumbent_us"]) == pytest.approx((90.0, 100.0), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("hot", "winner"),
+    [
+        ((50.0, 50.0, 50.0), 1),
+        ((50.0, 51.0, 50.0), 1),  # 1.11x with a cold L2 outweighs 0.98x with a hot one
+        ((50.0, 57.0, 50.0), 2),
+        ((50.0, 57.0, 54.0), 0),
+        ((50.0, None, 40.0), 1),  # no memory for a second config
+    ],
+)
+def test_final_of_a_capture_weighs_a_hot_cache(setting: Setting, hot: Sequence[float | None], winner: int) -> None:
+    configs, cold, asked = [Small(64, i) for i in range(3)], (100.0, 90.0, 95.0), list[str]()
+
+    class Bench(NoBench):
+        def time_interleaved(self, task: Task, timed: Sequence[Config]) -> list[np.ndarray[Any, np.dtype[np.float64]] | None]:
+            assert list(timed) == configs
+            asked.append(task.policy)
+            noise = np.exp(1e-3 * np.random.default_rng(0).permutation(np.linspace(-2, 2, 41)))
+            return [None if median is None else median * noise for median in (cold if task.policy == "cold" else hot)]
+
+    task = Task(op_of(SMALL), CASE, SMALL)
+    tuner = Tuner(task, setting.store(), Bench(), CompiledAtOnce(), Options(weighs_hot=True))
+    assert tuner.run_final(configs, configs[0]).best == configs[winner]
+    assert asked == ["cold", "hot"]
+
+
 def test_final_keeps_the_incumbent_beside_a_perhaps_faster_config(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     winner, evidence = final(setting, (100.0, 0.05, 128), (99.9, 0.05, 32))
     assert winner == 0
