@@ -157,11 +157,10 @@ def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
 
 
 def _nan_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
-    """Yield inputs of which each row has a NaN; an input of two values may hold marks, which a kernel compares."""
-    for name, value in _wide(op, op.inputs(case, device="cpu")).items():
-        if len(value.unique()) > _MOST_IGNORED:
-            function = partial(_replaced, op.inputs, [name], _with_nan)
-            yield _Change(f"each row of {name} has a NaN, which no output has", function, _new_nan, is_nan=True)
+    """Yield inputs of which each row has a NaN."""
+    for name in _wide(op, op.inputs(case, device="cpu")):
+        function = partial(_replaced, op.inputs, [name], _with_nan)
+        yield _Change(f"each row of {name} has a NaN, which no output has", function, _new_nan, is_nan=True)
 
 
 def _moved(
@@ -237,8 +236,9 @@ def _new_nan(want: Outputs, near: Outputs) -> list[str]:
 
 
 def _wide(op: Op, inputs: Inputs) -> Inputs:
-    """Return the tensors of floats of 16 bits or more on which the reference depends."""
-    return {name: value for name, value in inputs.items() if _is_wide(value) and matters(op, inputs, name)}
+    """Return the tensors of floats of 16 bits or more on which the reference depends; not flags 0 and 1, such as a mask."""
+    numbers = {name: value for name, value in inputs.items() if _is_wide(value) and value.unique().tolist() != [0, 1]}
+    return {name: value for name, value in numbers.items() if matters(op, inputs, name)}
 
 
 def _is_wide(value: object) -> bool:
