@@ -120,37 +120,6 @@ def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()
     return f"{place}: {field}: {name!r}: expected a parameter of the kernel: {', '.join(autotuner.arg_names)}"
 
 
-def misfit(stored: StoredConfig, tuner: Any, listed: Sequence[Any]) -> str:
-    """Return a line about the first name or value of a config by which an autotuner's list rules it out; empty if it fits.
-
-    The author's pruning may make configs, of other arguments and with any whole numbers.
-    """
-    kinds: dict[str, set[str]] = {}
-    space = getattr(tuner, "kerneltune_space", None) or {}
-    values = [item for config in listed for item in config.kwargs.items()]
-    values += [(name, value) for name in space for value in space[name]]
-    for name, value in values:
-        with suppress(NotRecordableError):
-            kinds.setdefault(name, set()).add(_kind(encode_value(value)))
-    for name in sorted(set.intersection(*(set(config.kwargs) for config in listed)) - stored.kwargs.keys()):
-        return f"{name}: missing"
-    for name, value in stored.kwargs.items():
-        present, kind = kinds.get(name), _kind(value)
-        if present is None and name not in tuner.arg_names and name not in _backend_options():
-            return f"{name}: expected an argument of the kernel"
-        has_integers = "int" in (present or ()) or bool(tuner.early_config_prune)
-        if present and kind not in present and not ("int" in kind and has_integers):
-            return f"{name}: {value!r}: expected {' or '.join(sorted(present))}"
-    return ""
-
-
-def _kind(encoded: Any) -> str:
-    """Return the name of a value's type from its JSON; powers of two, which `tl.arange` demands, are a type of their own."""
-    if type(encoded) is int and encoded > 0 and encoded & (encoded - 1) == 0:
-        return "int, a power of two"
-    return next(iter(encoded), "") if isinstance(encoded, dict) else type(encoded).__name__
-
-
 @cache
 def _backend_options() -> frozenset[str]:
     """Return the names of the options of the installed Triton's backends."""

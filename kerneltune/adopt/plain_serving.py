@@ -14,7 +14,6 @@ from kerneltune.adopt.configs import (
     StoredConfig,
     configs_digest,
     free_blocks,
-    is_block,
     launch_defaults,
     plain_kernel,
     split_options,
@@ -264,9 +263,6 @@ def _row_choice(launch: Launch, row: ServingRow, given_options: dict[str, Any]) 
     config, grid = row.configs[0], None
     if changed := config.changed(launch.named):
         blocks = {name: size for name, size in free_blocks(launch).items() if name in changed}
-        if not all(map(is_block, config.kwargs.values())):
-            warn_once(f"{launch.name.text}: a config of the table is not served: {config.label}: expected powers of two")
-            return None
         if blocks.keys() != changed:
             return None
         if callable(launch.kwargs.get("grid")) and (grid := CheckedGrid.of(launch, row, blocks)) is None:

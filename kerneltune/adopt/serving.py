@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import arguments, kernels, program
 from kerneltune.adopt.bytecode import bytecode_digest, read_globals
-from kerneltune.adopt.configs import StoredConfig, configs_digest, misfit, to_triton_configs
+from kerneltune.adopt.configs import StoredConfig, configs_digest, to_triton_configs
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
 from kerneltune.adopt.plain_serving import MISSED, SERVED, ServedChoices, ServedPlainKernel
@@ -84,7 +84,7 @@ class ServedList:
         is_pruned = bool(launch.autotuner.early_config_prune)
         served = self.by_row.get(id(stored))
         if served is None:
-            objects = self.objects_of(launch.autotuner, stored, is_pruned)
+            objects = self.objects_of(stored, is_pruned)
             last = self.configs[:1] if objects else ()  # the program's own, if a table of other hands lacks it
             served = self.by_row[id(stored)] = ServedChoices.of(list(dict.fromkeys([*objects, *last])), self.served_slot)
         if is_pruned:
@@ -111,24 +111,19 @@ class ServedList:
             row.last_allowed = served
         return served
 
-    def objects_of(self, tuner: Any, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
+    def objects_of(self, stored: Sequence[StoredConfig], is_pruned: bool = False) -> list[Any]:
         """Return stored configs as objects of triton.Config, without the configs that cannot be made here.
 
-        A line names a config that does not fit the tuned list by a name or a type, as in a table that was edited by hand.
         If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with other values
         than each config of the list are left out, because the values may be wrong here.
 
         is_pruned: whether the author's pruning decides about the objects, and makes the objects that need a pre_hook.
         """
         without_hooks = [replace(config, pre_hook=False) for config in stored]
+        listed = [config.kwargs for config in self.configs]
         object_of = to_triton_configs(self.configs, without_hooks if is_pruned else stored)
-        if self.is_tuned:
-            problems = {config: misfit(config, tuner, self.configs) for config in stored}
-            for problem in filter(None, problems.values()):
-                warn_once(f"{kernel_name(tuner).text}: a config of the table is not served: {problem}")
-            return [object_of[config] for config in stored if config in object_of and not problems[config]]
-        objects, listed = (object_of[config] for config in stored if config in object_of), [each.kwargs for each in self.configs]
-        return [config for config in objects if config.kwargs in listed]
+        objects = [object_of[config] for config in stored if config in object_of]
+        return [config for config in objects if self.is_tuned or config.kwargs in listed]
 
 
 class Server:
@@ -301,7 +296,7 @@ class Server:
                 author = self._list_of(autotuner)
                 author.shown = author.configs
                 if author.kernel is not None and author.is_tuned:  # the program may yet choose from a list that was not tuned
-                    autotuner.configs = author.shown = author.objects_of(autotuner, author.kernel.shared[:1]) or author.configs
+                    autotuner.configs = author.shown = author.objects_of(author.kernel.shared[:1]) or author.configs
                 kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, author)
             return author
 

@@ -30,25 +30,17 @@ def row_sums() -> list[float]:
     return sums.tolist()
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "problem"),
-    [
-        ({"BLOCK": None}, "BLOCK: missing"),
-        ({"BLOCK": "wide"}, "BLOCK: 'wide': expected int, a power of two"),
-        ({"BLOCK": 100}, "BLOCK: 100: expected int, a power of two"),
-        ({"BLOK": 64}, "BLOK: expected an argument of the kernel"),
-    ],
-)
-def test_config_of_a_table_that_does_not_fit_the_kernels_own_configs_is_named_and_not_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kwargs: dict[str, Any], problem: str
+@pytest.mark.parametrize("block", [None, "wide", 100])
+def test_config_of_a_table_that_the_kernel_cannot_take_falls_back_to_the_programs_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, block: Any
 ) -> None:
-    folder_with(tmp_path, **kwargs)
+    folder_with(tmp_path, BLOCK=block)
     served(tmp_path, miss="default", misses=None)
     for _ in range(2):
         assert row_sums() == [96.0] * 4
     assert example().row_sum.best_config.kwargs == {"BLOCK": 64}
-    assert caplog.text.count(f"two_kernels.row_sum: a config of the table is not served: {problem}") == 1
-    assert startup.server().counters.by_name()["missed two_kernels.row_sum"] == 2
+    assert caplog.text.count("fails here") == caplog.text.count("falling back to BLOCK=64") == 1
+    assert startup.server().counters.by_name()["fell back two_kernels.row_sum"] == 2
 
 
 def test_served_config_that_fails_by_any_error_falls_back_to_the_programs_own(
@@ -139,8 +131,7 @@ def test_plain_kernel_whose_served_block_cannot_be_launched_runs_with_the_progra
     for _ in range(2):
         assert launch() == [2.0] * 100
     assert blocks == ([64, 32, 32] if block == 64 else [32, 32])
-    problem = "config BLOCK=64 fails here (RuntimeError" if block == 64 else f"BLOCK={block}: expected powers of two"
-    assert caplog.text.count(problem) == 1
+    assert caplog.text.count("config BLOCK=64 fails here (RuntimeError") == (block == 64)
 
 
 def test_serving_from_a_folder_that_cannot_be_written_warns_in_one_line(
