@@ -162,7 +162,11 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     The program gets Ctrl-C and decides how to react; SIGTERM is passed on to the program.
     """
-    require_program(command)
+    if not command:
+        raise ValueError("program: none: expected a program behind --, like: -- python train.py")
+    if shutil.which(command[0]) is None:
+        hint = f": did you mean -- python {command[0]}?" if command[0].endswith(".py") else ""
+        raise ValueError(f"program: {command[0]!r}: not found, or not executable: expected a file or a command on PATH{hint}")
     present = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     # the start-up hook first, this package last
     path = os.pathsep.join([_HOOK, *present, str(Path(__file__).resolve().parents[2])])
@@ -179,12 +183,3 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
         for name, handler in before.items():
             signal.signal(name, handler)
     return code if code >= 0 else 128 - code
-
-
-def require_program(command: Sequence[str]) -> None:
-    """Raise ValueError if a program cannot be found, before anything is written."""
-    if not command:
-        raise ValueError("program: none: expected a program behind --, like: -- python train.py")
-    if shutil.which(command[0]) is None:
-        hint = f": did you mean -- python {command[0]}?" if command[0].endswith(".py") else ""
-        raise ValueError(f"program: {command[0]!r}: not found, or not executable: expected a file or a command on PATH{hint}")

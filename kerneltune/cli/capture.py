@@ -57,14 +57,13 @@ def command(
     go to standard error.
     """
     from kerneltune.adopt.folder import CLASSES, process_files, read_notes, remove_parts
-    from kerneltune.adopt.program import require_program, run_program
+    from kerneltune.adopt.program import run_program
 
     if autotune and device.model() == device.INTERPRETER:
         raise ValueError("autotune: expected a GPU: in the interpreter nothing can be timed")
     if kernel and len(kernel) > 1:
         raise ValueError(f"kernel: {kernel[1]!r}: expected --kernel once, like 'attn_*'")
     pattern = kernel[0] if kernel else _ALL
-    require_program(program)
     loading.require_writable(out)
     options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune, "ignored": ignore_arg or [], "plain": plain}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
