@@ -23,6 +23,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from kerneltune.adopt import startup
+from kerneltune.adopt.folder import KernelCode
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, write_table
 
@@ -53,10 +54,8 @@ def write_rows(folder: Path, rows: int) -> None:
         ServingRow({**launch.sizes, name: 2**n}, (configs[-1 - n % len(configs)], *configs[:3]), {}) for n in range(rows)
     )
     group = Group(launch.key_values, launch.dtypes, (name,) if rows > 1 else (), served)
-    of, digests = launch.kernel, (launch.source_digest, launch.bytecode_digest, launch.configs_digest)
-    write_table(
-        folder, ServingTable(launch.device, {}, (TableKernel(of.module, of.name, *digests, "", launch.key_names, (group,), ()),))
-    )
+    of, code = launch.kernel, {name: getattr(launch, name) for name in KernelCode.__struct_fields__}
+    write_table(folder, ServingTable(launch.device, {}, (TableKernel(of.module, of.name, "", (group,), (), **code),)))
 
 
 def cost_us(launch: Callable[[], Any], series: int = 60, times: int = 60) -> float:
@@ -122,8 +121,8 @@ def plain_cost(tensors: int, numbers: int) -> float:
     captured = read_capture(folder).classes[0]
     row = ServingRow(captured.sizes, tuple(one.config for one in captured.candidates[-1:]), {})
     group = Group(captured.key_values, captured.dtypes, (), (row,))
-    of, digests = captured.kernel, (captured.source_digest, captured.bytecode_digest, captured.configs_digest)
-    kernels = (TableKernel(of.module, of.name, *digests, "", captured.key_names, (group,), (), is_plain=True),)
+    of, code = captured.kernel, {name: getattr(captured, name) for name in KernelCode.__struct_fields__}
+    kernels = (TableKernel(of.module, of.name, "", (group,), (), **code),)
     write_table(folder, ServingTable(captured.device, {}, kernels))
     best: dict[bool, float] = {}
     for is_served in (False, True) * 5:

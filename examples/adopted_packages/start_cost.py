@@ -38,6 +38,7 @@ def write_first_configs(root: Path) -> None:
     """Write a table that serves the author's first config to every captured class, with its compiled kernels."""
     from kerneltune import device
     from kerneltune.adopt import tuning
+    from kerneltune.adopt.folder import KernelCode
     from kerneltune.adopt.overview import read_capture
     from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, write_table
     from kerneltune.progress import Progress
@@ -49,9 +50,9 @@ def write_first_configs(root: Path) -> None:
             row = ServingRow(one.sizes, (one.first_config,), {"class": one.digest})
             groups.setdefault(repr((one.key_values, one.dtypes)), Group(one.key_values, one.dtypes, (), (row,)))
         of = launches[0]
-        digests = (of.source_digest, of.bytecode_digest, of.configs_digest)
+        code = {name: getattr(of, name) for name in KernelCode.__struct_fields__}
         package = of.versions.get("package", "")
-        kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, package, of.key_names, tuple(groups.values()), ()))
+        kernels.append(TableKernel(of.kernel.module, of.kernel.name, package, tuple(groups.values()), (), **code))
     table = ServingTable(device.current().slug, {}, tuple(kernels))
     write_table(root, table)
     tuned: list[Any] = [SimpleNamespace(launch_class=launch) for launch in capture.classes if not launch.problem]

@@ -59,21 +59,37 @@ NAMES_IN_FILES = {
 """Fields of classes and of served tables -> their names in files. Types with these fields are Structs, which rename fields."""
 
 
-class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=NAMES_IN_FILES):
+class KernelCode(msgspec.Struct, frozen=True, eq=False, kw_only=True, rename=NAMES_IN_FILES):
+    """Hold the facts by which a kernel of a capture or of a served table is found in a program.
+
+    Attributes:
+        source_digest: digest of the syntax trees of the kernel and its helpers.
+        bytecode_digest: digest of the kernel's bytecode, for the Python of the capture.
+        configs_digest: digest of the author's whole list of configs.
+        key_names: names of the arguments in the author's key.
+        globals: plain values of globals that the kernel reads, as JSON; empty in tables of earlier versions.
+        is_plain: whether no autotuner wraps the kernel, so that its configs are options of the launch.
+    """
+
+    source_digest: str
+    bytecode_digest: str
+    configs_digest: str
+    key_names: tuple[str, ...]
+    globals: dict[str, Any] = {}
+    is_plain: bool = False
+
+
+class LaunchClass(KernelCode, frozen=True, eq=False, rename=NAMES_IN_FILES):
     """Hold a class of launches of a kernel: the launches with equal shapes, strides, types and integers.
 
     Attributes:
         digest: digest of kernel, source, configs and the arguments' metadata; the name of the class's folder.
         kernel: module and name of the kernel.
         file: source file of the kernel when it was captured.
-        source_digest: digest of the syntax trees of the kernel and its helpers.
-        bytecode_digest: digest of the kernel's bytecode, for the Python that captured the class.
-        configs_digest: digest of the author's whole list.
         list_size: number of configs in the author's whole list.
         device: the GPU's folder name.
         versions: versions of Python, triton, torch and the package that holds the kernel.
-        key_names: names of the arguments in the author's key.
-        key_values: values of these arguments.
+        key_values: values of the arguments in the author's key.
         arguments: metadata of the arguments.
         candidates: configs that the class may run with, the author's first config first.
         storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
@@ -83,22 +99,16 @@ class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=NAMES_IN_FILES):
         home_file: source file of the module of `home`.
         argv: arguments of the program, its file first.
         path: folders that the program imported from.
-        globals: plain values of globals that the kernel reads, as JSON.
         choice: the author's own choice if the program tuned the kernel, as JSON.
         problem: reason why the class cannot be replayed; empty if it can.
-        is_plain: whether no autotuner wraps the kernel, so that the candidates are options of the launch.
     """
 
     digest: str
     kernel: KernelName
     file: str
-    source_digest: str
-    bytecode_digest: str
-    configs_digest: str
     list_size: int
     device: str
     versions: dict[str, str]
-    key_names: tuple[str, ...]
     key_values: list[Any]
     arguments: tuple[Argument, ...]
     candidates: Annotated[tuple[Candidate, ...], msgspec.Meta(min_length=1)]
@@ -107,10 +117,8 @@ class LaunchClass(msgspec.Struct, frozen=True, eq=False, rename=NAMES_IN_FILES):
     home_file: str = ""
     argv: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
-    globals: dict[str, Any] = {}
     choice: StoredConfig | None = None
     problem: str = ""
-    is_plain: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

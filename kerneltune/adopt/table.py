@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import FORMAT, NAMES_IN_FILES, builtin, read_json
+from kerneltune.adopt.folder import FORMAT, NAMES_IN_FILES, KernelCode, builtin, read_json
 from kerneltune.files import locked, read_bytes, replace_text
 from kerneltune.nearness import log2_distance
 
@@ -66,32 +66,20 @@ class Group(msgspec.Struct, frozen=True, dict=True, rename=NAMES_IN_FILES):
         return min(rows, key=lambda row: log2_distance(row[0], deciding))[1]
 
 
-class TableKernel(msgspec.Struct, frozen=True, dict=True, rename=NAMES_IN_FILES | {"shared": "portfolio"}):
+class TableKernel(KernelCode, frozen=True, dict=True, rename=NAMES_IN_FILES | {"shared": "portfolio"}):
     """Hold the configs of a kernel in a table.
 
     Attributes:
-        source_digest: digest of the kernel's syntax tree.
-        bytecode_digest: digest of the kernel's bytecode.
-        configs_digest: digest of the author's list of configs.
         package: version of the package that holds the kernel; empty if unknown.
-        key_names: names of the arguments in the author's key; `Group.key_values` has their values.
-        is_plain: whether no autotuner wraps the kernel.
-        globals: plain values of globals that the kernel reads, as JSON; empty in tables of earlier versions.
         shared: the config of all classes for torch.compile, which cannot tell launches apart; empty if no config is correct in
             all. Tables of earlier versions have several, the best first.
     """
 
     module: str
     name: str
-    source_digest: str
-    bytecode_digest: str
-    configs_digest: str
     package: str
-    key_names: tuple[str, ...]
     groups: tuple[Group, ...]
     shared: tuple[StoredConfig, ...]
-    is_plain: bool = False
-    globals: dict[str, Any] = {}
 
     def reads(self, values: Mapping[str, Any]) -> bool:
         """Return whether globals have the values that the kernel was tuned with; a missing global may have any value."""

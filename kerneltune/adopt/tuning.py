@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kerneltune import cache, device, sweep_file
 from kerneltune.adopt import ahead
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, remove_parts, write_blocks
+from kerneltune.adopt.folder import MISSES, KernelCode, LaunchClass, add_misses, read_blocks, remove_parts, write_blocks
 from kerneltune.adopt.operators import (
     TUNED,
     candidate_of,
@@ -365,15 +365,10 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
             kernel = TableKernel(
                 module=first.kernel.module,
                 name=first.kernel.name,
-                source_digest=first.source_digest,
-                bytecode_digest=first.bytecode_digest,
-                configs_digest=first.configs_digest,
                 package=first.versions.get("package", ""),
-                key_names=first.key_names,
                 groups=tuple(_table_groups(classes, worker)),
                 shared=() if shared is None else (shared,),
-                is_plain=first.is_plain,
-                globals=first.globals,
+                **{name: getattr(first, name) for name in KernelCode.__struct_fields__},
             )
             kernels.append(kernel)
     here, pythons = device.current(), {tuned_class.launch_class.versions.get("python", "") for tuned_class in tuned}

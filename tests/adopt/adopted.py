@@ -11,7 +11,7 @@ from warm_python import python
 
 from kerneltune.adopt import program, startup, table
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.folder import KernelCode, LaunchClass
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel
 
@@ -69,9 +69,7 @@ def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[StoredConfig], 
         Group(one.key_values, one.dtypes, (), (ServingRow(one.sizes, tuple(configs), {"class": one.digest}),)) for one in launches
     )
     fields: dict[str, Any] = {"module": first.kernel.module, "name": first.kernel.name, "package": first.versions["package"]}
-    fields |= {
-        name: getattr(first, name) for name in ("source_digest", "bytecode_digest", "configs_digest", "key_names", "globals")
-    }
+    fields |= {name: getattr(first, name) for name in KernelCode.__struct_fields__}
     fields |= {"groups": groups, "shared": (configs[0],)}
     return TableKernel(**(fields | changes))
 

@@ -19,7 +19,8 @@ def test_group_of_a_launch_is_found_as_fast_among_many() -> None:
     costs = []
     for count in (2, 512):
         groups = tuple(Group([*range(20), number], ["float32"], (), ()) for number in range(count))
-        kernel = TableKernel("module", "kernel", "", "", "", "", (), groups, ())
+        code = {"source_digest": "", "bytecode_digest": "", "configs_digest": "", "key_names": ()}
+        kernel = TableKernel("module", "kernel", "", groups, (), **code)
         assert kernel.group([*range(20), 1], ["float32"]) is groups[1]
         assert kernel.group([*range(20), True], ["float32"]) is None
         costs.append(cost_us(lambda kernel=kernel: kernel.group([*range(20), 1000], ["float32"]), 25, 40))
