@@ -28,7 +28,7 @@ def child(mode: str, program: str, *arguments: str) -> None:
     elif mode == "kernels":
         from kerneltune.adopt import ahead
 
-        ahead.Preparation.begin = lambda self: None
+        ahead.prepare = lambda *_: None
     sys.argv = [program, *arguments]
     sys.path[0] = str(Path(program).parent)
     runpy.run_path(program, run_name="__main__")

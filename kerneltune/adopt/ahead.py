@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,38 +84,22 @@ def _copy(entry: Path, target: Path) -> None:
 
 
 LAUNCHERS = "launchers.json"
-_LONGEST_S = 20.0
 _NVIDIA = "triton.backends.nvidia.driver"
 _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
 
 
-class Preparation(Thread):
-    """Prepare this process once, as soon as a table to serve is found."""
+def prepare(root: Path, is_cache_new: bool) -> None:
+    """Build host code if Triton's disk cache lacked kernels of a tuned folder, and let Triton digest its compiler.
 
-    def __init__(self, root: Path, is_cache_new: bool) -> None:
-        """Prepare for the tuned folder `root`; `is_cache_new` says whether Triton's disk cache lacked kernels of the folder."""
-        super().__init__(name="kerneltune-ahead", daemon=True)
-        self._root, self._is_cache_new = root, is_cache_new
-
-    def begin(self) -> None:
-        """Start to prepare, unless that was done before. Triton must be imported as a whole."""
-        if self.ident is None:
-            self.start()
-
-    def wait(self) -> None:
-        """Wait until the thread has prepared everything: a second preparation beside the thread would take longer."""
-        if self.ident is not None:
-            self.join(_LONGEST_S)
-
-    def run(self) -> None:
-        """Build host code, and let Triton digest its compiler."""
-        if self._is_cache_new:
-            with suppress(Exception):  # the work that fails here fails again at the launch, with Triton's message
-                build_launchers(self._root)
-        digest = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
-        if digest is not None:  # Triton remembers the digest of its compiler
-            with suppress(Exception):  # as above
-                digest()
+    Triton must be imported as a whole.
+    """
+    if is_cache_new:
+        with suppress(Exception):  # the work that fails here fails again at the launch, with Triton's message
+            build_launchers(root)
+    digest = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
+    if digest is not None:  # Triton remembers the digest of its compiler
+        with suppress(Exception):  # as above
+            digest()
 
 
 def launcher_of(kernel: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from threading import RLock
+from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import arguments, kernels, program
@@ -25,8 +25,10 @@ from kerneltune.adopt.table import Group, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
 
 if TYPE_CHECKING:
-    from kerneltune.adopt.ahead import Preparation
     from kerneltune.adopt.recorder import Recorder
+
+_LONGEST_S = 20.0
+"""Most seconds that a launch waits for the preparation of Triton."""
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ class Server:
         miss: str = "author",
         manifest: str = "",
         missing: "Recorder | None" = None,
-        preparing: "Preparation | None" = None,
+        preparing: Thread | None = None,
         counters: Counters | None = None,
     ) -> None:
         """Serve the table of a folder.
@@ -145,7 +147,7 @@ class Server:
             miss: one of `startup.MISS_POLICIES`.
             manifest: SHA-256 that the table must have, or its beginning.
             missing: recorder of launches that the table does not have.
-            preparing: preparation that begins when a table is read, and that the first launch of each key waits for.
+            preparing: thread of `ahead.prepare`, which starts when a table is read, and which new keys wait for.
             counters: counts of launches by kernel.
         """
         self.root, self.miss, self.manifest, self.missing = root, miss, manifest, missing
@@ -170,8 +172,8 @@ class Server:
             device = program.device_slug()
             if device and device not in self._tables:
                 self._tables[device] = table = self._read(device)
-                if table is not None and self._preparing is not None:
-                    self._preparing.begin()
+                if table is not None and self._preparing is not None and self._preparing.ident is None:
+                    self._preparing.start()
             return self._tables.get(device)
 
     def _read(self, device: str) -> ServingTable | None:
@@ -343,8 +345,8 @@ class Server:
 
     def _resolve(self, launch: Launch, served_list: ServedList) -> ServedChoices | None:
         """Return the config for launches of this key; None where the author's autotuner is to choose it."""
-        if self._preparing is not None:
-            self._preparing.wait()
+        if self._preparing is not None and self._preparing.ident is not None:
+            self._preparing.join(_LONGEST_S)  # a second preparation beside the thread would take longer
         if launch.conflict:  # the launch ends as without kerneltune, by the error of triton.autotune
             return None
         served_list = self._on_this_gpu(launch, served_list)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -207,18 +208,19 @@ def install(
     _when_imported(TARGET, begin)
 
 
-def _prepared(root: Path, autotuning: ModuleType) -> Any:
-    """Put the compiled kernels of a tuned folder where Triton looks for them; returns the rest of the preparation, if any."""
-    from kerneltune.adopt.ahead import FOLDER, Preparation, copy_entries
+def _prepared(root: Path, autotuning: ModuleType) -> Thread | None:
+    """Put the compiled kernels of a tuned folder where Triton looks for them; return a thread for the rest, if there is any."""
+    from kerneltune.adopt.ahead import FOLDER, copy_entries, prepare
 
     knobs: Any = getattr(autotuning, "knobs", None)
     if knobs is None or knobs.runtime.interpret or not knobs.cache.dir:
         return None
+    is_cache_new = False
     try:
-        return Preparation(root, is_cache_new=copy_entries(root / FOLDER, Path(knobs.cache.dir)) > 0)
+        is_cache_new = copy_entries(root / FOLDER, Path(knobs.cache.dir)) > 0
     except OSError as error:
         logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
-        return Preparation(root, is_cache_new=False)
+    return Thread(target=prepare, args=(root, is_cache_new), name="kerneltune-ahead", daemon=True)
 
 
 def server() -> Any:

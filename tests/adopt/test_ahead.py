@@ -19,18 +19,18 @@ from kerneltune.adopt.serving import Server
 TYPES = ["*bf16", "fp32", "constexpr", ["i32", ["*fp32"]]]
 
 
-class Steps(ahead.Preparation):
-    """Counts the calls of a Server to a Preparation."""
+class Steps(threading.Thread):
+    """Counts the calls of a Server to the thread that prepares."""
 
-    def __init__(self) -> None:
-        super().__init__(Path(), is_cache_new=False)
-        self.begun, self.waited = 0, 0
+    begun = waited = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.begun += 1
+        super().start()
 
-    def wait(self) -> None:
+    def join(self, timeout: float | None = None) -> None:
         self.waited += 1
+        super().join(timeout)
 
 
 class Nvidia(SimpleNamespace):
@@ -87,15 +87,10 @@ def test_served_launches_of_unchanged_kernels_parse_no_source(tmp_path: Path, mo
     assert parsed == []
 
 
-def test_preparation_digests_triton_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_digests_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[None] = []
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: digested.append(None)))
-    preparation = ahead.Preparation(tmp_path, is_cache_new=False)
-    preparation.wait()  # nothing was begun
-    assert digested == []
-    for _ in range(3):
-        preparation.begin()
-        preparation.wait()
+    ahead.prepare(tmp_path, is_cache_new=False)
     assert len(digested) == 1
 
 
@@ -103,16 +98,16 @@ def test_preparation_digests_triton_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_preparation_in_progress_does_not_block_a_forked_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=goes_on.wait))
-    preparation = ahead.Preparation(tmp_path, is_cache_new=False)
-    preparation.begin()
+    preparation = threading.Thread(target=ahead.prepare, args=(tmp_path, False), daemon=True)
+    preparation.start()
     child = os.fork()
     if not child:  # its copy of the thread never goes on
         signal.alarm(60)
-        preparation.wait()
+        preparation.join()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     goes_on.set()
-    preparation.wait()
+    preparation.join()
 
 
 def test_preparation_without_a_c_compiler_still_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +119,7 @@ def test_preparation_without_a_c_compiler_still_digests(tmp_path: Path, monkeypa
     nvidia = Nvidia(make_launcher=None)
     nvidia.CudaLauncher = refuse
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", nvidia)
-    preparation = ahead.Preparation(listed(tmp_path, [{"signature": TYPES, "descriptors": None}]), is_cache_new=True)
-    preparation.begin()
-    preparation.wait()
+    ahead.prepare(listed(tmp_path, [{"signature": TYPES, "descriptors": None}]), is_cache_new=True)
     assert len(digested) == 1
 
 
@@ -138,9 +131,7 @@ def test_preparation_that_fails_lets_the_launch_raise(tmp_path: Path, monkeypatc
         raise OSError("no such library")
 
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=fail))
-    preparation = ahead.Preparation(tmp_path, is_cache_new=False)
-    preparation.begin()
-    preparation.wait()
+    ahead.prepare(tmp_path, is_cache_new=False)
     assert failed == [True]
 
 
