@@ -19,8 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-
 from kerneltune.adopt.folder import read_json, replaced_folder
 from kerneltune.adopt.program import warn_once
 from kerneltune.wording import counted
@@ -83,7 +81,8 @@ def _copy(entry: Path, target: Path) -> None:
                 shutil.copyfile(file, part / file.name)
 
 
-LAUNCHERS = "launchers.json"
+LAUNCHERS = Path(FOLDER, "launchers.json")
+"""File in a tuned folder: the results of `launcher_of` for its kernels."""
 _NVIDIA = "triton.backends.nvidia.driver"
 _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
 
@@ -108,11 +107,6 @@ def launcher_of(kernel: Any) -> dict[str, Any]:
     return {"signature": list(types), "descriptors": getattr(kernel.metadata, "tensordesc_meta", None)}
 
 
-def launchers_path(root: Path) -> Path:
-    """Return the file of a tuned folder that holds the results of `launcher_of` for its kernels."""
-    return root / FOLDER / LAUNCHERS
-
-
 def build_launchers(root: Path) -> None:
     """Build the host code of a tuned folder's kernels with a C compiler on each core.
 
@@ -121,11 +115,11 @@ def build_launchers(root: Path) -> None:
     program that defines the type anew.
     """
     nvidia: Any = sys.modules.get(_NVIDIA)
-    if not hasattr(nvidia, "make_launcher") or not launchers_path(root).is_file():
+    if not hasattr(nvidia, "make_launcher") or not (root / LAUNCHERS).is_file():
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=cores) as pool:
-        launchers = read_json(launchers_path(root), _Launchers).launchers
+        launchers = read_json(root / LAUNCHERS, dict[str, list[dict[str, Any]]])["launchers"]
         running = [pool.submit(_build, nvidia, launcher) for launcher in launchers if not any(launcher["descriptors"] or ())]
     for build in running:
         build.result()
@@ -145,7 +139,3 @@ def _type(stored: Any) -> Any:
     if not isinstance(stored, str):
         raise ValueError(f"signature: {stored!r}: expected a type's name or a list of them")
     return stored
-
-
-class _Launchers(msgspec.Struct):
-    launchers: list[dict[str, Any]]

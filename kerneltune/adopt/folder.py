@@ -333,6 +333,7 @@ def missing_values(launch_class: LaunchClass, folder: Path) -> str:
 
 
 BLOCKS = "blocks.json"
+"""File in a capture: `classes` with what `read_blocks` returns."""
 
 
 class _Blocks(msgspec.Struct):
@@ -345,11 +346,6 @@ def read_blocks(root: Path) -> dict[str, dict[str, str]]:
     A block that nobody has tried yet is missing.
     """
     return read_json(root / BLOCKS, _Blocks).classes if (root / BLOCKS).is_file() else {}
-
-
-def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
-    """Write what `read_blocks` returns."""
-    write_json(root / BLOCKS, {"classes": blocks})
 
 
 def without_coupled_blocks(launch_class: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:

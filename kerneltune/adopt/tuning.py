@@ -3,7 +3,6 @@
 All classes of an author's key share a config, unless a paired comparison shows a gain by another config.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from kerneltune import cache, device, sweep_file
 from kerneltune.adopt import ahead
 from kerneltune.adopt.configs import StoredConfig
-from kerneltune.adopt.folder import MISSES, KernelCode, LaunchClass, add_misses, read_blocks, remove_parts, write_blocks
+from kerneltune.adopt.folder import BLOCKS, MISSES, KernelCode, LaunchClass, add_misses, read_blocks, remove_parts, write_json
 from kerneltune.adopt.operators import (
     TUNED,
     candidate_of,
@@ -249,7 +248,7 @@ def probe_blocks(
                 break
             blocks.setdefault(launch_class.digest, {})[name] = _why_coupled(session.worker, name, tried)
             progress.advance(f"{launch_class.label}: {name}")
-    write_blocks(capture.root, blocks)
+    write_json(capture.root / BLOCKS, {"classes": blocks})
     return True
 
 
@@ -393,13 +392,13 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
                 continue
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))
-                launchers.append(ahead.launcher_of(kernel))
+                if (launcher := ahead.launcher_of(kernel)) not in launchers:
+                    launchers.append(launcher)
     from triton import knobs
 
     try:
         ahead.copy_entries(Path(knobs.cache.dir), root / ahead.FOLDER, names)
-        distinct = {json.dumps(launcher, sort_keys=True): launcher for launcher in launchers}
-        replace_text(ahead.launchers_path(root), json.dumps({"launchers": list(distinct.values())}) + "\n")
+        write_json(root / ahead.LAUNCHERS, {"launchers": launchers})
     except OSError as error:
         progress.note(f"compiled kernels are not kept: {error}")
 

@@ -137,7 +137,7 @@ def test_preparation_that_fails_lets_the_launch_raise(tmp_path: Path, monkeypatc
 
 def listed(root: Path, launchers: object) -> Path:
     """Write a folder's list of launchers."""
-    path = ahead.launchers_path(root)
+    path = root / ahead.LAUNCHERS
     path.parent.mkdir()
     path.write_text(json.dumps({"launchers": launchers}))
     return root
