@@ -1,6 +1,7 @@
 """Check pairs of config and check case, beside the default config of each case: by facts of launches, and covering pairs."""
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -165,6 +166,11 @@ class _PairChecks:
             return f"{line}; time limit before every knob value met: {missed}"
         num_once = len(configs) - len(self.checkers)
         return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
+
+
+def counts_pairs(line: str) -> bool:
+    """Return whether a line says how many pairs were checked, and nothing else that a reader should look into."""
+    return re.search(r": [\d,]+ configs? on [\d,]+ cases?, ", line) is not None
 
 
 def facts_by_config(

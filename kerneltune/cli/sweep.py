@@ -41,6 +41,10 @@ def command(
     trials: o.Trials = None,
     check_only: Annotated[bool, o.flag("--check-only", "Check against the reference and stop there.")] = False,
     mutate: Annotated[bool, o.flag("--mutate", "With --check-only: perturb right outputs; `compare` must refuse them.")] = False,
+    strict: Annotated[bool, o.flag("--strict", "With --check-only: fail where a line of the checks asks to be read.")] = False,
+    accept: Annotated[
+        list[str] | None, o.option("--accept", "TEXT", "With --strict: accept lines with TEXT; may be repeated.")
+    ] = None,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
@@ -60,11 +64,15 @@ def command(
     case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a
     tolerance may allow.
 
-    Exit code 1 if one of our own variants fails, or a stale config no longer runs; 2 if an operator's inputs or reference fail,
-    if every row is skipped, or if --stale finds no records.
+    --strict is for CI without a GPU. A line that --accept names leaves the exit code at 0.
+
+    Exit code 1 if one of our own variants fails, a stale config no longer runs, or --strict finds a line; 2 if an operator's
+    inputs or reference fail, if every row is skipped, or if --stale finds no records.
     """
     o.use_configs(configs)
-    o.refuse("expected only with --check-only", mutate=mutate and not check_only)
+    o.refuse("expected only with --check-only", mutate=mutate and not check_only, strict=strict and not check_only)
+    o.refuse("expected only with --strict", accept=None if strict else accept)
+    o.refuse("not with --mutate", strict=strict and mutate)
     folder = loading.capture_folder(family)
     fields: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "workers": workers}
     fields["extent"] = "check" if check_only else ("tune" if tune and not quick else "measure")
@@ -84,11 +92,28 @@ def command(
         start_server()  # its imports take as long as the imports of this process
     plan = loading.make_plan(file, selection, results=results, quick=quick, trials=trials, **fields)
     loading.require_folders(plan.options)
-    return _show_mutations(plan) if mutate else _run(plan, family, folder)
+    if mutate:
+        return _show_mutations(plan)
+    coverage = _run(plan, family, folder)
+    if strict:
+        _end_if_named(coverage, accept or [])
 
 
-def _run(plan: Plan, asked: str, capture: str) -> None:
-    """Run the stages of a sweep, named by a family or by the folder of a capture, and show records and files."""
+def _end_if_named(coverage: Sequence[str], accepted: Sequence[str]) -> None:
+    """End with 1 if a line, other than the number of pairs, has none of the accepted texts."""
+    from kerneltune.checking.pairs import counts_pairs
+
+    lines = [line for line in coverage if not counts_pairs(line)]
+    for text in accepted:
+        if not any(text in line for line in lines):
+            note(f"--accept {text!r}: no line has this text")
+    if left := [line for line in lines if not any(text in line for text in accepted)]:
+        show_wrapped(f"--strict: {counted(len(left), 'line')} above not accepted", target=messages)
+        raise typer.Exit(1)
+
+
+def _run(plan: Plan, asked: str, capture: str) -> Sequence[str]:
+    """Run the stages of a sweep, named by a family or by the folder of a capture; show records and files, return the coverage."""
     from kerneltune.checking.check import is_foreign
     from kerneltune.sweep_run import run_sweep
 
@@ -115,6 +140,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
         reasons = first_of(dict.fromkeys(record.reason for record in swept.records), 1)
         raise ValueError(f"{plan.sweep.path}: nothing checked: {counted(len(swept.records), 'row')} skipped: {reasons}")
     end_if_failed(r for r in swept.records if not plan.ops[r.op].variant(r.variant).is_peer)
+    return swept.coverage
 
 
 def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> None:

@@ -104,6 +104,26 @@ def test_sweep_failures_of_one_mistake_are_told_once(engine: dict[str, Any], tmp
     ]
 
 
+@pytest.mark.usefixtures("engine")
+def test_strict_check_fails_for_lines_that_no_text_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "mine baseline: 12 configs on 1,024 cases, 48 of 60 pairs",
+        "mine: no check has two programs of k",
+        "mine: equal rows",
+    ]
+    checked = [record(**{**NO_TIMES, "status": "checked"})]
+    monkeypatch.setattr("kerneltune.sweep_run.run_sweep", lambda *_: SweepResult(checked, [], lines))
+    command = ["sweep", "rmsnorm", "--check-only", "--results", tmp_path]
+    assert run(*command).exit_code == 0
+    for accepted, left in (([], "2 lines"), (["two programs"], "1 line"), (["two programs", "no such"], "1 line")):
+        result = run(*command, "--strict", *(word for text in accepted for word in ("--accept", text)))
+        assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"--strict: {left} above not accepted")
+        assert ("--accept 'no such': no line has this text" in result.stderr) is ("no such" in accepted)
+    assert run(*command, "--strict", "--accept", "mine").exit_code == 0
+    lines[:] = lines[:1]
+    assert run(*command, "--strict").exit_code == 0
+
+
 def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(engine: dict[str, Any], tmp_path: Path) -> None:
     reasons = ["needs 9 bytes, 8 are free", "no fp8"]
     engine["answer"] = [record(variant=reason[:2], **{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
@@ -398,6 +418,8 @@ def test_progress_in_a_terminal_draws_bars(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_sweep_mutate_lists_refused_mutations_and_needs_check_only() -> None:
     assert refused("sweep", "no_family", "--mutate") == "error: mutate: expected only with --check-only"
+    assert refused("sweep", "no_family", "--strict") == "error: strict: expected only with --check-only"
+    assert refused("sweep", "no_family", "--accept", "rows") == "error: accept: 'rows': expected only with --strict"
     result = run("sweep", "fp8_transpose", "--check-only", "--mutate")
     assert result.exit_code == 0, result.output
     assert "fp8_transpose_2d q: compare refuses one element, " in result.stdout
