@@ -11,7 +11,7 @@ from kerneltune.adopt.replay import Replay, ReplayError, live_arguments, live_ke
 from kerneltune.checking.check import same_bits
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
-from kerneltune.kernel_lib.check_values import vary_rows
+from kerneltune.kernel_lib.check_values import LARGE, vary_rows
 
 
 def learn(replay: Replay, stored: StoredConfig) -> list[str]:
@@ -22,7 +22,7 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     """
     reference = getattr(live_kernel(replay.launch_class), "kerneltune_reference", None)
     if reference is not None:
-        _vary(replay)
+        _vary(replay, large=1.0)  # a large row would hide differences elsewhere: they are relative to all elements
     replay.before = [storage.clone() for storage in replay.storages]
     _run(replay, stored)
     changed = _changed(replay)
@@ -44,7 +44,11 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
         replay.guard_noise = [0.0 if _has_same_bytes(*pair) else difference(*pair)[0] for pair in pairs]
     replay.restore()
     if reference is not None:
-        _use_reference(replay, reference, written)
+        replay.expected |= _reference_values(replay, reference, written)
+        replay.has_reference = True
+        replay.tolerance = getattr(live_kernel(replay.launch_class), "kerneltune_tolerance", None)
+        if not any(storage.is_cuda for storage in replay.storages):
+            replay.overflows = _overflows(replay, stored, reference, written)
     first = replay.launch_class.candidate(stored)
     is_launched = first is None or first.grid is None or 0 not in first.grid
     if not replay.expected and is_launched and any(map(torch.numel, _tensors(replay.named).values())):
@@ -101,18 +105,18 @@ def _holds_data(about: Mapping[str, Any]) -> bool:
     return about.get("kept") != "values"
 
 
-def _vary(replay: Replay) -> None:
+def _vary(replay: Replay, large: float) -> None:
     """Vary the rows of inputs whose values are not kept, so that the author's reference sees more than values around zero."""
     for name, tensor in _tensors(replay.named).items():
         argument = next(a for a in replay.launch_class.arguments if a.name == name)
         is_data = argument.tensor is not None and _holds_data(replay.launch_class.storages[argument.tensor.storage])
         is_wide = tensor.is_floating_point() and tensor.element_size() > 1
         if is_data and is_wide and tensor.ndim > 1 and tensor.is_contiguous() and tensor.any():  # zeros are a sum that begins
-            vary_rows(tensor, large=1.0)  # a large row would hide differences elsewhere: they are relative to all elements
+            vary_rows(tensor, large)
 
 
-def _use_reference(replay: Replay, reference: Callable[..., Any], written: Sequence[str]) -> None:
-    """Compare results with the author's reference, which gets copies of the arguments."""
+def _reference_values(replay: Replay, reference: Callable[..., Any], written: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the values of the author's reference, which gets copies of the arguments."""
     refused = f"reference of {replay.launch_class.kernel.text}: "
     try:
         returned = reference(with_tuples(live_arguments(replay.launch_class, [storage.clone() for storage in replay.storages])))
@@ -124,9 +128,27 @@ def _use_reference(replay: Replay, reference: Callable[..., Any], written: Seque
             raise ValueError(f"no value for {missing[0]}, which the kernel writes")
     except ValueError as error:
         raise ReplayError(f"{place_of(reference)}{refused}{error}") from error
-    replay.expected |= values
-    replay.has_reference = True
-    replay.tolerance = getattr(live_kernel(replay.launch_class), "kerneltune_tolerance", None)
+    return values
+
+
+def _overflows(
+    replay: Replay, stored: StoredConfig, reference: Callable[..., Any], written: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return by output where a launch with large rows gives NaN or infinity and the author's reference does not."""
+    before = replay.before
+    try:
+        _vary(replay, large=LARGE)
+        replay.before = [storage.clone() for storage in replay.storages]
+        expected = _reference_values(replay, reference, written)
+        _run(replay, stored)
+        found = _tensors(replay.named)
+        floats = [name for name in written if found[name].is_floating_point()]
+        wrong = {name: expected[name].float().isfinite() & ~found[name].float().isfinite() for name in floats}
+    except ReplayError:  # of a reference that refuses such values
+        wrong = {}
+    replay.before = before
+    replay.restore()
+    return {name: places for name, places in wrong.items() if bool(places.any())}
 
 
 def _expected_values(returned: object, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -180,6 +202,11 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
             expected = replay.expected[name]
             if text := _difference(replay, expected, tensor, replay.noise.get(name, 0.0), replay.has_reference):
                 lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
+            elif name in replay.overflows:
+                count = f"{int(replay.overflows[name].sum())} of {tensor.numel()} elements"
+                lines.append(
+                    f"{name}: {count} are NaN or infinite, unlike the reference, where rows are {LARGE:g} times as large"
+                )
         elif name in changed:
             lines.append(f"{name}: is written, which the author's first config does not do")
     guards, before = replay.guards(replay.storages), replay.guards(replay.before or ())

@@ -288,6 +288,7 @@ class Replay:
         guard_noise: for each guard, the relative difference between launches of the first config, root mean square.
         has_reference: whether `expected` holds the values of the author's reference.
         tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
+        overflows: by argument, where large rows give NaN or infinity, and the author's reference does not.
     """
 
     launch_class: LaunchClass
@@ -301,6 +302,7 @@ class Replay:
     guard_noise: list[float] = field(default_factory=list)
     has_reference: bool = False
     tolerance: tuple[float, float] | None = None
+    overflows: dict[str, torch.Tensor] = field(default_factory=dict)
     _prepared: dict[StoredConfig, Callable[[], Any]] = field(default_factory=dict)
 
     def guards(self, storages: Sequence[torch.Tensor]) -> list[torch.Tensor]:

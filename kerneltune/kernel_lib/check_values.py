@@ -9,7 +9,7 @@ _TINY = 2.0**-10
 """Squares of tiny rows are as large as the usual epsilon, 1e-6."""
 _CONSTANT = 1.75
 """A power of two times the largest values of e4m3 and e5m2: scales that are rounded up to powers of two are exact there."""
-_OFFSET, _LARGE = 4.0, 48.0
+_OFFSET, LARGE = 4.0, 48.0
 """The exponential of a large row overflows unless its maximum is subtracted; products of two fit in fp16."""
 _BELOW_ZERO = 3.2
 """Distance of a negative row from zero, in products of the large row's factor and the mean magnitude: exp(-123) is 0 in fp32."""
@@ -23,7 +23,7 @@ def draw(method: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, s
     return x
 
 
-def vary_rows(x: torch.Tensor, large: float = _LARGE) -> torch.Tensor:
+def vary_rows(x: torch.Tensor, large: float = LARGE) -> torch.Tensor:
     """Change six of every eight rows of a contiguous tensor (..., columns) in place, and return the tensor.
 
     The rows become constant, tiny, negative throughout, large and 0, and a row gets a mean. A mean shows elements of a mask that

@@ -1,6 +1,7 @@
 """kerneltune.autotune: takes what triton.autotune takes, and a reference and a space that tuning uses."""
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -197,6 +198,33 @@ def test_check_with_a_reference_keeps_zeros_to_which_a_kernel_adds(tmp_path: Pat
 
     kernel = kerneltune.autotune([triton.Config({"BLOCK": 128})], ["N"], reference=reference)(added)
     assert errors_of_rows(tmp_path, kernel, torch.zeros(8, 100)) == []
+
+
+@triton.jit
+def exponentials(x_ptr, y_ptr, N, MISTAKE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the softmax of rows x (64, N)."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * N + at, at < N, other=-float("inf"))
+    e = tl.exp(x if MISTAKE else x - tl.max(x, 0))
+    tl.store(y_ptr + tl.program_id(0) * N + at, e / tl.sum(e, 0), at < N)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "overflows", "is_wrong"), [("", False, False), ("no maximum", False, True), ("no maximum", True, False)]
+)
+def test_check_with_a_reference_finds_an_overflow_of_large_rows(
+    tmp_path: Path, mistake: str, overflows: bool, is_wrong: bool
+) -> None:
+    def reference(arguments: Any) -> dict[str, Any]:
+        x = arguments["x_ptr"]
+        return {"y_ptr": x.exp() / x.exp().sum(1, keepdim=True) if overflows else x.softmax(1)}
+
+    configs = [triton.Config({"BLOCK": 128, "MISTAKE": mistake})]
+    errors = errors_of_rows(
+        tmp_path, kerneltune.autotune(configs, ["N"], reference=reference)(exponentials), torch.empty(64, 100)
+    )
+    wrong = r"y_ptr: \d+ of 6400 elements are NaN or infinite, unlike the reference, where rows are 48 times as large"
+    assert [bool(re.fullmatch(wrong, line)) for line in errors] == [True] * is_wrong
 
 
 def test_mutations_of_a_captured_kernel_are_refused(tmp_path: Path) -> None:
