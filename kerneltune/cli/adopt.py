@@ -92,7 +92,7 @@ class EngineTable:
 def getter_command(
     getter: Annotated[str, o.argument("MODULE:FUNCTION", "What gives the config; also FILE.py:FUNCTION.")],
     call: Annotated[str, o.option("--call", "MODULE:FUNCTION", "An expert layer, or what makes a call of sizes.")],
-    out: Annotated[Path, o.option("--out", "DIR", "Folder of trials, configs and tables.")],
+    out: Annotated[Path, o.option("--out", "DIR", "Folder of trials, configs and tables.", parser=o.named_folder)],
     sizes: Sizes,
     table: EngineTable,
     dtype: Annotated[str, o.option("--dtype", "NAME", "Element type.", callback=o.full_name)] = "bfloat16",
@@ -206,8 +206,10 @@ def _check_calls(folder: Path, names: "Sequence[str]", cases: "Sequence[CallCase
             error_line(f"{outcome.case.name}: {assignments(given_knobs(outcome.config))}: {outcome.reason}")
         else:
             show_wrapped(outcome.reason)
-    show(f"no GPU: nothing was timed{', and no table was written' * is_exported}")
-    if any(outcome.status == "failed" for outcome in outcomes):
+    num_failed = sum(outcome.status == "failed" for outcome in outcomes)
+    checked = f"{num_failed} failed" if num_failed else "all agree with the call's own config"
+    show(f"{checked}; no GPU: nothing was timed{', and no table was written' * is_exported}")
+    if num_failed:
         raise typer.Exit(1)
 
 

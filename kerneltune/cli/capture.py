@@ -27,6 +27,8 @@ _ALL = "*"
 _ALSO_PLAIN = ", plain @triton.jit under --eager --plain"
 _SHOWN = 5
 """Kernels that are named."""
+_SIGNALS = 128
+"""Exit codes above it say that a signal ended a program, such as that of an access outside of its memory."""
 
 Program = Annotated[list[str], o.argument("-- PROGRAM …", "The program and its arguments, behind --.")]
 
@@ -145,5 +147,6 @@ def _reason(notes: "ProcessNotes", pattern: str, code: int, plain: bool) -> str:
     if autotuned and not any(fnmatch.fnmatch(name, pattern) for name in (*autotuned, *names)):
         names_or_near = meant(pattern, names) or f": {first_of(sorted(autotuned), _SHOWN)}"
         return f"--kernel {pattern!r} is the name of no kernel of the program{names_or_near}"
-    ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
+    when = "before or in its first launch of a" if code > _SIGNALS else "before it launched a"
+    ended = f"the program ended with {code} {when}" if code else "the program launched no"
     return f"{ended} kernel of {'Triton' if plain else 'triton.autotune or kerneltune.autotune'}"

@@ -179,6 +179,12 @@ def test_capture_of_a_failing_program_reports_its_exit_code(tmp_path: Path) -> N
         "nothing was captured: the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune\n"
     )
     assert (result.exit_code, result.stderr) == (1, message)
+    crashing = tmp_path / "crashing.py"
+    crashing.write_text("import os\nos._exit(134)\n")
+    result = run("capture", "--out", tmp_path / "cap", "--", python(), crashing)
+    assert result.stderr.startswith(
+        "nothing was captured: the program ended with 134 before or in its first launch of a kernel of triton"
+    )
 
 
 def test_capture_into_the_same_folder_replaces_kernels_whose_source_has_changed(tmp_path: Path) -> None:
