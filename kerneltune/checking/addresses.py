@@ -1,6 +1,6 @@
 """Check the addresses of a case of any size, without memory."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 
 import torch
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch
 from kerneltune.errors import first_line, statement_in
-from kerneltune.interpreter.facts import Fact, note
+from kerneltune.interpreter.facts import Fact, note, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
@@ -39,13 +39,16 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 
     The interpreter runs the programs at the corners of every grid on tensors without memory. So the check finds overflows of
     32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty, but for
-    overflows of offsets from integers that grow with an axis in the check cases.
+    overflows of offsets from integers that grow with an axis in the check cases. A kernel's argument that lies on the CPU, and
+    does not if tensors without `device=` are made without memory, is an error, too.
     """
     try:
         inputs = meta_inputs(op, case)
         largest = _largest_numbers(op, case, inputs, checks)
-        with strict(host_folder(op), largest):
+        with strict(host_folder(op), largest), noting() as facts:
             variant.run(inputs, config)
+        if any(fact.kind == "on the CPU" for fact in facts):
+            return _made_without_device(variant, inputs, config, facts)
     except CaseError as error:  # no inputs, or a captured launch that cannot be made again
         return [str(error)]
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
@@ -55,6 +58,14 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
             return []
         where = f"addresses of {variant.name} in {case.name}: host code fails without memory"
         note(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))
+    return []
+
+
+def _made_without_device(variant: Variant, inputs: Inputs, config: Config, facts: Set[Fact]) -> list[str]:
+    """Return the arguments on the CPU that lack `device=`; host code may ask this machine for a GPU, and give `device="cpu"`."""
+    with suppress(Exception), torch.device("meta"), strict(), noting(passes_on=False) as others:
+        variant.run(inputs, config)
+        return sorted(str(fact) for fact in facts - others if fact.kind == "on the CPU")
     return []
 
 

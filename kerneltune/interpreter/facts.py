@@ -17,7 +17,7 @@ Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
-    "lossy cast", "equal", "equal at 1", "unequal", "same draw", "float",
+    "lossy cast", "equal", "equal at 1", "unequal", "same draw", "float", "on the CPU",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -36,6 +36,7 @@ _TEXTS: Mapping[str, str] = {
     "lossy cast": "integers that {text} does not hold at {where}",
     "same draw": "two programs draw the same random numbers, {where}: do their offsets lack the program?",
     "equal": "equal sizes above 1 at {text} in {where}",
+    "on the CPU": "{text} of {where} lies on the CPU, its other tensors on the GPU: is it made without `device=`?",
 }
 """Texts of the kinds that users and tests see."""
 _ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
@@ -64,6 +65,7 @@ class Fact(NamedTuple):
     | equal, equal at 1, unequal | how two sizes compare in `M == N`; at 1x1 all are equal | text | kernel, function |
     | same draw | two programs of a launch draw random numbers from the same seed and offsets | | PATH:LINE |
     | float | a kernel gets a float as an argument | number | |
+    | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 

@@ -55,6 +55,12 @@ def floats_of(bound: Mapping[str, Any]) -> list[Fact]:
     return [Fact("float", repr(value)) for value in floats if math.isfinite(value)]
 
 
+def cpu_tensors_of(kernel: str, bound: Mapping[str, Any]) -> list[Fact]:
+    """Return a fact for each tensor of the CPU among a launch's arguments, but for empty tensors, which a GPU takes as null."""
+    tensors = {name: getattr(value, "base", value) for name, value in bound.items() if hasattr(value, "data_ptr")}
+    return [Fact("on the CPU", name, kernel) for name, tensor in tensors.items() if not tensor.is_meta and tensor.numel()]
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def _facts(kernel: Any, typed: tuple[tuple[str, type, Any], ...]) -> frozenset[Fact]:
     return frozenset(_Reading(kernel, {name: value for name, _type, value in typed}).read())

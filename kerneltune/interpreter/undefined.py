@@ -32,7 +32,7 @@ from kerneltune.interpreter.faults import (
     time_limit,
 )
 from kerneltune.interpreter.host_code import untraced
-from kerneltune.interpreter.kernel_code import bound_arguments, facts_of, floats_of
+from kerneltune.interpreter.kernel_code import bound_arguments, cpu_tensors_of, facts_of, floats_of
 from kerneltune.interpreter.last_elements import LastElements
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
@@ -215,6 +215,7 @@ class _Guard:
             self._races.end_launch()
             note(*self._last_elements.facts(self._kernel))
             return result
+        note(*cpu_tensors_of(self._kernel, bound))
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
         try:

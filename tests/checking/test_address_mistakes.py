@@ -267,6 +267,24 @@ def test_address_check_finds_an_offset_that_overflows_late_in_a_loop(is_wide: bo
     assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * (not is_wide)
 
 
+@pytest.mark.parametrize("made", ["without device", "on the CPU by choice", "moved", "empty", "read by the host", "right"])
+def test_address_check_finds_an_argument_that_lacks_device(made: str) -> None:
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        x = inputs["x"]
+        M, N = x.shape
+        device = {"on the CPU by choice": "cuda" if torch.cuda.is_available() else "cpu", "right": x.device}.get(made)
+        y = torch.empty(0 if made == "empty" else M, device=device)
+        if made == "read by the host":
+            y += int(torch.arange(M).max())
+        y = y.to(x.device) if made == "moved" else y
+        sums_of_rows[(0 if made == "empty" else M,)](x, y, N, BLOCK=triton.next_power_of_2(N), IS_LONG=False, MISTAKE="")
+        return {"y": y}
+
+    op = replace(summing(""), variants=(Variant("optimized", run),))
+    fault = "y_ptr of sums_of_rows lies on the CPU, its other tensors on the GPU: is it made without `device=`?"
+    assert address_errors(op, case_of("tall", 70_000, 64), op.variants[0], None) == [fault] * (made == "without device")
+
+
 def pages_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Return a page for each two elements of a case, and all pages in reverse."""
     pages = case["M"] * case["N"] // 2
