@@ -2,7 +2,7 @@
 
 A limit is a comparison, `min`, `max`, `clamp`, a cast to 8 or 16 bits, a slice or a `//`. Its operands are computed again
 before its line runs, if they are names, attributes, items, integers and calls of `len`, `min`, `max` and `cdiv`; other
-limits give no fact.
+limits give no fact, nor do limits in parts of an `and`, an `or` or an `if` that Python does not reach.
 """
 
 import ast
@@ -12,9 +12,10 @@ import linecache
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import FrameType
+from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
 from kerneltune.errors import is_own
@@ -119,8 +120,7 @@ def limits_of(file: str) -> Mapping[int, list[_Limit]]:
         for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
             is_statement = isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case)
             for part in (part for part in ast.iter_child_nodes(node) if is_statement and isinstance(part, ast.expr)):
-                equalities = (_limit(comparison, *compared) for compared in compared_for_equality(part))
-                limits = [*_limits_within(part, isinstance(node, ast.If)), *itertools.chain.from_iterable(equalities)]
+                limits = list(_limits_within(part, isinstance(node, ast.If)))
                 for line in range(getattr(node, "lineno", part.lineno), (part.end_lineno or part.lineno) + 1):
                     of_line[line] += limits
     return of_line
@@ -129,8 +129,8 @@ def limits_of(file: str) -> Mapping[int, list[_Limit]]:
 def _limits_within(node: ast.AST, is_condition: bool) -> Iterator[_Limit]:
     """Yield the limits of an expression; comparisons of the condition of an `if` are noted by the line that follows."""
     match node:
-        case ast.Compare() if not is_condition:
-            yield from _limit(_condition_texts, node, node)
+        case ast.Compare():
+            yield from _limits_of_comparison(node, is_condition)
         case ast.IfExp(test) if not isinstance(test, ast.Compare):
             yield from _limit(_condition_texts, test, ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test)))
         case ast.Call(ast.Name("min" | "max") as extreme, [_, _, *_] as operands):
@@ -146,8 +146,37 @@ def _limits_within(node: ast.AST, is_condition: bool) -> Iterator[_Limit]:
                 if isinstance(part, ast.Slice) and (part.lower or part.upper):
                     ends = [end or ast.Constant(None) for end in (part.lower, part.upper, part.step)]
                     yield from _limit(_slice_texts, node, ast.Constant(axis), sliced, ast.Call(ast.Name("slice"), ends, []))
+    conditions = _conditions_of_parts(node)
     for child in ast.iter_child_nodes(node):
-        yield from _limits_within(child, is_condition and isinstance(node, ast.BoolOp | ast.UnaryOp))
+        limits = _limits_within(child, is_condition and isinstance(node, ast.BoolOp | ast.UnaryOp))
+        reached = _code([condition]) if (condition := conditions.get(child)) else None
+        yield from (partial(_if_reached, reached, limit) for limit in limits) if reached else limits
+
+
+def _limits_of_comparison(node: ast.Compare, is_condition: bool) -> Iterator[_Limit]:
+    for compared in compared_for_equality(node):
+        yield from _limit(comparison, *compared)
+    if not is_condition:
+        yield from _limit(_condition_texts, node, node)
+
+
+def _conditions_of_parts(node: ast.AST) -> dict[ast.AST, ast.expr]:
+    """Return the conditions under which Python computes parts of an `and`, an `or` and an `if` within an expression."""
+    match node:
+        case ast.BoolOp(operator, [_, *others] as operands):
+            before = [ast.BoolOp(operator, operands[:number]) for number in range(1, len(operands))]
+            is_or = isinstance(operator, ast.Or)
+            return {other: ast.UnaryOp(ast.Not(), it) if is_or else it for other, it in zip(others, before, strict=True)}
+        case ast.IfExp(test, body, other):
+            return {body: test, other: ast.UnaryOp(ast.Not(), test)}
+    return {}
+
+
+def _if_reached(condition: CodeType, limit: _Limit, frame: FrameType) -> list[Fact]:
+    with suppress(Exception):  # as of the operands of a limit
+        (is_reached,) = eval(condition, frame.f_globals, frame.f_locals)
+        return limit(frame) if is_reached else []
+    return []
 
 
 def _limit(texts: Callable[..., Iterable[Fact | str]], node: ast.expr, *operands: ast.expr) -> Iterator[_Limit]:
@@ -156,12 +185,9 @@ def _limit(texts: Callable[..., Iterable[Fact | str]], node: ast.expr, *operands
     Args:
         texts: function of the expression's text and the operands that yields facts, or the texts of branches.
     """
-    parts = [part for operand in operands for part in ast.walk(operand)]
-    called = {ast.unparse(part.func).rpartition(".")[2] for part in parts if isinstance(part, ast.Call)}
-    is_repeatable = called <= _CALLS and not any(isinstance(part, _UNREPEATED) for part in parts)
-    if _ASKS_FOR_MEMORY.search(text := ast.unparse(node)) or not is_repeatable:
+    code = _code(operands)
+    if _ASKS_FOR_MEMORY.search(text := ast.unparse(node)) or code is None:
         return
-    code = compile(f"({', '.join(map(ast.unparse, operands))},)", "<limit>", "eval")
 
     def of_frame(frame: FrameType) -> list[Fact]:
         with suppress(Exception):  # a name that the statement itself binds, or an operand of another kind
@@ -170,3 +196,11 @@ def _limit(texts: Callable[..., Iterable[Fact | str]], node: ast.expr, *operands
         return []
 
     yield of_frame
+
+
+def _code(operands: Sequence[ast.expr]) -> CodeType | None:
+    """Compile a tuple of expressions; None if to compute them again may change something."""
+    parts = [part for operand in operands for part in ast.walk(operand)]
+    called = {ast.unparse(part.func).rpartition(".")[2] for part in parts if isinstance(part, ast.Call)}
+    is_repeatable = called <= _CALLS and not any(isinstance(part, _UNREPEATED) for part in parts)
+    return compile(f"({', '.join(map(ast.unparse, operands))},)", "<limit>", "eval") if is_repeatable else None
