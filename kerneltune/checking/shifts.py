@@ -32,6 +32,7 @@ _EQUAL = 0.125
 _NEAR, _STABLE, _GROSS = 1e-3, 0.05, 0.2
 """Differences relative to the largest result: at most _NEAR for equal results, at most _STABLE for results that do not depend on
 a step of bf16, more than _GROSS for wrong results."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT = 4
 """Elements that stay as they are, between elements that hold arguments."""
 _FACTORS = {"2^-24 times as large": 2.0**-24, "0": 0.0, "4 times as large": 4.0}
@@ -52,7 +53,7 @@ class _Change:
         inputs: function that returns inputs. Its first arguments are 1 for the values, 0 for values with which the variant must
             be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
         judged: function that returns the names of judged outputs, of the reference's outputs with both values.
-        is_nan: whether the values are NaN, and a variant is wrong only if no output has a NaN that the reference has.
+        is_nan: whether the values are NaN, and a variant is wrong only if no output has a NaN that plain values do not give.
     """
 
     where: str
@@ -104,7 +105,7 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[st
         ]
         is_fault = bool(lines) and not outputs and not lines[0].startswith(LAUNCH_FAILURE)  # not an error of host code
         if change.is_nan:
-            is_fault, wrong = False, [] if not outputs or any(map(_has_nan, outputs.values())) else judged
+            is_fault, wrong = False, [] if not outputs or _new_nan(outputs, right) else judged
         if lines and (wrong or is_fault) and not others:
             yield next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
 
@@ -157,10 +158,12 @@ def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
 
 
 def _nan_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
-    """Yield inputs of which each row has a NaN."""
-    for name in _wide(op, op.inputs(case, device="cpu")):
-        function = partial(_replaced, op.inputs, [name], _with_nan)
-        yield _Change(f"each row of {name} has a NaN, which no output has", function, _new_nan, is_nan=True)
+    """Yield inputs of which each row has a NaN: the usual one, and the NaN that GPUs make, to which rounding by integers adds."""
+    for name, value in _wide(op, op.inputs(case, device="cpu")).items():
+        ones = 2 ** (8 * value.itemsize - 1) - 1
+        for word, bits in (("a NaN", None), (f"the NaN {ones:#x}", ones)):
+            function = partial(_replaced, op.inputs, [name], partial(_with_nan, bits))
+            yield _Change(f"each row of {name} has {word}, which no output has", function, _new_nan, is_nan=True)
 
 
 def _moved(
@@ -221,18 +224,17 @@ def _filled(least: torch.Tensor, value: torch.Tensor, _blurs: int) -> torch.Tens
     return torch.full_like(value, int(least))
 
 
-def _with_nan(value: torch.Tensor, _blurs: int) -> torch.Tensor:
+def _with_nan(bits: int | None, value: torch.Tensor, _blurs: int) -> torch.Tensor:
     places = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).argmax(-1, keepdim=True)
-    return value.clone().scatter_(-1, places, torch.nan)
-
-
-def _has_nan(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and bool(value.isnan().any())
+    if bits is None:
+        return value.clone().scatter_(-1, places, torch.nan)
+    return value.clone().view(_INTEGERS[value.itemsize]).scatter_(-1, places, bits).view(value.dtype)
 
 
 def _new_nan(want: Outputs, near: Outputs) -> list[str]:
-    """Return the outputs that have NaN, and had none."""
-    return [name for name, value in want.items() if _has_nan(value) and not _has_nan(near[name])]
+    """Return the outputs that have NaN where they had none."""
+    tensors = {name: value for name, value in want.items() if isinstance(value, torch.Tensor)}
+    return [name for name, value in tensors.items() if bool((value.isnan() & ~near[name].isnan()).any())]
 
 
 def _wide(op: Op, inputs: Inputs) -> Inputs:

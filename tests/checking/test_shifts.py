@@ -153,6 +153,26 @@ def test_nan_that_only_the_reference_keeps_is_named(
     assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * is_named
 
 
+def _rounded(form: str, given: Inputs, _config: object = None) -> Outputs:
+    """Round to bf16 by integers; the mistake has no case for NaN."""
+    bits = given["x"].float().view(torch.int32)
+    y = ((bits.long() + 0x8000 + 2**31) % 2**32 - 2**31).int().bitwise_and(-0x10000).view(torch.float32)
+    return {"y": torch.where(given["x"].isnan(), given["x"], y) if form == "right" else y}
+
+
+def test_nan_of_ones_that_rounding_by_integers_loses_is_named_beside_another_nan() -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        x = values(seed, device, case["M"], case["N"]).float()
+        if device != "meta":
+            x[0, 0] = torch.nan
+        return {"x": x}
+
+    right, wrong = (replace(_op(partial(_rounded, "right"), partial(_rounded, form)), inputs=inputs) for form in ("right", "w"))
+    begin = "optimized is wrong where each row of x has the NaN 0x7fffffff, which no output has, in case odd: y: "
+    assert [line[: len(begin)] for line in wrong_by_values(wrong, CASES)] == [begin]
+    assert wrong_by_values(right, CASES) == []
+
+
 def test_flags_of_0_and_1_stay() -> None:
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         given = _inputs("xz", case, device=device, seed=seed)
