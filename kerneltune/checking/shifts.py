@@ -32,6 +32,7 @@ _EQUAL = 0.125
 _NEAR, _STABLE, _GROSS = 1e-3, 0.05, 0.2
 """Differences relative to the largest result: at most _NEAR for equal results, at most _STABLE for results that do not depend on
 a step of bf16, more than _GROSS for wrong results."""
+_HUGE = 1e9
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT = 4
 """Elements that stay as they are, between elements that hold arguments."""
@@ -53,19 +54,20 @@ class _Change:
         inputs: function that returns inputs. Its first arguments are 1 for the values, 0 for values with which the variant must
             be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
         judged: function that returns the names of judged outputs, of the reference's outputs with both values.
-        is_nan: whether the values are NaN, and a variant is wrong only if no output has a NaN that plain values do not give.
+        has_outliers: whether rows have NaN, infinity or a huge value. Then a variant is wrong only if an output is not finite where
+            the reference is, or, with NaN, if no output has a NaN that plain values do not give.
     """
 
     where: str
     inputs: Callable[..., Inputs]
     judged: Callable[[Outputs, Outputs], list[str]]
-    is_nan: bool = False
+    has_outliers: bool = False
 
 
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each own variant and kind of values with which the variant is wrong, and right with other values."""
     lines = dict[tuple[object, str], str]()
-    for kind in (_far_changes, _argument_changes, _factor_changes, _nan_changes):
+    for kind in (_far_changes, _argument_changes, _factor_changes, _outlier_changes):
         end_s = time.thread_time() + KIND_SECONDS
         for case, variant in itertools.product(_few(op, cases), op.variants):
             if time.thread_time() > end_s:
@@ -75,9 +77,8 @@ def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
                     if (kind, variant.name) in lines or time.thread_time() > end_s:
                         break
                     with suppress(Exception):  # values that the operator refuses
-                        for line in _wrong(op, case, variant, change):
-                            text = f"{variant.name} is wrong where {change.where}, in case {case.name}: {line}"
-                            lines[kind, variant.name] = text
+                        for where, line in _wrong(op, case, variant, change):
+                            lines[kind, variant.name] = f"{variant.name} is wrong where {where}, in case {case.name}: {line}"
     return list(lines.values())
 
 
@@ -88,26 +89,34 @@ def _few(op: Op, cases: Sequence[Case]) -> list[Case]:
     return [*dict.fromkeys([*sorted(first.values(), key=smallest.index), *smallest])][:_MOST_CASES]
 
 
-def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[str]:
-    """Yield a line if a variant is wrong with other values of inputs, and right without the change."""
-    near, moved, blurred = (
-        Checker(replace(op, inputs=partial(change.inputs, *which)), case, "cpu") for which in ((0, 0), (1, 0), (1, 1))
-    )
-    if judged := change.judged(moved.expected, near.expected):
-        config = variant.default_config(case)
-        outputs, lines = moved.run(variant, config)
-        right, others = near.run(variant, config) if lines else ({}, [])
+def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[tuple[str, str]]:
+    """Yield values and a line if a variant is wrong with other values of inputs, and right without the change."""
+
+    def checker(*which: int) -> Checker:
+        return Checker(replace(op, inputs=partial(change.inputs, *which)), case, "cpu")
+
+    near, moved = checker(0, 0), checker(1, 0)
+    judged, where, is_fault = change.judged(moved.expected, near.expected), change.where, False
+    outputs, lines = moved.run(variant, variant.default_config(case)) if judged else ({}, [])
+    right, others = near.run(variant, variant.default_config(case)) if lines else ({}, [])
+    if not lines or others:
+        return
+    if change.has_outliers:
+        wrong = [name for name in judged if name in outputs and _is_broken(outputs[name], moved.expected[name], right[name])]
+        where += f", and {wrong[0]} is not finite where the reference is" if wrong else ", which no output has"
+        if not wrong and outputs and change.judged is _new_nan and not _new_nan(outputs, right):
+            wrong = judged
+    else:
+        blurred = checker(1, 1)
         wrong = [
             name
             for name in judged
             if _is_far(outputs.get(name), moved.expected[name], blurred.expected[name])
             and not _is_far(right.get(name), near.expected[name], near.expected[name])  # as a dropout's elements are
         ]
-        is_fault = bool(lines) and not outputs and not lines[0].startswith(LAUNCH_FAILURE)  # not an error of host code
-        if change.is_nan:
-            is_fault, wrong = False, [] if not outputs or _new_nan(outputs, right) else judged
-        if lines and (wrong or is_fault) and not others:
-            yield next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
+        is_fault = not outputs and not lines[0].startswith(LAUNCH_FAILURE)  # not an error of host code
+    if wrong or is_fault:
+        yield where, next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
 
 
 def _far_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -157,13 +166,20 @@ def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
         yield _Change(where, partial(_replaced, op.inputs, group, partial(_times, factor)), _floats)
 
 
-def _nan_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
-    """Yield inputs of which each row has a NaN: the usual one, and the NaN that GPUs make, to which rounding by integers adds."""
-    for name, value in _wide(op, op.inputs(case, device="cpu")).items():
-        ones = 2 ** (8 * value.itemsize - 1) - 1
-        for word, bits in (("a NaN", None), (f"the NaN {ones:#x}", ones)):
-            function = partial(_replaced, op.inputs, [name], partial(_with_nan, bits))
-            yield _Change(f"each row of {name} has {word}, which no output has", function, _new_nan, is_nan=True)
+def _outlier_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
+    """Yield inputs of which each row has a NaN, the NaN that GPUs make, infinity, or a huge value.
+
+    Rounding that adds to the bits turns a NaN of ones into -0; a difference of two sums is NaN where both are infinite.
+    """
+    inputs = _wide(op, op.inputs(case, device="cpu"))
+    for kind, (name, value) in itertools.product(("NaN", "ones", "inf", "huge"), inputs.items()):
+        ones, huge = 2 ** (8 * value.itemsize - 1) - 1, min(_HUGE, torch.finfo(value.dtype).max / 16)
+        word, number = {"NaN": ("a NaN", torch.nan), "ones": (f"the NaN {ones:#x}", ones), "inf": ("inf", torch.inf)}.get(
+            kind, (f"{huge:g}", huge)
+        )
+        function = partial(_replaced, op.inputs, [name], partial(_with, number))
+        judged = _new_nan if kind in ("NaN", "ones") else _floats
+        yield _Change(f"each row of {name} has {word}", function, judged, has_outliers=True)
 
 
 def _moved(
@@ -224,11 +240,17 @@ def _filled(least: torch.Tensor, value: torch.Tensor, _blurs: int) -> torch.Tens
     return torch.full_like(value, int(least))
 
 
-def _with_nan(bits: int | None, value: torch.Tensor, _blurs: int) -> torch.Tensor:
+def _with(number: float, value: torch.Tensor, _blurs: int) -> torch.Tensor:
+    """Return a tensor with a number in each row; an integer gives the bits."""
     places = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).argmax(-1, keepdim=True)
-    if bits is None:
-        return value.clone().scatter_(-1, places, torch.nan)
-    return value.clone().view(_INTEGERS[value.itemsize]).scatter_(-1, places, bits).view(value.dtype)
+    numbers = value.clone().view(_INTEGERS[value.itemsize]) if isinstance(number, int) else value.clone()
+    return numbers.scatter_(-1, places, number).view(value.dtype)
+
+
+def _is_broken(got: torch.Tensor, want: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether an output is not finite where the reference is, and where the output of plain values is."""
+    is_expected = want.to(got.dtype).double().isfinite() & right.double().isfinite()
+    return bool((is_expected & ~got.double().isfinite()).any())
 
 
 def _new_nan(want: Outputs, near: Outputs) -> list[str]:
