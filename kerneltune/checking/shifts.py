@@ -1,4 +1,4 @@
-"""Find kernels that are wrong with certain values of an input: far from 0, floats that a kernel gets, tiny, 0, NaN, ignored rows.
+"""Find kernels that are wrong with certain values of an input: far from 0, tiny, 0, huge, NaN, ignored rows and others.
 
 The module knows no operator.
 """
@@ -54,8 +54,8 @@ class _Change:
         inputs: function that returns inputs. Its first arguments are 1 for the values, 0 for values with which the variant must
             be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
         judged: function that returns the names of judged outputs, of the reference's outputs with both values.
-        has_outliers: whether rows have NaN, infinity or a huge value. Then a variant is wrong only if an output is not finite where
-            the reference is, or, with NaN, if no output has a NaN that plain values do not give.
+        has_outliers: whether rows have NaN, infinity or a huge value. Then a variant is wrong only if an output is not finite
+            where the reference is, or, with NaN, if no output has a NaN that plain values do not give.
     """
 
     where: str
@@ -67,7 +67,7 @@ class _Change:
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each own variant and kind of values with which the variant is wrong, and right with other values."""
     lines = dict[tuple[object, str], str]()
-    for kind in (_far_changes, _argument_changes, _factor_changes, _outlier_changes):
+    for kind in (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes):
         end_s = time.thread_time() + KIND_SECONDS
         for case, variant in itertools.product(_few(op, cases), op.variants):
             if time.thread_time() > end_s:
@@ -182,6 +182,15 @@ def _outlier_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]
         yield _Change(f"each row of {name} has {word}", function, judged, has_outliers=True)
 
 
+def _full_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
+    """Yield fp8 inputs of which each row is as large as its type holds, as after a row-wise quantization: sums exceed fp16."""
+    inputs = op.inputs(case, device="cpu")
+    names = [name for name, value in inputs.items() if _is_fp8(value) and matters(op, inputs, name)]
+    for group in dict.fromkeys(map(tuple, [names, *([name] for name in names)])) if names else ():
+        where = f"each row of {', '.join(group)} has the largest number of its type"
+        yield _Change(where, partial(_replaced, op.inputs, group, _full), _floats)
+
+
 def _moved(
     inputs: Callable[..., Inputs], name: str, equal: Sequence[str], far: int, moves: int, blurs: int, *args: Any, **named: Any
 ) -> Inputs:
@@ -236,6 +245,13 @@ def _times(factor: float, value: torch.Tensor, blurs: int) -> torch.Tensor:
     return torch.empty_like(value).copy_(value * factor).mul_(noise.to(value.device).add_(1).to(value.dtype))
 
 
+def _full(value: torch.Tensor, blurs: int) -> torch.Tensor:
+    top = torch.finfo(value.dtype).max
+    rows = value.float() * (top / value.float().abs().amax(-1, keepdim=True).clamp(min=_NEAR))
+    noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device) - 0.5
+    return torch.empty_like(value).copy_((rows * (1 + blurs * 2.0**-4 * noise)).clamp(-top, top))
+
+
 def _filled(least: torch.Tensor, value: torch.Tensor, _blurs: int) -> torch.Tensor:
     return torch.full_like(value, int(least))
 
@@ -267,6 +283,10 @@ def _wide(op: Op, inputs: Inputs) -> Inputs:
 
 def _is_wide(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1 and value.ndim > 0
+
+
+def _is_fp8(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and value.numel() > 0
 
 
 def _blind(far: int, want: Outputs, near: Outputs) -> list[str]:

@@ -201,6 +201,19 @@ def test_output_that_is_not_finite_where_the_reference_is_is_named(
     assert begins == [text.format(where) for where in wheres]
 
 
+@pytest.mark.parametrize(("type_of_sums", "is_named"), [(torch.float16, True), (torch.float32, False)])
+def test_sums_of_fp8_products_that_exceed_fp16_are_named(type_of_sums: torch.dtype, is_named: bool) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {name: value.to(torch.float8_e4m3fn) for name, value in _inputs("ab", case, device=device, seed=seed).items()}
+
+    def run(sums: torch.dtype, given: Inputs, _config: object = None) -> Outputs:
+        return {"y": (given["a"].float() @ given["b"].float().T).to(sums).float()}
+
+    op = replace(_op(partial(run, torch.float32), partial(run, type_of_sums), rtol=1e-2), inputs=inputs)
+    begin = "optimized is wrong where each row of a, b has the largest number of its type, in case odd: y: "
+    assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * is_named
+
+
 def test_flags_of_0_and_1_stay() -> None:
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         given = _inputs("xz", case, device=device, seed=seed)
