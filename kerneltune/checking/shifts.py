@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kerneltune.checking.blind_spots import matters
-from kerneltune.checking.check import LAUNCH_FAILURE, Checker, smallest_cases
+from kerneltune.checking.check import LAUNCH_FAILURE, Checker, same_bits, smallest_cases
 from kerneltune.checking.covering import settings
 from kerneltune.interpreter.facts import noting
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
@@ -38,6 +38,13 @@ _KEPT = 4
 """Elements that stay as they are, between elements that hold arguments."""
 _FACTORS = {"2^-24 times as large": 2.0**-24, "0": 0.0, "4 times as large": 4.0}
 """Factors of inputs: tiny values show an epsilon, zeros a division by 0, large values an exponential that overflows."""
+_FLOAT_FACTORS = (1.7, 6.8)
+"""Factors of inputs that are floats: the second takes many of those below 1 beyond 1."""
+_IN_KERNEL = f"{LAUNCH_FAILURE}: Triton's interpreter: "
+"""Beginning of an error of a kernel's code; for other numbers it is no refusal."""
+_POWER = 0x44800000
+"""The bits of 1024 in fp32."""
+_BESIDE = {"below 1024": _POWER - 1, "above 1024": _POWER + 1}
 _MOST_IGNORED = 2
 """Most negative values that an input of integers holds if they are marks, such as -1 or -100, and no numbers."""
 _MOST_CASES = 6
@@ -56,18 +63,20 @@ class _Change:
         judged: function that returns the names of judged outputs, of the reference's outputs with both values.
         has_outliers: whether rows have NaN, infinity or a huge value. Then a variant is wrong only if an output is not finite
             where the reference is, or, with NaN, if no output has a NaN that plain values do not give.
+        has_exact_bytes: whether a variant is also wrong by any bit of an output of 8 bits, if it is exact without the change.
     """
 
     where: str
     inputs: Callable[..., Inputs]
     judged: Callable[[Outputs, Outputs], list[str]]
     has_outliers: bool = False
+    has_exact_bytes: bool = False
 
 
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each own variant and kind of values with which the variant is wrong, and right with other values."""
     lines = dict[tuple[object, str], str]()
-    for kind in (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes):
+    for kind in (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes, _number_changes):
         end_s = time.thread_time() + KIND_SECONDS
         for case, variant in itertools.product(_few(op, cases), op.variants):
             if time.thread_time() > end_s:
@@ -114,7 +123,12 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[tu
             if _is_far(outputs.get(name), moved.expected[name], blurred.expected[name])
             and not _is_far(right.get(name), near.expected[name], near.expected[name])  # as a dropout's elements are
         ]
-        is_fault = not outputs and not lines[0].startswith(LAUNCH_FAILURE)  # not an error of host code
+        for name in judged if change.has_exact_bytes and outputs else ():
+            got, want = outputs.get(name), moved.expected[name]
+            if isinstance(got, torch.Tensor) and got.itemsize == 1 and not same_bits(got, want):
+                wrong += [name] * same_bits(right[name], near.expected[name])
+        is_in_host = lines[0].startswith(LAUNCH_FAILURE) and not (change.has_exact_bytes and _IN_KERNEL in lines[0])
+        is_fault = not outputs and not is_in_host
     if wrong or is_fault:
         yield where, next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
 
@@ -191,6 +205,23 @@ def _full_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
         yield _Change(where, partial(_replaced, op.inputs, group, _full), _floats)
 
 
+def _number_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
+    """Yield other values of inputs that are floats, such as a scale, which powers of two make exact; and numbers beside 1024.
+
+    A logarithm in fp32 takes these numbers for 1024.
+    """
+    inputs = op.inputs(case, device="cpu")
+    floats = {name: value for name, value in inputs.items() if type(value) is float and value and matters(op, inputs, name)}
+    for (name, value), factor in itertools.product(floats.items(), _FLOAT_FACTORS):
+        factor = 1 / factor if value < 1 < value * factor and factor < 2 else factor  # a rate stays below 1
+        function = partial(_replaced, op.inputs, [name], partial(_scaled, factor))
+        yield _Change(f"{name} is {value * factor:g}", function, _tensors, has_exact_bytes=True)
+    wide = [name for name, value in _wide(op, inputs).items() if value.dtype == torch.float32]
+    for name, (word, bits) in itertools.product(wide, _BESIDE.items()):
+        where = f"each row of {name} has the number just {word}, and it is right with 1024"
+        yield _Change(where, partial(_beside, op.inputs, name, bits), _tensors, has_exact_bytes=True)
+
+
 def _moved(
     inputs: Callable[..., Inputs], name: str, equal: Sequence[str], far: int, moves: int, blurs: int, *args: Any, **named: Any
 ) -> Inputs:
@@ -240,6 +271,12 @@ def _replaced(
     return {**given, **{name: function(given[name], blurs) for name in names if moves}}
 
 
+def _beside(inputs: Callable[..., Inputs], name: str, bits: int, moves: int, blurs: int, *args: Any, **named: Any) -> Inputs:
+    """Return inputs, one with a number in each row that bits give, or with 1024."""
+    given = inputs(*args, **named)
+    return {**given, name: _with(bits if moves else _POWER, given[name], blurs)}
+
+
 def _times(factor: float, value: torch.Tensor, blurs: int) -> torch.Tensor:
     noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)) * (blurs * 2.0**-8)
     return torch.empty_like(value).copy_(value * factor).mul_(noise.to(value.device).add_(1).to(value.dtype))
@@ -250,6 +287,10 @@ def _full(value: torch.Tensor, blurs: int) -> torch.Tensor:
     rows = value.float() * (top / value.float().abs().amax(-1, keepdim=True).clamp(min=_NEAR))
     noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device) - 0.5
     return torch.empty_like(value).copy_((rows * (1 + blurs * 2.0**-4 * noise)).clamp(-top, top))
+
+
+def _scaled(factor: float, value: float, blurs: int) -> float:
+    return value * factor * (1 + blurs * 2.0**-8)
 
 
 def _filled(least: torch.Tensor, value: torch.Tensor, _blurs: int) -> torch.Tensor:
@@ -302,6 +343,10 @@ def _blind(far: int, want: Outputs, near: Outputs) -> list[str]:
 def _floats(want: Outputs, _near: Outputs) -> list[str]:
     """Return the outputs in floating point."""
     return [name for name, value in want.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _tensors(want: Outputs, _near: Outputs) -> list[str]:
+    return [name for name, value in want.items() if isinstance(value, torch.Tensor)]
 
 
 def _is_far(got: torch.Tensor | None, want: torch.Tensor, blurred: torch.Tensor) -> bool:

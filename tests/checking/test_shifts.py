@@ -15,7 +15,7 @@ from test_pairs import interpreted, op_with
 from kerneltune.checking import shifts
 from kerneltune.checking.jobs import compare_job, run_jobs
 from kerneltune.checking.shifts import wrong_by_values
-from kerneltune.kernel_lib.agreement import close
+from kerneltune.kernel_lib.agreement import close, same_bits
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 from kerneltune.task import Task
 
@@ -212,6 +212,67 @@ def test_sums_of_fp8_products_that_exceed_fp16_are_named(type_of_sums: torch.dty
     op = replace(_op(partial(run, torch.float32), partial(run, type_of_sums), rtol=1e-2), inputs=inputs)
     begin = "optimized is wrong where each row of a, b has the largest number of its type, in case odd: y: "
     assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * is_named
+
+
+def _quantized(form: str, inputs: Inputs, _config: object = None) -> Outputs:
+    x, scale = inputs["x"], inputs["scale"]
+    q = x * torch.tensor(1.0).div(scale) if form == "reciprocal" else x / (int(scale) or scale if form == "whole" else scale)
+    return {"y": q.clamp(-448, 448).to(torch.float8_e4m3fn)}
+
+
+@pytest.mark.parametrize(
+    ("form", "where"),
+    [("right", ""), ("reciprocal", "scale is 0.425"), ("whole", "scale is 1.7")],
+)
+def test_float_input_that_only_a_power_of_two_hides_is_named(form: str, where: str) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        x = torch.arange(case["M"] * case["N"], device=device).reshape(case["M"], case["N"]) * 0.2125  # quotients are ties
+        return {"x": x, "scale": 0.25}
+
+    op = replace(
+        _op(partial(_quantized, "right"), partial(_quantized, form)), inputs=inputs,
+        compare=lambda _case, _given, outputs, expected: same_bits("y", outputs["y"], expected["y"]),
+    )  # fmt: skip
+    lines = [f"optimized is wrong where {where}, in case odd: y: "] * bool(where)
+    assert [line[: line.index("y: ") + 3] for line in wrong_by_values(op, CASES)] == lines
+
+
+@pytest.mark.parametrize(("rate", "values_tried"), [(0.9, "0.529412"), (0.5, "0.85"), (0.1, "0.17, 0.68")])
+def test_float_input_below_1_stays_below_1_at_first(rate: float, values_tried: str) -> None:
+    tried = dict[str, None]()
+
+    def run(given: Inputs, _config: object = None) -> Outputs:
+        tried[f"{given['p']:g}"] = None
+        return {"y": given["x"] * given["p"]}
+
+    op = _op(lambda given: {"y": given["x"] * given["p"]}, run)
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {**_inputs("x", case, device=device, seed=seed), "p": rate}
+
+    assert wrong_by_values(replace(op, inputs=inputs), CASES) == []
+    assert ", ".join(value for value in tried if float(value) < 1 and value != f"{rate:g}") == values_tried
+
+
+@pytest.mark.parametrize(("form", "where"), [("floor", "below"), ("ceil", "above"), ("frexp", "")])
+def test_logarithm_that_rounds_to_a_whole_number_is_named(form: str, where: str) -> None:
+    def run(form: str, given: Inputs, _config: object = None) -> Outputs:
+        top = given["x"].abs().amax(-1)
+        if form == "frexp":
+            mantissa, exponent = torch.frexp(top)
+            return {"y": exponent.to(torch.int8) - 1, "z": exponent.to(torch.int8) - (mantissa == 0.5).to(torch.int8)}
+        log = top.log2()
+        return {
+            **run("frexp", given),
+            **({"y": log.floor().to(torch.int8)} if form == "floor" else {"z": log.ceil().to(torch.int8)}),
+        }
+
+    op = replace(
+        _op(partial(run, "frexp"), partial(run, form)),
+        compare=lambda _case, _given, got, want: [line for name in want for line in same_bits(name, got[name], want[name])],
+    )
+    begin = f"optimized is wrong where each row of x has the number just {where} 1024, and it is right with 1024, in case odd: "
+    assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * bool(where)
 
 
 def test_flags_of_0_and_1_stay() -> None:
