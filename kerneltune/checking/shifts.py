@@ -17,6 +17,7 @@ from kerneltune.checking.blind_spots import matters
 from kerneltune.checking.check import LAUNCH_FAILURE, Checker, same_bits, smallest_cases
 from kerneltune.checking.covering import settings
 from kerneltune.interpreter.facts import noting
+from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 _FAR = 28672
@@ -88,7 +89,36 @@ def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
                     with suppress(Exception):  # values that the operator refuses
                         for where, line in _wrong(op, case, variant, change):
                             lines[kind, variant.name] = f"{variant.name} is wrong where {where}, in case {case.name}: {line}"
-    return list(lines.values())
+    return [*lines.values(), *_repeated_draws(op, cases)]
+
+
+def _repeated_draws(op: Op, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield a line for each own variant, and its seed whose next value gives random numbers that the seed gives as well."""
+    largest = sorted(cases, key=lambda case: op.traffic(case).total, reverse=True)
+    for variant in (variant for variant in op.variants if not variant.is_peer):
+        with suppress(Exception):  # the check of the case says why
+            case = next(case for case in largest if not variant.unsupported(case))
+            inputs = op.inputs(case, device="cpu")
+            for name in (name for name, value in inputs.items() if "seed" in name.lower() and type(value) is int):
+                first, second = (_draws(op, case, variant, {**inputs, name: inputs[name] + step}) for step in (0, 1))
+                if first & second and first != second:  # a seed without an effect has its own line
+                    yield f"{variant.name} draws the same random numbers for {name} and {name} + 1, in case {case.name}"
+
+
+def _draws(op: Op, case: Case, variant: Variant, inputs: Inputs) -> set[int]:
+    """Return a digest of the seeds and offsets of each draw of random numbers in a run."""
+    from triton.language import random
+
+    drawn, philox = set[int](), random.philox_impl
+
+    def noted(*state: Any, **named: Any) -> Any:
+        drawn.add(hash(tuple(part.handle.data.tobytes() for part in state if hasattr(part, "handle"))))
+        return philox(*state, **named)
+
+    with replaced({(random, "philox_impl"): noted}):
+        checker = Checker(replace(op, inputs=lambda *_args, **_named: inputs), case, "cpu")
+        checker.run(variant, variant.default_config(case))
+    return drawn
 
 
 def _few(op: Op, cases: Sequence[Case]) -> list[Case]:

@@ -275,6 +275,29 @@ def test_logarithm_that_rounds_to_a_whole_number_is_named(form: str, where: str)
     assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * bool(where)
 
 
+@triton.jit
+def _noise(x_ptr, y_ptr, seed, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at, row = tl.arange(0, BLOCK), tl.program_id(0)
+    noise = tl.rand(seed, row * N + at) if KIND == "offsets" else tl.rand(seed + row if KIND == "seeds" else 7, at)
+    tl.store(y_ptr + row * N + at, tl.load(x_ptr + row * N + at, at < N, other=0.0) + noise, at < N)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["offsets", "seeds", "ignored"])
+def test_seed_whose_next_value_repeats_random_numbers_is_named(kind: str) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {**_inputs("x", case, device=device, seed=seed), "noise_seed": 3 + seed}
+
+    def run(given: Inputs, _config: object = None) -> Outputs:
+        y, (M, N) = torch.empty_like(given["x"]), given["x"].shape
+        _noise[(M,)](given["x"], y, given["noise_seed"], N, kind, triton.next_power_of_2(N))
+        return {"y": y}
+
+    op = replace(_op(lambda given: {"y": given["x"]}, run), inputs=inputs, compare=lambda *_: [])
+    line = "optimized draws the same random numbers for noise_seed and noise_seed + 1, in case wide"
+    assert wrong_by_values(op, CASES) == [line] * (kind == "seeds")
+
+
 def test_flags_of_0_and_1_stay() -> None:
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         given = _inputs("xz", case, device=device, seed=seed)
