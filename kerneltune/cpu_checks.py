@@ -3,6 +3,7 @@
 Checks run in forks of this process, see `checking/jobs.py`. A process with a GPU imports this module only to perturb outputs.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,18 +15,22 @@ from kerneltune.checking.check import host_folder, is_foreign, meta_inputs
 from kerneltune.checking.covering import settings
 from kerneltune.checking.derived import derived_cases
 from kerneltune.checking.jobs import Job, address_job, case_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
+from kerneltune.checking.pairs import facts_by_config
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import read_sources
 from kerneltune.journals import Journal
 from kerneltune.measuring.compare import make_record
 from kerneltune.measuring.compiler import compile_job, refusals
 from kerneltune.plan import Plan
-from kerneltune.processes.forked import Fork
+from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.sweep_file import SweepCase, cases_by_op
 from kerneltune.task import CaseError, Outcome, Run, Task
 from kerneltune.wording import counted
+
+_MOST_WITH_ONES = 3
+"""Most further cases of a variant that are compiled because other arguments are 1: each takes 1 s."""
 
 
 def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
@@ -117,23 +122,47 @@ class _JobRunner:
     def compile_refusals(self) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.
 
+        Users' operators are also compiled where other arguments are 1.
+
         Return a record of each refusal: the interpreter accepts Python that Triton's compiler refuses. This project's
         operators are left out, as its tests compile all of their configs.
         """
         runs = [run for job in self.records for run in job.runs]
-        largest: dict[tuple[str, str, str], Run] = {}
+        runs_of: dict[tuple[str, str], list[Run]] = defaultdict(list)
         for run in sorted(runs, key=lambda run: run.task.op.traffic(run.task.case).total):
             task = run.task
             is_others = is_foreign(task.op) or task.op.origin is not None  # a user's, or of a capture
             if is_others and not task.variant.unsupported(task.case):
-                largest[task.op.name, task.variant.name, task.case.quant] = run
-        runs = list(largest.values())
+                runs_of[task.op.name, task.variant.name].append(run)
+        runs = [run for by_size in runs_of.values() for run in _runs_to_compile(by_size)]
         if not runs:
             return []
         self.progress.stage("compile", 1)
         refused = refusals([compile_job(*run) for run in runs], self.plan.options.workers)
         self.progress.advance(counted(len(runs), "config"))
         return [make_record(self.plan.family, runs[index], Outcome("failed", reason)) for index, reason in refused.items()]
+
+
+def _runs_to_compile(by_size: Sequence[Run]) -> list[Run]:
+    """Return the run of the largest case of each mode and, of a user's variant, a few runs with other arguments that are 1.
+
+    Triton makes an argument that is 1 a constant, which has no `.to`.
+    """
+    chosen = list({run.task.case.quant: run for run in by_size}.values())
+    op, variant = by_size[0].task.op, by_size[0].task.variant
+
+    def ones_of_runs() -> list[frozenset[tuple[str, str]]]:
+        facts = [facts_by_config(op, variant, run.task.case, [run.config]).get(run.config) for run in by_size]
+        return [each.ones if each else frozenset() for each in facts]
+
+    with suppress(ForkCrashedError):
+        ones = Fork(ones_of_runs).result() if is_foreign(op) else []
+        known = frozenset[tuple[str, str]]().union(*(ones[by_size.index(run)] for run in chosen if ones))
+        for _ in range(_MOST_WITH_ONES if ones else 0):
+            most = max(range(len(ones)), key=lambda number: len(ones[number] - known))
+            chosen += [by_size[most]] if ones[most] - known else []
+            known |= ones[most]
+    return chosen
 
 
 def mutate_outputs(plan: Plan) -> list[Outcome]:

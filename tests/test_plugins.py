@@ -81,6 +81,18 @@ def test_kernel_that_python_runs_and_triton_refuses_fails_its_check(guide: Path)
     assert "simultaneous multiple comparison is not supported" in failures
 
 
+def test_kernel_that_triton_refuses_where_an_argument_is_1_fails_its_check(guide: Path) -> None:
+    plugin = guide / "swiglu.py"
+    plugin.write_text(plugin.read_text().replace("offsets < count\n", "offsets < count.to(tl.int64)\n"))
+    done = shell(guide, "kerneltune --plugin swiglu.py sweep ./swiglu.yaml --check-only --quick")
+    assert done.returncode == 1, done.stderr
+    failures = " ".join(done.stderr.partition("failed: ")[2].split())
+    assert failures.startswith(
+        "optimized (block=1024 warps=4): one swiglu M=1 N=1 bfloat16 none cold: does not compile for sm_90: "
+    )
+    assert "AttributeError" in failures
+
+
 def test_value_of_an_option_that_no_case_has_is_named(guide: Path) -> None:
     plugin = guide / "swiglu.py"
     axes = 'free_axes=("M", "N"),\n'

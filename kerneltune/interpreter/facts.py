@@ -79,9 +79,14 @@ class Fact(NamedTuple):
 
 
 class LaunchFacts(set[Fact]):
-    """Hold the facts of some launches, and if no program runs, the number of their programs."""
+    """Hold the facts of some launches, and if no program runs, the number of their programs, and arguments that are 1.
+
+    Attributes:
+        ones: (kernel, argument) of integers that are 1, which Triton makes constants.
+    """
 
     num_programs = 0
+    ones: frozenset[tuple[str, str]] = frozenset()
 
 
 _NOTED: ContextVar[LaunchFacts | None] = ContextVar("noted", default=None)

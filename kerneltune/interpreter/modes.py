@@ -74,6 +74,8 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
             grid = executor.grid(bound) if callable(executor.grid) else executor.grid
             facts.num_programs += math.prod(map(int, grid))
             note(*facts_of(executor, bound))
+            integers = bound.keys() - set(executor.constexprs)
+            facts.ones |= {(executor.fn.__name__, name) for name in integers if type(bound[name]) is int and bound[name] == 1}
 
     uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
     with noting() as facts, uncalled, _forgetting(folder), noting_host(folder):
