@@ -6,6 +6,7 @@
 import ast
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,6 +42,8 @@ _TEXTS: Mapping[str, str] = {
 """Texts of the kinds that users and tests see."""
 _ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
 _OF_CODE = ("launch", "call", "branch")
+_SIZE_ABOVE = re.compile(r"^\S+(?=( - 1)? > \d+ beside )")
+"""Size above a limit of values that a launch without memory does not know: T and x.shape[0] may be names of the same size."""
 
 
 class Fact(NamedTuple):
@@ -166,7 +169,8 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
 
     Loops and axes with one iteration or program in the largest cases are left out. Because launches without memory load zeros, a
     loop without an iteration there may have any number of iterations. Sizes that are compared and are equal in checks, but never
-    above 1, are returned if they are unequal in another check, or equal above 1 in the largest cases.
+    above 1, are returned if they are unequal in another check, or equal above 1 in the largest cases. Of several sizes above the
+    limit of an expression, one size is named.
     """
     loops = (fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS)
     wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}
@@ -177,7 +181,8 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     unknown = {fact.text for fact in few if fact.kind in ("launch", "call")}
     hidden = "call" if any(fact.kind == "launch" for fact in few) else ""
     few = {fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.where in unknown)}
-    lines = [str(fact) for fact in sorted(few, key=lambda fact: (fact.kind in _OF_CODE, str(fact)))]
+    named = {fact._replace(text=_SIZE_ABOVE.sub("", fact.text)): fact for fact in sorted(few, reverse=True)}
+    lines = [str(fact) for fact in sorted(named.values(), key=lambda fact: (fact.kind in _OF_CODE, str(fact)))]
     for fact in sorted(fact for fact in largest if fact.kind in ("condition", "choice")):
         sides = [side for side in ("true", "false") if Fact(side, "", fact.where) in checks]
         if len(sides) == 1:

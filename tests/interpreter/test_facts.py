@@ -19,3 +19,11 @@ def test_unreached_leaves_out_a_loop_of_one_iteration_in_the_largest_cases_but_n
         == unreached(set(), {none})
         == ["two iterations of the loop at a.py:3"]
     )
+
+
+def test_unreached_names_one_of_several_sizes_above_a_limit() -> None:
+    limit = "- 1 > 32767 beside `positions.to(torch.int16)`"
+    others = {Fact("branch", "N - 1 > BLOCK", "rope"), Fact("branch", "N > 255 beside a cast to int8", "_rope")}
+    largest = {Fact("branch", f"{size} {limit}", "rope") for size in ("k.shape[0]", "T", "q.shape[0]")} | others
+    lines = ["N - 1 > BLOCK in rope", "N > 255 beside a cast to int8 in _rope", f"T {limit} in rope"]
+    assert unreached(set(), largest | {Fact("branch", "stride > 255 beside a cast to int8", "_rope")}) == lines
