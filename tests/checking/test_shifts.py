@@ -181,6 +181,10 @@ def _sums_before(form: str, x: torch.Tensor) -> Outputs:
     return {"y": x.cumsum(-1) - x}
 
 
+def _first_row(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:1].cumsum(-1), torch.ones_like(x[1:])])
+
+
 @pytest.mark.parametrize(
     ("reference", "run", "wheres"),
     [
@@ -188,9 +192,21 @@ def _sums_before(form: str, x: torch.Tensor) -> Outputs:
         (partial(_sums_before, "right"), partial(_sums_before, "difference"), ["has a NaN"]),
         (lambda x: {"y": x.tanh()}, lambda x: {"y": ((2 * x).exp() - 1) / ((2 * x).exp() + 1)}, ["has inf"]),
         (lambda x: {"y": x.clamp(-9, 9).exp()}, lambda x: {"y": x.exp().clamp(math.exp(-9), 1e38)}, []),
-        (lambda x: {"y": torch.where(x > 1e6, 0, x)}, lambda x: {"y": torch.where(x == INF, 0, x * 1e30 / 1e30)}, ["has 1e+09"]),
+        (lambda x: {"y": torch.where(x > 1e6, 1, x)}, lambda x: {"y": torch.where(x == INF, 0, x * 1e30 / 1e30)}, ["has 1e+09"]),
+        (lambda x: {"y": x.softmax(-1).tril()}, lambda x: {"y": x.softmax(-1) * torch.ones_like(x).tril()}, []),
+        (lambda x: {"y": _first_row(x)}, lambda x: {"y": _first_row(x) + 0 * x}, []),
+        (lambda x: {"y": _first_row(x).sum(-1)}, lambda x: {"y": (_first_row(x) + 0 * x).sum(-1)}, []),
     ],
-    ids=["right", "difference of sums", "tanh", "other finite values", "huge"],
+    ids=[
+        "right",
+        "difference of sums",
+        "tanh",
+        "other finite values",
+        "huge",
+        "masked elements",
+        "rows that stay",
+        "elements that stay",
+    ],
 )
 def test_output_that_is_not_finite_where_the_reference_is_is_named(
     reference: Callable[[torch.Tensor], Outputs], run: Callable[[torch.Tensor], Outputs], wheres: list[str]
