@@ -5,7 +5,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 from kerneltune.sweep_file import Section, sweep_text
+from kerneltune.task import Knobs, knob_pairs
 from kerneltune.wording import first_of
 
 CLASS = "launch"
@@ -193,6 +194,14 @@ def candidate_of(config: Config, launch_class: LaunchClass) -> Candidate:
     if candidate is None:
         raise ValueError(f"{launch_class.label}: {config}: no candidate of this class")
     return candidate
+
+
+def lacks_blocks(launch_class: LaunchClass, space: Iterable[Config], trials: Collection[Knobs]) -> bool:
+    """Return whether all trials of a class have the same blocks, and its space has others."""
+    if not launch_class.is_plain:
+        return False
+    blocks = {knob_pairs(config): repr(candidate_of(config, launch_class).config.kwargs) for config in space}
+    return len({blocks[knobs] for knobs in trials if knobs in blocks}) < 2 <= len(set(blocks.values()))
 
 
 def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:

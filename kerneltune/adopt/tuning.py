@@ -21,6 +21,7 @@ from kerneltune.adopt.operators import (
     candidate_of,
     case_of,
     config_of,
+    lacks_blocks,
     operator_name,
     operators_of,
     write_capture_sweep,
@@ -154,14 +155,14 @@ def tune_capture(
     if force and not forced.is_file():  # else an earlier command was interrupted
         replace_text(forced, datetime.now(UTC).isoformat(timespec="seconds"))
     since = forced.read_text(encoding="utf-8") if force else ""
-    due = [task for task in tasks if _is_due(task, since)]
+    due = _due(root, chosen, tasks, since)
     again = [] if force else [task for task in due if task.own_entry()]
     if len(due) < len(tasks) and force:
         progress.note(f"the --force of {since} goes on: {len(due)} of {counted(len(tasks), 'class', 'classes')} left")
     search_tasks(root, FAMILY, sweep, due if force else tasks, options, progress, until)
     if again and time.monotonic() < until:  # searched before their blocks were tried
         search_tasks(root, FAMILY, sweep, again, replace(options, retune="all"), progress, until)
-    left = [task for task in due if _is_due(task, since)]
+    left = _due(root, chosen, tasks, since)
     if left and time.monotonic() >= until:
         more_s = sum(expected_work(task, options).seconds + _CLASS_S for task in left)
         needed = f"the command again takes about {max(more_s, 1):.0f} s more"
@@ -176,12 +177,19 @@ def tune_capture(
     return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
-def _is_due(task: Task, since: str) -> bool:
-    """Return whether a class has no config, was searched before its blocks were tried, or before a date, or with other code."""
-    if (own := task.own_entry()) is None or own.entry.evidence.get("trials", 0) < len(checked_space(task)):
-        return True
-    is_early = own.entry.evidence.get("date", "") < since
-    return bool(since) and (is_early or is_stale(task.variant, own.entry) or is_outdated(task.variant, own.entry))
+def _due(root: Path, classes: Sequence[LaunchClass], tasks: Sequence[Task], since: str) -> list[Task]:
+    """Return the tasks that have no config, or were searched before their blocks were tried.
+
+    since: date before which a search does not count, nor one with other code; empty for none.
+    """
+    return [
+        task
+        for of, task, (trials, own) in zip(classes, tasks, search_results(root, tasks), strict=True)
+        if own is None
+        or lacks_blocks(of, checked_space(task), trials)
+        or own.entry.evidence.get("date", "") < since
+        or (since and (is_stale(task.variant, own.entry) or is_outdated(task.variant, own.entry)))
+    ]
 
 
 def search_tasks(

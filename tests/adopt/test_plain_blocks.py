@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +17,7 @@ from fake_operator import Pool
 from plain_kernels import SOURCE, captured, captured_call, cdiv_grid
 from test_capture_tuning import GPU, SizedBench
 
+from kerneltune import cache
 from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, read_blocks
 from kerneltune.adopt.overview import read_capture
@@ -172,6 +174,11 @@ def test_tune_of_a_new_capture_searches_each_class_once(
     captured(tmp_path / "cap", module, 96)
     tune_capture(tmp_path / "cap", Progress())
     assert searched == [1]
+    (file,) = (tmp_path / "cap" / "configs").glob("*/*.json")
+    file.write_text(re.sub('"trials": ?[0-9]*', '"trials": 2', file.read_text()))  # as of a search that ends early
+    cache.clear()
+    tune_capture(tmp_path / "cap", Progress())
+    assert searched == [1, 1], "the second command asks for classes without a config alone"
 
 
 @pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
