@@ -92,7 +92,7 @@ _TABLES = (
         "sglang": "configs/triton_{triton}/E={experts},N={inner},device_name={gpu}{fields}.json",
     }),
 )  # fmt: skip
-"""Sizes of a linear and of an expert layer, and the paths of their tables. `family`: one name for all cards like an H200."""
+"""Sizes of a linear and of an expert layer, and the paths of their tables. `family`: the name that vLLM gives each H200."""
 
 
 def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], weights: Weights) -> dict[str, str]:
@@ -107,7 +107,7 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], weight
     """
     needed, paths = next((kind for kind in _TABLES if any(set(kind[0]) <= set(call.case.sizes) for call in calls)), _TABLES[-1])
     gpu, fields = gpu_name.replace(" ", "_"), "".join(f",{name}={value}" for name, value in msgspec.to_builtins(weights).items())
-    if engine == "vllm":  # it gives weights with a scale for each row and for each expert one name
+    if engine == "vllm":  # its names do not tell scales of rows from scales of experts
         gpu, fields = re.sub(r"[\s/]+", "_", gpu_name), fields.replace(" ", "").replace(",per_channel_quant=True", "")
     names = {"gpu": gpu, "family": "NVIDIA_H200" if "H200" in gpu.split("_") else gpu, "fields": fields}
     names["triton"] = device.versions()["triton"].replace(".", "_")

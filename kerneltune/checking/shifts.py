@@ -1,4 +1,4 @@
-"""Find kernels that are wrong with certain values of an input: far from 0, tiny, 0, huge, NaN, ignored rows and others.
+"""Find kernels that are wrong for values that the inputs of a check lack, such as tiny or huge numbers, NaN, or ignored rows.
 
 The module knows no operator.
 """
@@ -40,7 +40,7 @@ _KEPT = 4
 _FACTORS = {"2^-24 times as large": 2.0**-24, "0": 0.0, "4 times as large": 4.0}
 """Factors of inputs: tiny values show an epsilon, zeros a division by 0, large values an exponential that overflows."""
 _FLOAT_FACTORS = (1.7, 6.8)
-"""Factors of inputs that are floats: the second takes many of those below 1 beyond 1."""
+"""Factors of inputs that are floats. Many floats below 1 exceed 1 after the second factor alone."""
 _IN_KERNEL = f"{LAUNCH_FAILURE}: Triton's interpreter: "
 """Beginning of an error of a kernel's code; for other numbers it is no refusal."""
 _POWER = 0x44800000

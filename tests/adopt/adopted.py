@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from warm_python import python
 
 from kerneltune.adopt import program, startup, table
@@ -26,6 +27,14 @@ def example() -> Any:
     import two_kernels
 
     return two_kernels
+
+
+def imported(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> Iterator[Any]:
+    """Yield a module of this name and source, for a fixture."""
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    yield __import__(name)
+    del sys.modules[name]
 
 
 def captured(folder: Path, *sizes: tuple[int, int], **options: Any) -> Capture:

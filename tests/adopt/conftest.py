@@ -1,12 +1,11 @@
 """Every test leaves Triton as it found it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from adopted import example, forget
+from adopted import example, forget, imported
 from plain_kernels import SOURCE
 
 from kerneltune.adopt import program, startup
@@ -25,7 +24,4 @@ def untouched_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yield a module with a kernel that no autotuner wraps."""
-    (tmp_path / "of_plain_kernels.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield __import__("of_plain_kernels")
-    del sys.modules["of_plain_kernels"]
+    yield from imported(tmp_path, monkeypatch, "of_plain_kernels", SOURCE)

@@ -1,6 +1,5 @@
 """Kernels that are given a function under `triton.jit`, such as an activation: captured, replayed and served by function."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import fake_gpu
 import pytest
 import torch
 import triton
-from adopted import kernel_of, run_python, write_table
+from adopted import imported, kernel_of, run_python, write_table
 from test_capture_tuning import GPU
 from test_plain_kernels import PlainBench
 from warm_python import python
@@ -51,10 +50,7 @@ SOURCE += KERNEL.format("applied") + TUNED + KERNEL.format("tuned")
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yield a module with a kernel that is given a function."""
-    (tmp_path / "of_functions.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield __import__("of_functions")
-    del sys.modules["of_functions"]
+    yield from imported(tmp_path, monkeypatch, "of_functions", SOURCE)
 
 
 def test_signature_of_a_function_imports_no_module_and_that_of_any_float_is_its_type() -> None:

@@ -1,7 +1,6 @@
 """Kernels that are given an object of a frozen dataclass, such as a layout of Gluon: captured and served by its fields."""
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adopted import kernel_of, write_table
+from adopted import imported, kernel_of, write_table
 from triton.experimental.gluon import language as gl
 
 from kerneltune.adopt import startup
@@ -37,10 +36,7 @@ def applied(x_ptr, y_ptr, N, MAP: tl.constexpr, BLOCK: tl.constexpr):
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yield a module with a kernel that is given an object."""
-    (tmp_path / "of_objects.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield __import__("of_objects")
-    del sys.modules["of_objects"]
+    yield from imported(tmp_path, monkeypatch, "of_objects", SOURCE)
 
 
 def launch(module: Any, scale: float) -> list[float]:
