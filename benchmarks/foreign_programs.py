@@ -54,7 +54,9 @@ PACKAGES = (
 )  # fmt: skip
 AUTOTUNED = ("experts", "mamba", "maxsim", "sinkhorn", "splash", "swiglu", "lion", "codebooks")
 """Packages of which the kernels with an autotuner are captured alone."""
-LAYER_PACKAGES = ("norms", "convolution", "diffusion", "optimizers", "ternary")
+LAYER_PACKAGES = (
+    "norms", "convolution", "diffusion", "optimizers", "ternary", "experts", "xlstm", "attention", "engine", "int4",
+)  # fmt: skip
 RARE = ("arguments", "graphs", "threads", "made", "operators")
 SIZES = (1024, 2048, 4096)
 UNTUNED = (

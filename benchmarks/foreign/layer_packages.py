@@ -1,8 +1,10 @@
-"""Run layers of packages: `python layer_packages.py norms|convolution|diffusion|optimizers|ternary`.
+"""Run layers of packages: `python layer_packages.py NAME`.
 
 norms: flash-attn's norms, rotation and cross entropy; convolution: spconv-triton's sparse convolutions, whose autotuners keep
 choices on disk; diffusion: comfy-kitchen's int8 layers and casts; optimizers: bitsandbytes, whose kernels update in place;
-ternary: onebitllms, whose kernels reduce over a grid.
+ternary: onebitllms, whose kernels reduce over a grid; experts: Transformer Engine's routing, hyper-connections and loss; xlstm:
+mlstm_kernels; attention: xformers, which writes the source of a kernel at run time; engine: flashinfer's kernels in Triton;
+int4: LightLLM's products of int4 and int8 weights, with configs that add by atomics.
 """
 
 import sys
@@ -103,7 +105,116 @@ def ternary() -> Any:
     return activation_quant_triton(leaf(2, TOKENS // 2, WIDTH).detach()), weight_quant_triton(leaf(WIDTH, WIDTH).detach())
 
 
-PARTS = {part.__name__: part for part in (norms, convolution, diffusion, optimizers, ternary)}
+def experts() -> Any:
+    """Route tokens to experts and back, mix four streams of hyper-connections, and take a loss."""
+    from transformer_engine.pytorch.triton import mhc, permutation
+    from transformer_engine.pytorch.triton.cross_entropy import cross_entropy_forward
+
+    tokens, count = sized(4096, 32), sized(32, 4)
+    x, probabilities = leaf(tokens, WIDTH).detach(), leaf(tokens, count, dtype=torch.float32).detach().softmax(1)
+    routing = probabilities >= probabilities.topk(2, 1).values[:, -1:]
+    rows = permutation.make_row_id_map(routing, tokens, count)
+    sent, _, sent_probabilities = permutation.permute_with_mask_map(
+        x, rows, probabilities, None, None, tokens, count, int(routing.sum()), WIDTH, 0
+    )
+    back, _ = permutation.unpermute_with_mask_map(sent, rows, probabilities, None, None, tokens, count, WIDTH)
+    streams = leaf(tokens // 2, 2, sized(1024, 64), 4)
+    phi = leaf(24, 4 * sized(1024, 64), scale=0.02, dtype=torch.float32)
+    alpha, beta = leaf(3, dtype=torch.float32), leaf(1, 24, dtype=torch.float32)
+    mixed, post, rest = mhc.mhc_generate_mix_and_aggregate(streams, phi, alpha, beta)
+    streams = mhc.mhc_fused_expand_combine(mixed, None, post, streams, rest, 4)
+    words = sized(32000, 96)
+    losses, *kept = cross_entropy_forward(
+        leaf(1, tokens // 4, words).detach(),
+        torch.arange(tokens // 4, device=DEVICE)[None] * 7919 % words,
+        0.1,
+        False,
+        None,
+        -100,
+        False,
+    )
+    return [sent, sent_probabilities, back, mixed, streams, losses, kept[0]]
+
+
+def xlstm() -> Any:
+    """Train the chunks of an mLSTM, one with autotuned kernels as well, and take a step of decoding."""
+    from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+    from mlstm_kernels.torch.parallel.triton_limit_headdim import mlstm_parallel__limit_headdim
+    from mlstm_kernels.torch.recurrent.triton_step_alternate import mlstm_recurrent_step__triton_alternate_fw
+
+    heads, tokens, width = sized(8, 1), sized(2048, 256), 64
+    q, k, v = (leaf(2, heads, tokens, width, scale=scale) for scale in (0.3, 0.2, 0.5))
+    i, f = leaf(2, heads, tokens, dtype=torch.float32), leaf(2, heads, tokens, scale=2.0, dtype=torch.float32)
+    chunks = mlstm_chunkwise__xl_chunk(q, k, v, i, f, chunk_size=sized(128, 32), autocast_kernel_dtype=BF16)
+    found = trained(chunks, q, k, v, i, f)
+    found += trained(mlstm_parallel__limit_headdim(q, k, v, i, f, autocast_kernel_dtype=BF16), q, k, v)
+    state = [torch.zeros(2, heads, *sizes, device=DEVICE) for sizes in ((width, width), (width,), (1,))]
+    row = [one[:, :, 0].detach().float().contiguous() for one in (q, k, v)]
+    gates = [one[:, :, :1].detach().float().contiguous() for one in (i, f)]
+    h, new = mlstm_recurrent_step__triton_alternate_fw(*state, *row, *gates)
+    return [*found, h, *new]
+
+
+def attention() -> Any:
+    """Attend with keys split over programs, multiply tiles of lists of tensors, and normalise."""
+    from xformers.ops import fmha, tiled_matmul
+    from xformers.ops.rmsnorm import rms_norm, rms_norm_add
+
+    q = leaf(sized(16, 1), 1, sized(32, 2), 128).detach()
+    k, v = (leaf(sized(16, 1), sized(4096, 64), sized(32, 2), 128, scale=scale).detach() for scale in (0.4, 0.6))
+    attended = fmha.memory_efficient_attention_forward(q, k, v, op=fmha.triton_splitk.FwOp)
+    rows, columns = sized(2048, 32), sized(1024, 32)
+    left = [[leaf(rows, columns, scale=scale).detach() for scale in (0.5, 0.7)]]
+    right = [[leaf(columns, columns, scale=0.1).detach()] for _ in range(2)]
+    x, y, weight = leaf(TOKENS, WIDTH).detach(), leaf(TOKENS, WIDTH, scale=0.5).detach(), leaf(WIDTH).detach()
+    return [attended, tiled_matmul(left, right), rms_norm(x, weight), rms_norm_add(x.clone(), y, weight)]
+
+
+def engine() -> Any:
+    """Multiply with all multiprocessors but some, gate, normalise, and merge partial attentions."""
+    from flashinfer.triton import activation, cascade, norm, sm_constraint_gemm
+
+    tokens = sized(2048, 48)
+    x, weight = leaf(tokens, WIDTH).detach(), leaf(WIDTH, WIDTH, scale=0.02).detach()
+    found = [
+        sm_constraint_gemm.gemm_persistent(x, weight.T, num_sms=100),
+        sm_constraint_gemm.gemm_persistent(x, weight, torch.ones_like(x), alpha=0.5, beta=0.25),
+        sm_constraint_gemm.gemm(x, weight.T),
+        activation.silu_and_mul(x),
+    ]
+    y, residual = torch.empty_like(x), torch.empty_like(x)
+    norm.rms_norm_add_residual(x.clone(), x * 0.5, weight[0], 1e-6, x_out=y)
+    norm.rms_norm(x, weight[0], residual, 1e-6)
+    states, sums = leaf(tokens, 8, sized(32, 2), 128).detach(), leaf(tokens, 8, sized(32, 2), dtype=torch.float32).detach()
+    merged = (
+        cascade.merge_states(states, sums),
+        cascade.merge_state(
+            states[:, 0].contiguous(), sums[:, 0].contiguous(), states[:, 1].contiguous(), sums[:, 1].contiguous()
+        ),
+    )
+    return [*found, y, residual, merged]
+
+
+def int4() -> Any:
+    """Multiply with int4 and int8 weights, few tokens and many."""
+    from lightllm.common.basemodel.triton_kernel import dequantize_gemm_int4, quantize_gemm_int8
+
+    weight, found = leaf(WIDTH, WIDTH, scale=0.02, dtype=torch.float16).detach(), list[Any]()
+    packed, scales, zeros, group = dequantize_gemm_int4.quantize_int4(weight, group_size=sized(128, 32))
+    narrow, narrow_scales = quantize_gemm_int8.quantize_int8(weight)
+    for tokens in (16, sized(1024, 32)):
+        x = leaf(tokens, WIDTH, dtype=torch.float16).detach()
+        found += [
+            dequantize_gemm_int4.matmul_dequantize_int4_gptq(x, packed, scales, zeros, group),
+            dequantize_gemm_int4.matmul_dequantize_int4_s2(x, packed, scales, zeros, group),
+            quantize_gemm_int8.matmul_quantize_int8(x, narrow, narrow_scales, out=torch.empty_like(x)),
+        ]
+    return [*found, dequantize_gemm_int4.dequantize_int4(packed, scales, zeros, DEVICE, torch.float16, group)]
+
+
+PARTS = {
+    part.__name__: part for part in (norms, convolution, diffusion, optimizers, ternary, experts, xlstm, attention, engine, int4)
+}
 
 if __name__ == "__main__":
     run(PARTS[sys.argv[1]])
