@@ -33,11 +33,11 @@ _MOST_WITH_ONES = 3
 """Most further cases of a variant that are compiled because other arguments are 1: each takes 1 s."""
 
 
-def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
+def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]) -> tuple[list[Record], list[Outcome]]:
     """Check cases, then cases derived from bench cases, pairs of config and case, and addresses.
 
     With `quick`, check only the cases, and `compare` of other projects' operators. The journal of checks keeps the records of
-    each case that is checked. Return all records, and lines about the coverage of the checks.
+    each case that is checked. Return all records, and the outcomes that are no records: coverage and notes.
     """
     runner = _JobRunner(plan, progress)
     for sweep_case in sweep_cases:  # here, as torch._dynamo, which torch imports for device `meta`, takes every fork 1.5 s
@@ -59,7 +59,7 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     further = _further_jobs(plan, [*sweep_cases, *derived], facts)
     runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
     found = [*runner.case_records(), *runner.failures(further), *runner.compile_refusals()]
-    return found, [*runner.coverage(further), *unchecked]
+    return found, [*runner.coverage(further), *map(partial(Outcome, "noted"), unchecked)]
 
 
 @dataclass(slots=True)
@@ -68,12 +68,14 @@ class _JobRunner:
 
     Attributes:
         records: the records of each job in the order of the checks; of a case that the journal has, the journal's.
+        others: the outcomes of each job that are no records: coverage and notes.
         kept: the jobs of cases that the journal has.
     """
 
     plan: Plan
     progress: Progress
     records: dict[Job, list[Record]] = field(default_factory=dict)
+    others: dict[Job, list[Outcome]] = field(default_factory=dict)
     kept: list[Job] = field(default_factory=list)
 
     def case_jobs(self, sweep_cases: Sequence[SweepCase]) -> list[Job]:
@@ -94,8 +96,10 @@ class _JobRunner:
             (lacking if rows is None else self.kept).append(job)
         self.progress.stage(stage, len(jobs), len(jobs) - len(lacking), sum(job.cost for job in lacking))
         for job, outcomes in run_jobs(lacking):
-            runs = job.runs or [Run(replace(job.task, case=each.case or job.task.case), each.config) for each in outcomes]
-            self.records[job] = [make_record(family, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+            recorded = [outcome for outcome in outcomes if job.runs or outcome.status == "failed"]
+            self.others[job] = [outcome for outcome in outcomes if outcome not in recorded]
+            runs = job.runs or [Run(replace(job.task, case=each.case or job.task.case), each.config) for each in recorded]
+            self.records[job] = [make_record(family, run, outcome) for run, outcome in zip(runs, recorded, strict=True)]
             if job.runs:
                 journal.add(self.records[job])
             self.progress.advance(job.label, job.cost)
@@ -107,17 +111,16 @@ class _JobRunner:
     def failures(self, jobs: Sequence[Job]) -> list[Record]:
         """Return the failures of jobs that no record of a case has: a default config that fails at first fails in two jobs."""
         known = [_failure_key(row) for row in self.case_records()]
-        rows = [row for job in jobs for row in self.records[job] if row.status == "failed"]
-        return [row for row in rows if _failure_key(row) not in known]
+        return [row for job in jobs for row in self.records[job] if _failure_key(row) not in known]
 
-    def coverage(self, jobs: Sequence[Job]) -> list[str]:
-        """Return the lines of jobs about their coverage and, if all cases ran now, lines about facts that no job reached.
+    def coverage(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Return the coverage and the notes of jobs and, if all cases ran now, notes about facts that no job reached.
 
         After a failure of an operator, its other cases may not have run.
         """
-        lines = [row.reason for job in jobs for row in self.records[job] if row.status != "failed"]
+        others = [outcome for job in jobs for outcome in self.others[job]]
         failed = {row.op for rows in self.records.values() for row in rows if row.status == "failed"}
-        return lines if self.kept else [*lines, *coverage_lines(list(self.records), failed)]
+        return others if self.kept else [*others, *map(partial(Outcome, "noted"), coverage_lines(list(self.records), failed))]
 
     def compile_refusals(self) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.

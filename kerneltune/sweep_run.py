@@ -45,12 +45,12 @@ class SweepResult:
     """Hold the records of a run, failed checks before the measured rows, and the files that the run wrote.
 
     Attributes:
-        coverage: a line for each variant whose configs were checked on several cases; empty where cases were measured.
+        coverage: how much was checked of each variant, and what is noted; empty where cases were measured.
     """
 
     records: list[Record]
     files: list[Path]
-    coverage: Sequence[str] = ()
+    coverage: Sequence[Outcome] = ()
 
 
 def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = None) -> SweepResult:
@@ -136,7 +136,7 @@ class _SweepStages:
                 why = f"no installed variant to check in the {num_cases} check cases selected"
             raise ValueError(f"{plan.sweep.path}: {why}")
         if is_gpu:
-            checked, coverage = self.check(sweep_cases, with_peers), list[str]()
+            checked, coverage = self.check(sweep_cases, with_peers), list[Outcome]()
         else:
             from kerneltune.cpu_checks import check_on_cpu
 

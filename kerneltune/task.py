@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser, Match
@@ -104,12 +104,12 @@ class Outcome:
     """Hold the result of a check: whether outputs are right, without a time.
 
     Attributes:
-        status: `checked`, `failed` or `skipped`; `passed` for a run that was timed.
+        status: `checked`, `failed` or `skipped`; `passed` for a run that was timed; `noted` for a line to read, of no record.
         reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
         config, case: the config and the case that failed, if the check has several.
     """
 
-    status: Status
+    status: Literal[Status, "noted"]
     reason: str = ""
     config: Config = None
     case: Case | None = None

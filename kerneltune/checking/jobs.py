@@ -110,7 +110,7 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
             short = [] if notes else cut_short(default_facts, config_facts)
             if short and _reaches_last(task, config, check_cases, config_facts):
                 text = f"{task.op.name} {task.variant.name}: with {assignments(knobs_of(config))} the largest case {short[0]}"
-                notes = [Outcome("checked", f"{text}, and with the default config it does: a grid cut short?", config, task.case)]
+                notes = [Outcome("noted", f"{text}, and with the default config it does: a grid cut short?", config, task.case)]
         return notes
 
     return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work, is_largest=True)
@@ -157,7 +157,7 @@ def compare_job(task: Task, cases: Sequence[Case], quick: bool = False) -> Job:
                 *wrong_for_new_values(task.op, cases),
             ]
         lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
-        named = [Outcome("checked", f"{task.op.name}: {line}") for line in lines]
+        named = [Outcome("noted", f"{task.op.name}: {line}") for line in lines]
         return [Outcome("failed", reason, task.default), *named] if ignored else named
 
     return Job(f"{task.op.name}, compare", task, work)

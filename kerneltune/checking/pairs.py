@@ -1,7 +1,6 @@
 """Check pairs of config and check case, beside the default config of each case: by facts of launches, and covering pairs."""
 
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -107,7 +106,7 @@ class _PairChecks:
         notes = [] if self.failures else [*self._wrong_layouts(), *self._wrong_declarations()]
         if self._variant.config is None and len(self.checkers) == len(self._configs):
             return [*self.failures, *notes]
-        return [*self.failures, *notes, Outcome("checked", f"{self._name}: {self._coverage()}")]
+        return [*self.failures, *notes, Outcome("checked" if self._configs else "noted", f"{self._name}: {self._coverage()}")]
 
     def _wrong_layouts(self) -> Iterator[Outcome]:
         """Yield failures for inputs whose elements may not lie apart, though host code raises nothing.
@@ -126,11 +125,11 @@ class _PairChecks:
             wrong = ", ".join(checker.wrong_layouts(self._variant, default, known))
             text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
             if wrong and not is_foreign(self._op):
-                yield Outcome("checked", f"{self._name}: a known limit, no failure: {text}")
+                yield Outcome("noted", f"{self._name}: a known limit, no failure: {text}")
             elif wrong:
                 ways = "use their stride in the kernel, or raise ValueError or call .contiguous() in the host function"
                 yield Outcome("failed", f"{text}: {ways}", default, case)
-        yield from (Outcome("checked", f"{self._name}: {line}") for line in unasked.values())
+        yield from (Outcome("noted", f"{self._name}: {line}") for line in unasked.values())
 
     def _wrong_declarations(self) -> Iterator[Outcome]:
         """Yield a note for a `traffic` far from the bytes of a largest case, and for seeds without an effect in all of them.
@@ -146,7 +145,7 @@ class _PairChecks:
         for field, judge in {"traffic": wrong_traffic, "inputs": seeds_without_effect}.items():
             judged = [judge(usable[case], self._variant, self._configs[case][0]) for case in dict.fromkeys(largest.values())]
             if any(judged) and (field == "traffic" or all(judged)):
-                yield Outcome("checked", f"{self._name}: {field}: {'; '.join(next(filter(None, judged)))}")
+                yield Outcome("noted", f"{self._name}: {field}: {'; '.join(next(filter(None, judged)))}")
 
     def _coverage(self) -> str:
         """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet."""
@@ -166,11 +165,6 @@ class _PairChecks:
             return f"{line}; time limit before every knob value met: {missed}"
         num_once = len(configs) - len(self.checkers)
         return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
-
-
-def counts_pairs(line: str) -> bool:
-    """Return whether a line says how many pairs were checked, and nothing else that a reader should look into."""
-    return re.search(r": [\d,]+ configs? on [\d,]+ cases?, ", line) is not None
 
 
 def facts_by_config(

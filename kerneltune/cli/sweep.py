@@ -21,6 +21,7 @@ from kerneltune.reporting.pairing import BEST_PEER, ab_rows, side
 from kerneltune.reporting.tables import ab_table, check_table, sweep_table
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
+from kerneltune.task import Outcome
 from kerneltune.wording import assignments, counted, first_of
 
 if TYPE_CHECKING:
@@ -96,14 +97,12 @@ def command(
         return _show_mutations(plan)
     coverage = _run(plan, family, folder)
     if strict:
-        _end_if_named(coverage, accept or [])
+        _end_if_noted(coverage, accept or [])
 
 
-def _end_if_named(coverage: Sequence[str], accepted: Sequence[str]) -> None:
-    """End with 1 if a line, other than the number of pairs, has none of the accepted texts."""
-    from kerneltune.checking.pairs import counts_pairs
-
-    lines = [line for line in coverage if not counts_pairs(line)]
+def _end_if_noted(coverage: Sequence[Outcome], accepted: Sequence[str]) -> None:
+    """End with 1 if a note has none of the accepted texts."""
+    lines = [outcome.reason for outcome in coverage if outcome.status == "noted"]
     for text in accepted:
         if not any(text in line for line in lines):
             note(f"--accept {text!r}: no line has this text")
@@ -112,7 +111,7 @@ def _end_if_named(coverage: Sequence[str], accepted: Sequence[str]) -> None:
         raise typer.Exit(1)
 
 
-def _run(plan: Plan, asked: str, capture: str) -> Sequence[str]:
+def _run(plan: Plan, asked: str, capture: str) -> Sequence[Outcome]:
     """Run the stages of a sweep, named by a family or by the folder of a capture; show records and files, return the coverage."""
     from kerneltune.checking.check import is_foreign
     from kerneltune.sweep_run import run_sweep
@@ -129,8 +128,8 @@ def _run(plan: Plan, asked: str, capture: str) -> Sequence[str]:
         _show_unchecked(plan, swept.records, Path(capture))
     if not timed and plan.options.extent != "check":
         _show_recorded(plan, asked)
-    for line in swept.coverage:
-        show_wrapped(line)
+    for outcome in swept.coverage:
+        show_wrapped(outcome.reason)
     for op in (plan.ops[name] for name in dict.fromkeys(record.op for record in swept.records)):
         for variant in plan.variants(op.name, installed=False) if is_foreign(op) else ():
             show_wrapped(f"{op.name} {variant.name}: left out: its requires are not installed: {', '.join(variant.missing())}")

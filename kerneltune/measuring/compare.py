@@ -196,6 +196,7 @@ def noise_floor(samples: dict[str, Samples]) -> float | None:
 
 def make_record(family: str, run: Run, outcome: Outcome, **times: Any) -> Record:
     """Make a record of this device and source; `times` are the fields of `records.timing`, of a run that passed."""
+    assert outcome.status != "noted"
     here, (task, config) = device.current(), run
     return Record(
         status=outcome.status,

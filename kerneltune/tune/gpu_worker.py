@@ -99,6 +99,7 @@ class GpuBench:
         self.prepare(task)
         checked = self.check(task, config)
         if checked.status != "checked":
+            assert checked.status != "noted"
             return Evaluation(checked.status, reason=checked.reason)
         try:
             return within_memory(lambda: self._time(task, config, best_us, samples))

@@ -14,6 +14,7 @@ from kerneltune.cli import console, progress
 from kerneltune.cli.loading import load_ops
 from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.sweep_run import SweepResult
+from kerneltune.task import Outcome
 
 
 def test_sweep_passes_all_options_on_and_prints_the_table(engine: dict[str, Any], tmp_path: Path) -> None:
@@ -48,7 +49,8 @@ def test_sweep_passes_all_options_on_and_prints_the_table(engine: dict[str, Any]
 def test_sweep_names_only_files_that_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another sweep may write files into the same folder at the same time: these are not named."""
     files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
-    monkeypatch.setattr("kerneltune.sweep_run.run_sweep", lambda *_: SweepResult(both(), files, ["ranks flip"]))
+    swept = SweepResult(both(), files, [Outcome("noted", "ranks flip")])
+    monkeypatch.setattr("kerneltune.sweep_run.run_sweep", lambda *_: swept)
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr == "".join(f"wrote {path}\n" for path in files)
     assert result.stdout.endswith("2 passed\nranks flip\n")
@@ -107,9 +109,9 @@ def test_sweep_failures_of_one_mistake_are_told_once(engine: dict[str, Any], tmp
 @pytest.mark.usefixtures("engine")
 def test_strict_check_fails_for_lines_that_no_text_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
-        "mine baseline: 12 configs on 1,024 cases, 48 of 60 pairs",
-        "mine: no check has two programs of k",
-        "mine: equal rows",
+        Outcome("checked", "mine baseline: 12 configs on 1,024 cases, 48 of 60 pairs"),
+        Outcome("noted", "mine: no check has two programs of k"),
+        Outcome("noted", "mine: equal rows"),
     ]
     checked = [record(**{**NO_TIMES, "status": "checked"})]
     monkeypatch.setattr("kerneltune.sweep_run.run_sweep", lambda *_: SweepResult(checked, [], lines))
