@@ -59,8 +59,8 @@ class _Change:
 
     Attributes:
         where: the values, as a line names them.
-        inputs: function that returns inputs. Its first arguments are 1 for the values, 0 for values with which the variant must
-            be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
+        inputs: function that returns other inputs of inputs. Its further arguments are 1 for the values, 0 for values with which
+            the variant must be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
         judged: function that returns the names of judged outputs, of the reference's outputs with both values.
         has_outliers: whether rows have NaN, infinity or a huge value. Then a variant is wrong only if an output is not finite
             where the reference is, or, with NaN, if no output has a NaN that plain values do not give.
@@ -132,7 +132,7 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[tu
     """Yield values and a line if a variant is wrong with other values of inputs, and right without the change."""
 
     def checker(*which: int) -> Checker:
-        return Checker(replace(op, inputs=partial(change.inputs, *which)), case, "cpu")
+        return Checker(replace(op, inputs=lambda *args, **named: change.inputs(op.inputs(*args, **named), *which)), case, "cpu")
 
     near, moved = checker(0, 0), checker(1, 0)
     judged, where, is_fault = change.judged(moved.expected, near.expected), change.where, False
@@ -180,7 +180,7 @@ def _far_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
         if others and wide[name].dtype == torch.float16:  # products exceed its range
             continue
         for equal in [others, *([other] for other in others if len(others) > 1)]:
-            yield _Change(f"{name} is around {far}", partial(_moved, op.inputs, name, equal, far), partial(_blind, far))
+            yield _Change(f"{name} is around {far}", partial(_moved, name, equal, far), partial(_blind, far))
 
 
 def _argument_changes(op: Op, case: Case, variant: Variant) -> Iterator[_Change]:
@@ -191,7 +191,7 @@ def _argument_changes(op: Op, case: Case, variant: Variant) -> Iterator[_Change]
     held = sorted({float(fact.text) for fact in facts if fact.kind == "float"})
     for name in _wide(op, checker.inputs) if held else ():
         where = f"{name} holds floats of its launches, {', '.join(map('{:g}'.format, held))}"
-        yield _Change(where, partial(_holding, op.inputs, name, held), lambda want, _near: list(want))
+        yield _Change(where, partial(_holding, name, held), lambda want, _near: list(want))
 
 
 def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -205,13 +205,13 @@ def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
     for name in marks if len(marks) == 1 else ():  # several, such as places and counts, depend on each other
         least = inputs[name].min()
         if 1 <= len(inputs[name][inputs[name] < 0].unique()) <= _MOST_IGNORED:
-            yield _Change(f"{name} is {least}", partial(_replaced, op.inputs, [name], partial(_filled, least)), _floats)
+            yield _Change(f"{name} is {least}", partial(_replaced, [name], partial(_filled, least)), _floats)
     names = [name for name, value in _wide(op, inputs).items() if value.dtype != torch.float16]  # whose range is small
     others = [[other for other in names if other != name] for name in names]
     groups = dict.fromkeys(map(tuple, [*([name] for name in names), names, *others]))
     for (word, factor), group in itertools.product(_FACTORS.items(), filter(None, groups)):
         where = f"{', '.join(group)} {'is' if len(group) == 1 else 'are'} {word}"
-        yield _Change(where, partial(_replaced, op.inputs, group, partial(_times, factor)), _floats)
+        yield _Change(where, partial(_replaced, group, partial(_times, factor)), _floats)
 
 
 def _outlier_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -225,7 +225,7 @@ def _outlier_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]
         word, number = {"NaN": ("a NaN", torch.nan), "ones": (f"the NaN {ones:#x}", ones), "inf": ("inf", torch.inf)}.get(
             kind, (f"{huge:g}", huge)
         )
-        function = partial(_replaced, op.inputs, [name], partial(_with, number))
+        function = partial(_replaced, [name], partial(_with, number))
         judged = _new_nan if kind in ("NaN", "ones") else _floats
         yield _Change(f"each row of {name} has {word}", function, judged, has_outliers=True)
 
@@ -236,7 +236,7 @@ def _full_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
     names = [name for name, value in inputs.items() if _is_fp8(value) and matters(op, inputs, name)]
     for group in dict.fromkeys(map(tuple, [names, *([name] for name in names)])) if names else ():
         where = f"each row of {', '.join(group)} has the largest number of its type"
-        yield _Change(where, partial(_replaced, op.inputs, group, _full), _floats)
+        yield _Change(where, partial(_replaced, group, _full), _floats)
 
 
 def _number_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -248,17 +248,15 @@ def _number_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
     floats = {name: value for name, value in inputs.items() if type(value) is float and value and matters(op, inputs, name)}
     for (name, value), factor in itertools.product(floats.items(), _FLOAT_FACTORS):
         factor = 1 / factor if value < 1 < value * factor and factor < 2 else factor  # a rate stays below 1
-        function = partial(_replaced, op.inputs, [name], partial(_scaled, factor))
+        function = partial(_replaced, [name], partial(_scaled, factor))
         yield _Change(f"{name} is {value * factor:g}", function, _tensors, has_exact_bytes=True)
     wide = [name for name, value in _wide(op, inputs).items() if value.dtype == torch.float32]
     for name, (word, bits) in itertools.product(wide, _BESIDE.items()):
         where = f"each row of {name} has the number just {word}, and it is right with 1024"
-        yield _Change(where, partial(_beside, op.inputs, name, bits), _tensors, has_exact_bytes=True)
+        yield _Change(where, partial(_beside, name, bits), _tensors, has_exact_bytes=True)
 
 
-def _moved(
-    inputs: Callable[..., Inputs], name: str, equal: Sequence[str], far: int, moves: int, blurs: int, *args: Any, **named: Any
-) -> Inputs:
+def _moved(name: str, equal: Sequence[str], far: int, given: Inputs, moves: int, blurs: int) -> Inputs:
     """Return inputs with one input moved: its values lie between 0 and `far`, and every type holds them exactly.
 
     In each row the top value is _TOP steps away from the row's constant, the next values up to _STEPS.
@@ -268,7 +266,6 @@ def _moved(
         moves: 1 if the constant is `far`, 0 if it is 0.
         blurs: 1 to change each value by a step at most, 0 to keep it.
     """
-    given = inputs(*args, **named)
     random = torch.Generator().manual_seed(0)
     ranks = torch.rand(given[name].shape, generator=random).argsort(-1)
     steps = torch.where(ranks == 0, _TOP, (_STEPS + 1 - ranks).clamp(min=0))
@@ -279,11 +276,8 @@ def _moved(
     return {**given, **others, **equals, name: given[name].clone().copy_(values)}
 
 
-def _holding(
-    inputs: Callable[..., Inputs], name: str, held: Sequence[float], moves: int, _blurs: int, *args: Any, **named: Any
-) -> Inputs:
+def _holding(name: str, held: Sequence[float], given: Inputs, moves: int, _blurs: int) -> Inputs:
     """Return inputs in which some elements of an input are the numbers that its type holds exactly."""
-    given = inputs(*args, **named)
     value = given[name].clone()
     exact = [number for number in held if torch.tensor(number, dtype=value.dtype).item() == number]
     for place, number in enumerate(exact if moves else ()):
@@ -291,23 +285,13 @@ def _holding(
     return {**given, name: value}
 
 
-def _replaced(
-    inputs: Callable[..., Inputs],
-    names: Sequence[str],
-    function: Callable[..., Any],
-    moves: int,
-    blurs: int,
-    *args: Any,
-    **named: Any,
-) -> Inputs:
+def _replaced(names: Sequence[str], function: Callable[..., Any], given: Inputs, moves: int, blurs: int) -> Inputs:
     """Return inputs, some of them replaced by a function of their values and of `blurs`."""
-    given = inputs(*args, **named)
     return {**given, **{name: function(given[name], blurs) for name in names if moves}}
 
 
-def _beside(inputs: Callable[..., Inputs], name: str, bits: int, moves: int, blurs: int, *args: Any, **named: Any) -> Inputs:
+def _beside(name: str, bits: int, given: Inputs, moves: int, blurs: int) -> Inputs:
     """Return inputs, one with a number in each row that bits give, or with 1024."""
-    given = inputs(*args, **named)
     return {**given, name: _with(bits if moves else _POWER, given[name], blurs)}
 
 
