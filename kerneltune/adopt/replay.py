@@ -434,7 +434,9 @@ def _storage(
     whole: torch.Tensor = shared_bytes(size) if device == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
     values = whole[_aligned(begin) : _aligned(begin) + count]
     if kept is not None and kept.numel():
-        sample = kept.to(device)
+        sizes = [step * tensor.element_bytes for tensor in tensors for step in tensor.stride]
+        row = max((size for size in sizes if 0 < size <= kept.numel()), default=1)
+        sample = (kept[: kept.numel() // row * row] if kept.numel() < count else kept).to(device)  # a row keeps its columns
         repeats = -(-count // sample.numel())
         values.copy_(sample.repeat(repeats)[:count] if repeats > 1 else sample[:count])
     elif count and isinstance(about.get("statistics"), dict):

@@ -159,7 +159,7 @@ def tune_capture(
     again = [] if force else [task for task in due if task.own_entry()]
     if len(due) < len(tasks) and force:
         progress.note(f"the --force of {since} goes on: {len(due)} of {counted(len(tasks), 'class', 'classes')} left")
-    search_tasks(root, FAMILY, sweep, due if force else tasks, options, progress, until)
+    failures = search_tasks(root, FAMILY, sweep, due if force else tasks, options, progress, until)
     if again and time.monotonic() < until:  # searched before their blocks were tried
         search_tasks(root, FAMILY, sweep, again, replace(options, retune="all"), progress, until)
     left = _due(root, chosen, tasks, since)
@@ -169,11 +169,10 @@ def tune_capture(
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
     elif force:
         forced.unlink()
-    tuned, without_config = _collect(capture)
-    table = _table(tuned)
+    tuned, without_config = _collect(capture, failures)
+    skipped, table = _skipped(capture, without_config | reasons), _table(tuned)
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
-    skipped = _skipped(capture, without_config | reasons)
     return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
@@ -194,20 +193,22 @@ def _due(root: Path, classes: Sequence[LaunchClass], tasks: Sequence[Task], sinc
 
 def search_tasks(
     root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress, until: float = math.inf
-) -> None:
-    """Search tasks into a folder, whose configs this process uses from now on, the tasks of each timing policy together.
+) -> dict[str, str]:
+    """Search tasks into a folder, whose configs this process uses from now on; return by label why tasks failed untried.
 
     family, file: name and file of the sweep that the tasks stand for; until: see `run_tune`.
     """
     cache.use_root(root / "configs")
-    by_name = {task.op.name: task.op for task in tasks}
+    by_name, failures = {task.op.name: task.op for task in tasks}, dict[str, str]()
     for policy in dict.fromkeys(task.policy for task in tasks):
         entries = tuple(sweep_file.SweepCase(task.op.name, task.case) for task in tasks if task.policy == policy)
         in_folder = replace(options, results=root / "results", policy=policy)
         plan = Plan(by_name, sweep_file.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), in_folder)
-        run_tune(plan, progress, until)
+        failed = [result for result in run_tune(plan, progress, until) if result.label]
+        failures |= {result.label: result.reason.removeprefix(f"not tuned: {result.label}: ") for result in failed}
         if time.monotonic() >= until:
             break
+    return failures
 
 
 SearchResult = tuple[Mapping[Config, Evaluation], cache.Match | None]
@@ -339,14 +340,15 @@ def why_untunable(launch_class: LaunchClass, gpu: str | None = None) -> str:
     return ""
 
 
-def _collect(capture: Capture) -> tuple[list[TunedClass], dict[str, str]]:
+def _collect(capture: Capture, failures: Mapping[str, str]) -> tuple[list[TunedClass], dict[str, str]]:
     """Return the classes that the search has found a config for, with all times, and by digest why other classes have none."""
     tuned, reasons = list[TunedClass](), dict[str, str]()
     tasks = _tasks(capture, capture.classes)
     for launch_class, task, (tried, stored) in zip(capture.classes, tasks, search_results(capture.root, tasks), strict=True):
         if stored is None:
             failure = next((evaluation.reason for evaluation in tried.values() if evaluation.reason), "")
-            reasons[launch_class.digest] = f"no config passed: {failure}" if tried else "not reached: run the command again"
+            untried = failures.get(task.key.label, "not reached: run the command again")
+            reasons[launch_class.digest] = f"no config passed: {failure}" if tried else untried
             continue
         times_us = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
         tuned_class = TunedClass(

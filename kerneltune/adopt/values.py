@@ -16,7 +16,9 @@ _STATISTICS_BYTES = 1 << 16
 _MOST_BEHIND, _MOST_PARTS = 1 << 26, 64
 """Most bytes of the program's buffer behind the arguments that a replay makes, and most times the bytes of the arguments."""
 _LARGEST_INDEX, _LEAST_INDEX = 1 << 30, -(1 << 16)
-"""Integers beyond these bounds are packed data, such as 4-bit weights in 32 bits."""
+"""Integers beyond these bounds are packed data, such as 4-bit weights in 32 bits, or memory that nobody has filled."""
+_SMALL_INDEX, _LEAST_SHARE = 1 << 20, 1 / 256
+"""Bound below which integers look like indices, and the least part of them in a table: random bits have one in 4096."""
 _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
 """Bounds of addresses: above any index, and the end of the memory that a process can address."""
 
@@ -56,11 +58,11 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     values = Values()
     kinds: dict[int, dict[str, Any]] = {}
     tensors_of = [views(arguments, number) for number in range(len(storages))]
-    has_indices = list(map(_are_indices, storages, tensors_of))
-    for number in sorted(range(len(storages)), key=lambda number: not has_indices[number]):
+    shares = list(map(_share_of_indices, storages, tensors_of))
+    for number in sorted(range(len(storages)), key=lambda number: -shares[number]):
         live, (begin, end) = storages[number], span(tensors_of[number])
-        if has_indices[number]:
-            is_affordable = end - begin <= bytes_left - values.bytes
+        is_affordable = end - begin <= bytes_left - values.bytes
+        if shares[number] == 1.0 or (shares[number] and is_affordable):
             kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
             if is_affordable and end > begin:
                 values.tensors[f"storage.{number}"] = _elements(live, "uint8", begin, end - begin).cpu().clone()
@@ -122,22 +124,27 @@ class Effect:
         return any(map(bool, self._changed))
 
 
-def _are_indices(live: Any, tensors: Sequence[TensorLayout]) -> bool:
-    """Return whether a storage holds integers that a kernel may read as indices, so that all of them must be kept.
+def _share_of_indices(live: Any, tensors: Sequence[TensorLayout]) -> float:
+    """Return the part of a storage that a kernel may read as indices: 1.0 if all of it must be kept, 0.0 for data.
 
-    Few bytes are kept in any case. Many bytes of 8-bit integers are weights.
+    Few bytes are kept in any case. Many bytes of 8-bit integers are weights. A table that the program has filled in part holds
+    any bits in the rest.
     """
     integers, (begin, end) = [tensor for tensor in tensors if tensor.holds_integers], span(tensors)
     if not integers or end - begin <= SAMPLE_BYTES:
-        return bool(integers)
+        return float(bool(integers))
     if all(tensor.element_bytes == 1 for tensor in integers):
-        return False
+        return 0.0
     kind, size = integers[0].dtype, integers[0].element_bytes
+    elements = _elements(live, kind, begin // size, (end - begin) // size)
     try:
-        least, largest = (int(value) for value in _elements(live, kind, begin // size, (end - begin) // size).aminmax())
+        least, largest = (int(value) for value in elements.aminmax())
     except RuntimeError:  # an element type without an order here
-        return True
-    return least >= _LEAST_INDEX and largest < _LARGEST_INDEX
+        return 1.0
+    if least >= _LEAST_INDEX and largest < _LARGEST_INDEX:
+        return 1.0
+    share = int(((elements >= -1) & (elements < _SMALL_INDEX)).sum()) / elements.numel()
+    return share if share >= _LEAST_SHARE else 0.0
 
 
 def _elements(tensor: Any, dtype: str, begin: int, count: int) -> Any:

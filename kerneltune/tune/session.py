@@ -43,12 +43,14 @@ class TuningResult:
         entry: entry that is now in the config cache, of a tuned task.
         best: best config, or best time of a measured space, in a few words.
         reason: why the task was skipped or failed, or its config dropped.
+        label: the task that failed before a config could be tried.
     """
 
     status: Literal["tuned", "measured", "kept", "skipped", "failed", "dropped"]
     entry: cache.CacheEntry | None = None
     best: str = ""
     reason: str = ""
+    label: str = ""
 
     def report(self, progress: Progress, task: Task) -> None:
         """Report that a task was performed."""
@@ -132,7 +134,7 @@ class TuningSession:
             return TuningResult("failed", reason=str(error))
         except Exception as error:  # an operator's own code may fail in any way: other tasks go on
             text = str(error) if isinstance(error, WorkerCrashedError) else f"{statement_in('', error)}{first_line(error)}"
-            return TuningResult("failed", reason=f"not tuned: {task.key.label}: {text}")
+            return TuningResult("failed", reason=f"not tuned: {task.key.label}: {text}", label=task.key.label)
         finally:
             self.queue.forget(task)
 

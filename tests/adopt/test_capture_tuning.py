@@ -114,13 +114,19 @@ def test_row_of_several_classes_falls_back_to_no_config_that_is_wrong_in_a_class
     assert {config.kwargs["BLOCK"] for config in row.configs} == {64, 128}
 
 
+@pytest.mark.parametrize("raised", ["", "an illegal memory access"])
 def test_tune_of_a_class_without_a_correct_config_gives_the_reason(
-    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch, raised: str
 ) -> None:
-    monkeypatch.setattr(h200, "measure", lambda *_: Evaluation("failed", reason="y_ptr: is wrong"))
+    def measure(*_: object) -> Evaluation:
+        if raised:
+            raise RuntimeError(raised)
+        return Evaluation("failed", reason="y_ptr: is wrong")
+
+    monkeypatch.setattr(h200, "measure", measure)
     capture_sums(tmp_path, (4, 96))
     ((_, reason),) = tune_capture(tmp_path, Progress()).skipped
-    assert reason == "no config passed: y_ptr: is wrong"
+    assert reason.endswith(f"RuntimeError: {raised}" if raised else "no config passed: y_ptr: is wrong")
 
 
 def test_tune_adds_omitted_sizes_to_the_key_if_they_gain(tmp_path: Path, h200: type[SizedBench]) -> None:

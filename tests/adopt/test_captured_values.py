@@ -94,6 +94,36 @@ def test_capture_keeps_all_of_indices_and_a_sample_of_weights(tensor: torch.Tens
     assert values.bytes == (tensor.nbytes if kept == "values" else min(tensor.nbytes, 1 << 20))
 
 
+def _routing_table(rows: int = 5000) -> torch.Tensor:
+    """Return a table of 65 columns of which 5 are filled, as Transformer Engine's routing has, the rest random bits."""
+    table = torch.randint(-(1 << 31), 1 << 31, (rows, 65), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    table[:, :4], table[:, 64] = torch.arange(rows, dtype=torch.int32)[:, None], 2
+    return table
+
+
+def test_capture_keeps_all_of_a_table_that_is_filled_in_part() -> None:
+    arguments, storages = describe(["x"], [_routing_table()], {})
+    values = collect(arguments, storages, 64 << 20, 64 << 20)
+    assert values.kinds[0]["kept"] == "values"
+    weights = torch.randint(-(1 << 31), 1 << 31, (5000, 65), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
+    both, live = describe(["table", "weights"], [_routing_table(), weights], {})
+    kinds = collect(both, live, 2 << 20, 2 << 20).kinds
+    assert [about["kept"] for about in kinds] == ["values", "statistics"]
+    assert [about["kept"] for about in collect(both, live, 1 << 20, 1 << 20).kinds] == ["sample", "statistics"]
+
+
+def test_sample_repeats_whole_rows(tmp_path: Path) -> None:
+    """An index of a table's first rows stays in its column, so that no launch reads it from another."""
+    module, table = example(), _routing_table(rows=10000)
+    startup.capture(tmp_path, max_bytes=(1 << 21) + 64)
+    module.scale_chosen[(1, 1)](torch.ones(4, 8), table, 8, 2.0)
+    startup.uninstall()
+    launch = read_capture(tmp_path).classes[0]
+    assert launch.storages[1]["kept"] == "sample"
+    replayed = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert bool((replayed.named["rows_ptr"][:, 64] == 2).all())
+
+
 def test_capture_over_max_bytes_names_values_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     launch = of_kernel(captured(tmp_path, max_bytes=8), "scale_chosen")[0]
     assert [about["kept"] for about in launch.storages] == ["statistics", "missing"]

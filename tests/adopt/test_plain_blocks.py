@@ -154,7 +154,7 @@ def test_blocks_that_half_of_the_budget_does_not_reach_are_tuned_by_the_next_com
     assert read_blocks(folder) == {}
     assert chosen_block(folder) == 32
     with monkeypatch.context() as ended:
-        ended.setattr(tuning, "search_tasks", lambda *_: None)  # the budget ends once the blocks are tried
+        ended.setattr(tuning, "search_tasks", lambda *_: {})  # the budget ends once the blocks are tried
         tune_capture(folder, Progress())
     assert (list(read_blocks(folder).values()), chosen_block(folder)) == ([{"BLOCK": ""}], 32)
     tune_capture(folder, Progress())
