@@ -142,7 +142,7 @@ def xlstm() -> Any:
     from mlstm_kernels.torch.parallel.triton_limit_headdim import mlstm_parallel__limit_headdim
     from mlstm_kernels.torch.recurrent.triton_step_alternate import mlstm_recurrent_step__triton_alternate_fw
 
-    heads, tokens, width = sized(8, 1), sized(2048, 256), 64
+    heads, tokens, width = sized(8, 1), sized(2048, 64), sized(256, 64)
     q, k, v = (leaf(2, heads, tokens, width, scale=scale) for scale in (0.3, 0.2, 0.5))
     i, f = leaf(2, heads, tokens, dtype=torch.float32), leaf(2, heads, tokens, scale=2.0, dtype=torch.float32)
     chunks = mlstm_chunkwise__xl_chunk(q, k, v, i, f, chunk_size=sized(128, 32), autocast_kernel_dtype=BF16)
@@ -162,7 +162,7 @@ def attention() -> Any:
 
     q = leaf(sized(16, 1), 1, sized(32, 2), 128).detach()
     k, v = (leaf(sized(16, 1), sized(4096, 64), sized(32, 2), 128, scale=scale).detach() for scale in (0.4, 0.6))
-    attended = fmha.memory_efficient_attention_forward(q, k, v, op=fmha.triton_splitk.FwOp)
+    attended, _ = fmha.triton_splitk.FwOp.apply(fmha.Inputs(q, k, v), needs_gradient=False)
     rows, columns = sized(2048, 32), sized(1024, 32)
     left = [[leaf(rows, columns, scale=scale).detach() for scale in (0.5, 0.7)]]
     right = [[leaf(columns, columns, scale=0.1).detach()] for _ in range(2)]
@@ -177,9 +177,9 @@ def engine() -> Any:
     tokens = sized(2048, 48)
     x, weight = leaf(tokens, WIDTH).detach(), leaf(WIDTH, WIDTH, scale=0.02).detach()
     found = [
-        sm_constraint_gemm.gemm_persistent(x, weight.T, num_sms=100),
+        sm_constraint_gemm.gemm_persistent(x, weight.T, torch.zeros_like(x), num_sms=100),
         sm_constraint_gemm.gemm_persistent(x, weight, torch.ones_like(x), alpha=0.5, beta=0.25),
-        sm_constraint_gemm.gemm(x, weight.T),
+        sm_constraint_gemm.gemm(x, weight.T, torch.zeros_like(x)),
         activation.silu_and_mul(x),
     ]
     y, residual = torch.empty_like(x), torch.empty_like(x)
@@ -199,11 +199,12 @@ def int4() -> Any:
     """Multiply with int4 and int8 weights, few tokens and many."""
     from lightllm.common.basemodel.triton_kernel import dequantize_gemm_int4, quantize_gemm_int8
 
-    weight, found = leaf(WIDTH, WIDTH, scale=0.02, dtype=torch.float16).detach(), list[Any]()
+    width = sized(1024, 128)
+    weight, found = leaf(width, width, scale=0.02, dtype=torch.float16).detach(), list[Any]()
     packed, scales, zeros, group = dequantize_gemm_int4.quantize_int4(weight, group_size=sized(128, 32))
     narrow, narrow_scales = quantize_gemm_int8.quantize_int8(weight)
     for tokens in (16, sized(1024, 32)):
-        x = leaf(tokens, WIDTH, dtype=torch.float16).detach()
+        x = leaf(tokens, width, dtype=torch.float16).detach()
         found += [
             dequantize_gemm_int4.matmul_dequantize_int4_gptq(x, packed, scales, zeros, group),
             dequantize_gemm_int4.matmul_dequantize_int4_s2(x, packed, scales, zeros, group),
