@@ -142,14 +142,14 @@ def xlstm() -> Any:
     from mlstm_kernels.torch.parallel.triton_limit_headdim import mlstm_parallel__limit_headdim
     from mlstm_kernels.torch.recurrent.triton_step_alternate import mlstm_recurrent_step__triton_alternate_fw
 
-    heads, tokens, width = sized(8, 1), sized(2048, 64), sized(256, 64)
+    heads, tokens, width, wide = sized(8, 1), sized(2048, 64), 64, 256
     q, k, v = (leaf(2, heads, tokens, width, scale=scale) for scale in (0.3, 0.2, 0.5))
     i, f = leaf(2, heads, tokens, dtype=torch.float32), leaf(2, heads, tokens, scale=2.0, dtype=torch.float32)
     chunks = mlstm_chunkwise__xl_chunk(q, k, v, i, f, chunk_size=sized(128, 32), autocast_kernel_dtype=BF16)
     found = trained(chunks, q, k, v, i, f)
     found += trained(mlstm_parallel__limit_headdim(q, k, v, i, f, autocast_kernel_dtype=BF16), q, k, v)
-    state = [torch.zeros(2, heads, *sizes, device=DEVICE) for sizes in ((width, width), (width,), (1,))]
-    row = [one[:, :, 0].detach().float().contiguous() for one in (q, k, v)]
+    state = [torch.zeros(2, heads, *sizes, device=DEVICE) for sizes in ((wide, wide), (wide,), (1,))]
+    row = [leaf(2, heads, wide, scale=scale, dtype=torch.float32).detach() for scale in (0.3, 0.2, 0.5)]
     gates = [one[:, :, :1].detach().float().contiguous() for one in (i, f)]
     h, new = mlstm_recurrent_step__triton_alternate_fw(*state, *row, *gates)
     return [*found, h, *new]
