@@ -88,7 +88,6 @@ class Options:
             which also evaluates configs with transient failures again.
         exhaustive: measure every config of a space, and choose none.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
-        weighs_hot: refuse a config that loses more with a hot L2 than it gains with a cold one, over the default.
     """
 
     policy: str | None = None
@@ -101,7 +100,6 @@ class Options:
     retune: Literal["", "stale", "all"] = ""
     exhaustive: bool = False
     gpus: str = ""
-    weighs_hot: bool = False
 
     @property
     def records_folder(self) -> Path:

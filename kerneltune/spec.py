@@ -303,6 +303,7 @@ class Op:
         memory_factor: bytes of memory that a case needs per byte of traffic: inputs, outputs, the fp32 reference, its comparison.
         variants: implementations and peers, baseline first.
         module: package or module that holds the operator's source.
+        weighs_hot: a search refuses a config that loses more with a hot L2 than it gains with a cold one, over the default.
         origin: arguments with which the module's `operators` makes the operator; None for an operator in `OPS`, or in
             `OP` of a module of this package.
     """
@@ -327,6 +328,7 @@ class Op:
     policy: str = "cold"
     memory_factor: int = 8
     flops: Callable[[Case], int] | None = None
+    weighs_hot: bool = False
     origin: tuple[Any, ...] | None = None
 
     def variant(self, name: str) -> Variant:

@@ -110,6 +110,7 @@ def _operator(root: Path, classes: Sequence[LaunchClass]) -> Op:
         traffic=lambda case: Traffic(class_of(case).argument_bytes, 0),  # the written bytes are not known before a launch
         variants=(Variant(AUTHOR, run_author), tuned),
         module=__name__,
+        weighs_hot=True,
         origin=(str(root),),
         options={CLASS: tuple(by_digest), BYTES: (BYTES_OF,)},
     )

@@ -143,7 +143,7 @@ def tune_capture(
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
     capture = read_capture(root)
     chosen, reasons = _chosen(capture, share, device.current().slug)
-    options = Options(workers=workers, retune="all" if force else "", weighs_hot=True)
+    options = Options(workers=workers, retune="all" if force else "")
     until = began + budget_s if budget_s else math.inf
     if probe_blocks(capture, chosen, options, progress, began + budget_s / 2 if budget_s else math.inf):
         capture = read_capture(root)

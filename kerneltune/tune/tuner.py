@@ -291,7 +291,7 @@ class Tuner:
         configs, samples = [config for config, _ in timed], [times for _, times in timed]
         gains = [ratio_interval(samples[0], sample) for sample in samples]
         faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
-        if self.options.weighs_hot and self.task.policy == "cold" and default in configs:
+        if self.task.op.weighs_hot and self.task.policy == "cold" and default in configs:
             of_default = samples[configs.index(default)]
             lost = self._hot_losses(default, [configs[i] for i in faster])
             faster = [i for i in faster if ratio_interval(of_default, samples[i]).median > lost[configs[i]]]

@@ -106,6 +106,7 @@ def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Pat
 def test_argument_named_like_a_field_of_a_case_is_no_axis(tmp_path: Path) -> None:
     replayed(tmp_path, scaled, torch.ones(128), torch.ones(128), 128, 2, 3)
     (op,) = operators(str(tmp_path))
+    assert op.weighs_hot
     assert op.axes == ("N",)
     (entry, *_) = sweep_file.load(write_capture_sweep(read_capture(tmp_path)), {op.name: op}).check
     assert (entry.case["N"], entry.case.dtype) == (128, "float32")

@@ -1,6 +1,7 @@
 """The final, on a made-up operator: its configs, its winner, and when the incumbent stays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -229,8 +230,8 @@ def test_final_of_a_capture_weighs_a_hot_cache(setting: Setting, hot: Sequence[f
             noise = np.exp(1e-3 * np.random.default_rng(0).permutation(np.linspace(-2, 2, 41)))
             return [None if median is None else median * noise for median in (cold if task.policy == "cold" else hot)]
 
-    task = Task(op_of(SMALL), CASE, SMALL)
-    tuner = Tuner(task, setting.store(), Bench(), CompiledAtOnce(), Options(weighs_hot=True))
+    task = Task(replace(op_of(SMALL), weighs_hot=True), CASE, SMALL)
+    tuner = Tuner(task, setting.store(), Bench(), CompiledAtOnce(), Options())
     assert tuner.run_final(configs, configs[0]).best == configs[winner]
     assert asked == ["cold", "hot"]
 
