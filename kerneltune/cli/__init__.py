@@ -98,6 +98,10 @@ class _Group(TyperGroup):
                 raise
             for text in loading.damaged_classes():  # the sweep file, which lists them, has no other fault
                 error_line(f"skipped: {text}")
+            if ctx.meta.get(gate.ANNOTATED):
+                from kerneltune.gating.report import error_annotation  # slow to import, and --help is to be quick
+
+                show(error_annotation(str(error)))
             error_line(f"error: {error}{settings.source_of(str(error))}")
             raise typer.Exit(2) from None
         except OSError as error:

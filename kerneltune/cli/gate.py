@@ -1,8 +1,7 @@
 """`kerneltune gate`: compare new records, or a fresh run, with a baseline; the exit code is the answer."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,8 @@ _HELD_AGAINST = (
 Baseline = Annotated[str, typer.Argument(help=_HELD_AGAINST)]
 New = Annotated[Path | None, typer.Argument(help="Records to judge, a .jsonl file; or measure them with --run.")]
 _PROCESSES = 3
+ANNOTATED = "annotated"
+"""Key in the meta of a command's context: whether errors have an annotation, too."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Forms:
 
 @o.grouped()
 def command(
+    context: typer.Context,
     baseline: Baseline,
     new: New = None,
     *,
@@ -82,43 +84,30 @@ def command(
 
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
-    with _annotated(forms.annotations):
-        o.read_configs(configs)
-        if static:
-            refused = {"new": new, "run": run, "allow_stale": allow_stale, "peers": peers, "margin": margin}
-            o.refuse("expected without --static", **refused, **o.given(measuring))
-            if len(selection.ops) > 1:
-                raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
-            return _report(inspect.judge(baseline, selection, target, workers), forms)
-        o.refuse("expected only with --static", target=target, workers=workers)
-        if (new is None) == (run is None):
-            raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
-        if margin is not None and not 0 <= margin < 1:
-            raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
-        if new is not None:
-            o.refuse("expected only with --run", **o.given(measuring))
-            return _report(_judged_file(baseline, new, selection, margin, peers, allow_stale), forms)
-        o.refuse("expected only with a file of records", allow_stale=allow_stale)
-        for path in filter(None, (forms.junit, forms.markdown)):
-            loading.require_writable(path.parent)
-        plan = loading.make_plan(run or "", selection, results=results, policy=measuring.policy, peers=peers)
-        processes = measuring.processes or _PROCESSES
-        if measuring.update:
-            return _update(baseline, plan, processes)
-        _report(_measured(baseline, plan, processes, margin, measuring.save), forms)
-
-
-@contextmanager
-def _annotated(is_asked: bool) -> Iterator[None]:
-    """Print an annotation of bad input, if annotations are asked for."""
-    try:
-        yield
-    except ValueError as error:
-        from kerneltune.gating.report import error_annotation
-
-        if is_asked:
-            show(error_annotation(str(error)))
-        raise
+    context.meta[ANNOTATED] = forms.annotations
+    o.read_configs(configs)
+    if static:
+        refused = {"new": new, "run": run, "allow_stale": allow_stale, "peers": peers, "margin": margin}
+        o.refuse("expected without --static", **refused, **o.given(measuring))
+        if len(selection.ops) > 1:
+            raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
+        return _report(inspect.judge(baseline, selection, target, workers), forms)
+    o.refuse("expected only with --static", target=target, workers=workers)
+    if (new is None) == (run is None):
+        raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
+    if margin is not None and not 0 <= margin < 1:
+        raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
+    if new is not None:
+        o.refuse("expected only with --run", **o.given(measuring))
+        return _report(_judged_file(baseline, new, selection, margin, peers, allow_stale), forms)
+    o.refuse("expected only with a file of records", allow_stale=allow_stale)
+    for path in filter(None, (forms.junit, forms.markdown)):
+        loading.require_writable(path.parent)
+    plan = loading.make_plan(run or "", selection, results=results, policy=measuring.policy, peers=peers)
+    processes = measuring.processes or _PROCESSES
+    if measuring.update:
+        return _update(baseline, plan, processes)
+    _report(_measured(baseline, plan, processes, margin, measuring.save), forms)
 
 
 def _judged_file(
@@ -205,7 +194,7 @@ def _keep(path: Path, measured: list[Record]) -> None:
 
 def _report(verdict: "Verdict", forms: Forms) -> None:
     """Write and print the answer in every requested form; exit with its code, or with 2 where a pass cannot be written."""
-    from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
+    from kerneltune.gating.report import error_annotation, gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = forms.markdown == STDOUT
     writers: list[Callable[[], None]] = []
@@ -218,9 +207,10 @@ def _report(verdict: "Verdict", forms: Forms) -> None:
     code = verdict.exit_code
     for writer in writers:
         try:
-            with _annotated(forms.annotations):
-                writer()
+            writer()
         except ValueError as error:
+            if forms.annotations:
+                show(error_annotation(str(error)))
             error_line(f"error: {error}")
             code = code or 2
     if code == verdict.exit_code:  # a file that cannot be written is no pass
