@@ -154,7 +154,7 @@ class Checker:
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := _not_dense(outputs) or self._overwritten(outputs) or self.disagreements(outputs):
             given: Outputs = outputs if isinstance(outputs, Mapping) else {}
-            causes = ["tf32"]
+            causes = ["tf32", "vector"]
             if any(fact.kind == "division" for fact in facts) and self._nearly_agree(given):
                 causes.append("division")
             return given, [*lines, *self._other_kinds(given), *sorted(str(fact) for fact in facts if fact.kind in causes)]

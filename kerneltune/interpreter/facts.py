@@ -18,7 +18,8 @@ Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
-    "lossy cast", "equal", "equal at 1", "unequal", "same draw", "float", "on the CPU",
+    "lossy cast", "equal", "equal at 1", "unequal", "same draw", "float", "on the CPU", "promise",
+    "vector",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -37,6 +38,8 @@ _TEXTS: Mapping[str, str] = {
     "lossy cast": "integers that {text} does not hold at {where}",
     "same draw": "two programs draw the same random numbers, {where}: do their offsets lack the program?",
     "equal": "equal sizes above 1 at {text} in {where}",
+    "promise": "{text} at {where} does not hold: wrong where it makes an access a vector",
+    "vector": "a load is a vector of other elements than the program's, by {text}, {where}",
     "on the CPU": "{text} of {where} lies on the CPU, its other tensors on the GPU: is it made without `device=`?",
 }
 """Texts of the kinds that users and tests see."""
@@ -68,6 +71,8 @@ class Fact(NamedTuple):
     | equal, equal at 1, unequal | how two sizes compare in `M == N`; at 1x1 all are equal | text | kernel, function |
     | same draw | two programs of a launch draw random numbers from the same seed and offsets | | PATH:LINE |
     | float | a kernel gets a float as an argument | number | |
+    | promise | a promise about a tensor, other than of `max_contiguous`, that does not hold | promise | PATH:LINE |
+    | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
     | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """

@@ -31,9 +31,11 @@ from kerneltune.interpreter.faults import (
     statement,
     time_limit,
 )
+from kerneltune.interpreter.garbage import cast_to_integer, garbage
 from kerneltune.interpreter.host_code import untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, cpu_tensors_of, facts_of, floats_of
 from kerneltune.interpreter.last_elements import LastElements
+from kerneltune.interpreter.promises import FOLLOWED, Vectors, follow_argument, makes_promises, vectors
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
 from kerneltune.interpreter.wrapping import require_unwrapped
@@ -49,10 +51,6 @@ _LOADED = (0, 1 << 24)
 kernel that searches the group of a row: with 0 every group would end at row 0."""
 _NARROW = 16
 """Bits of the largest elements whose casts of integers are judged."""
-_INTEGER_GARBAGE = 90
-"""Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
-_FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
-"""Largest value, NaN and least value, as bits, of the types that the interpreter stores as integers."""
 
 UNORDERED = "# unordered:"
 """Comment at a load or a store which says why programs may access its elements without an order."""
@@ -97,12 +95,11 @@ def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
         (interpreter, "_interpreter"): guard,
         (random, "philox_impl"): noting_draws(random.philox_impl, lambda state: guard._races.is_drawn(state)),
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
-        (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_integer,
-        (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_integer,
+        (interpreter.InterpreterBuilder, "create_fp_to_si"): cast_to_integer,
+        (interpreter.InterpreterBuilder, "create_fp_to_ui"): cast_to_integer,
         (interpreter.InterpreterBuilder, "create_int_cast"): _cast_of_integer,
         (interpreter.InterpreterBuilder, "create_si_to_fp"): _cast_of_integer,
         (interpreter.InterpreterBuilder, "create_ui_to_fp"): _cast_of_integer,
-        (interpreter.TensorHandle, "set_attr"): _promised,
         (interpreter.interpreter_builder, "options"): dataclasses.replace(interpreter.interpreter_builder.options, debug=True),
     }
 
@@ -180,7 +177,7 @@ class _Guard:
         taken = np.asarray(mask.data)  # of a block pointer, a plain array whose `data` is its memory
         if other is None and not self._loading.has_other and not taken.all():
             kind = pointers.get_element_ty()
-            other = self._interpreter.TensorHandle(_garbage(taken, kind, self._interpreter._get_np_dtype(kind)), kind)
+            other = self._interpreter.TensorHandle(garbage(taken, kind, self._interpreter._get_np_dtype(kind)), kind)
         return masked_load(pointers, mask, other, *rest, **named)
 
     def store_integers(self, store: Any, pointer: Any, values: Any, mask: Any, *rest: Any) -> Any:
@@ -208,6 +205,7 @@ class _Guard:
         executor = call.__self__
         check_keywords(executor, kwargs)
         self._kernel = executor.fn.__name__
+        FOLLOWED.set(32 * (kwargs.get("num_warps") or 4) * makes_promises(executor.fn))
         bound = bound_arguments(executor, args, kwargs)
         note(*facts_of(executor, bound), *floats_of(bound))
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
@@ -289,12 +287,14 @@ class _Guard:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""
         argument = self._convert(value)
         if not hasattr(value, "data_ptr"):
+            follow_argument(argument)
             return argument
         tensor = getattr(value, "base", value) if type(value).__name__ == "TensorWrapper" else value
         name = self._names.get(id(value), f"argument {len(self._regions)}")
         region = Region.of(tensor, len(self._regions), name, self._largest.get(id(tensor)))
         self._regions.append(region)
         argument.handle.data = np.array([region.start], dtype=np.uint64)
+        follow_argument(argument)
         return argument
 
     def __getattr__(self, name: str) -> Any:
@@ -313,11 +313,22 @@ class _Guard:
         kind = np.dtype(dtype)
         is_index = kind.kind in "iu" and kind.itemsize >= 4
         self._loads_index |= is_index
+        taken = vectors("load", addresses, mask, kind.itemsize)
         real = self._checked("load", addresses, mask, kind.itemsize, find_conflict)
         if real is None:  # `other` may decide which elements a kernel reads next
             loaded = np.broadcast_to(self._values_without_memory(addresses, is_index), addresses.shape)
             return np.where(mask, loaded.astype(dtype), other).astype(dtype)
+        if taken is not None:
+            return self._load_vectors(real - addresses, taken, other, kind)
         return self._native.load(real, mask, other, dtype)
+
+    def _load_vectors(self, offset: Any, taken: Vectors, other: Any, kind: Any) -> Any:
+        """Load what a GPU loads by vectors; outside of the argument, garbage."""
+        region = self._regions[(int(taken.addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
+        is_inside = taken.addresses - np.uint64(region.first) <= np.uint64(max(0, region.size - kind.itemsize))
+        outside = np.full(taken.addresses.nbytes // 8 * kind.itemsize, 0x7F, np.uint8).view(kind).reshape(is_inside.shape)
+        other = np.where(taken.mask, outside, other).astype(kind)
+        return self._native.load(offset + taken.addresses, taken.mask & is_inside, other, kind)
 
     def _values_without_memory(self, addresses: Any, is_index: bool) -> Any:
         """Return the values that a load without memory gives: `_load_gives`, or numbers that rise from 0 to the largest."""
@@ -341,6 +352,7 @@ class _Guard:
 
             return self._races.store(storage, size, at, values.dtype.itemsize, line_of(), is_changed)
 
+        vectors("store", addresses, mask, values.dtype.itemsize)
         real = self._checked("store", addresses, mask, values.dtype.itemsize, find_conflict)
         return None if real is None else self._native.store(real, values, mask)
 
@@ -447,38 +459,10 @@ def _is_unordered(file: str, line: int) -> bool:
     return UNORDERED in linecache.getline(file, line)
 
 
-def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
-    """Return garbage for the elements that a mask leaves out: the largest value, NaN and the least value in turns."""
-    if kind.is_ptr():
-        return np.zeros(mask.shape, dtype)
-    if kind.is_floating() and dtype.kind == "f":
-        values = (np.finfo(dtype).max, np.nan, np.finfo(dtype).min)
-    else:
-        values = _FLOAT_GARBAGE.get(kind.name, (_INTEGER_GARBAGE,) * 3)
-    garbage = np.zeros(mask.shape, dtype)
-    left_out = np.flatnonzero(~mask)
-    for first, value in enumerate(values):
-        garbage.flat[left_out[first :: len(values)]] = value
-    return garbage
-
-
 def _asserted(_builder: Any, condition: Any, message: str) -> None:
     """Stand for InterpreterBuilder.create_assert: check Triton's assertions of integer overflow and the kernel's assertions."""
     if not np.all(getattr(condition, "data", condition)):
         raise KernelFaultError(f"{message}{line_of()}")
-
-
-def _cast_to_integer(builder: Any, source: Any, target: Any) -> Any:
-    """Stand for InterpreterBuilder.create_fp_to_si: NaN and values out of range, for which no result is defined, give garbage."""
-    from triton import language as tl
-
-    result, kind = builder.cast_impl(source, target), target.scalar
-    values = source.data if source.data.dtype.kind == "f" else builder.cast_impl(source, tl.float32).data
-    whole = np.trunc(values.astype(np.float64))
-    is_defined = (whole >= kind.get_int_min_value()) & (whole <= kind.get_int_max_value())
-    if kind.int_bitwidth > 1 and not is_defined.all():
-        result.data = np.where(is_defined, result.data, np.array(_INTEGER_GARBAGE, result.data.dtype))
-    return result
 
 
 def _cast_of_integer(builder: Any, source: Any, target: Any, *_is_signed: Any) -> Any:
@@ -491,10 +475,3 @@ def _cast_of_integer(builder: Any, source: Any, target: Any, *_is_signed: Any) -
         if is_changed.any() or (kind.is_fp16() and (np.abs(numbers) > np.finfo(np.float16).max).any()):
             note_here("lossy cast", kind.name)
     return result
-
-
-def _promised(handle: Any, name: str, values: Any) -> None:
-    """Stand for TensorHandle.set_attr: check a promise of `tl.multiple_of` for a scalar, by which a GPU vectorizes accesses."""
-    handle.attr[name] = values
-    if name == "tt.divisibility" and handle.data.size == 1 and int(handle.data.flat[0]) % int(values[0]):
-        raise KernelFaultError(f"multiple_of: {int(handle.data.flat[0])} is no multiple of {values[0]}{line_of()}")
