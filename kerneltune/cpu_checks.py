@@ -82,7 +82,7 @@ class _JobRunner:
         """Return a job for each case, with default configs of own variants; a peer is checked if the selection names variants."""
         jobs = []
         for sweep_case in sweep_cases:
-            tasks = self.plan.check_tasks(sweep_case.op, sweep_case.case, with_peers=bool(self.plan.selection.variants))
+            tasks = self.plan.check_tasks(*sweep_case, with_peers=bool(self.plan.selection.variants))
             jobs += [case_job([Run(task, task.default) for task in tasks])] if tasks else []
         return jobs
 

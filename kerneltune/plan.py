@@ -44,7 +44,7 @@ class Selection:
 
     def cases_of(self, sweep_cases: Iterable[SweepCase]) -> list[SweepCase]:
         """Return the cases that belong to the selection."""
-        return [sweep_case for sweep_case in sweep_cases if self.matches_case(sweep_case.op, sweep_case.case)]
+        return [sweep_case for sweep_case in sweep_cases if self.matches_case(*sweep_case)]
 
     def matches(self, key: TaskKey) -> bool:
         """Return whether a task belongs to the selection."""

@@ -45,7 +45,7 @@ _NAMED = 2
 """Rows that a line about stale records names."""
 _HEADLINE, _RECORDED, _UNMEASURED = range(3)
 """Ranks of stale cases: headline cases are measured first, then cases with records, then cases that nobody measured."""
-_Ranks = Mapping[tuple[str, Case], int]
+_Ranks = Mapping[SweepCase, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +130,21 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     stale = []
     for name, op in first.ops.items():
         for entry in cache.load_strict(cache.path_of(name, gpu)):
-            is_used = (entry.op, entry.case) in ranks or not (first.selection.family or first.selection.cases)
+            is_used = SweepCase(entry.op, entry.case) in ranks or not (first.selection.family or first.selection.cases)
             if is_used and replace(first.selection, cases=()).matches(entry.key):
                 cached[name] += 1
                 if any(variant.name == entry.variant and is_stale(variant, entry) for variant in op.variants):
                     stale.append(entry)
-    stale.sort(key=lambda entry: (entry.variant != "optimized", ranks.get((entry.op, entry.case), len(ranks))))
+    stale.sort(key=lambda entry: (entry.variant != "optimized", ranks.get(SweepCase(entry.op, entry.case), len(ranks))))
     return Stale(gpu, cached, tuple(stale), tuple(families), tuple(plans))
 
 
 def _lookup_ranks(plans: Sequence[Plan]) -> _Ranks:
     """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
     selected = [(plan, sweep_case) for plan in plans for sweep_case in plan.cases()]
-    ranks: dict[tuple[str, Case], int] = {}
-    for plan, sweep_case in sorted(selected, key=lambda pair: not pair[0].sweep.is_headline(pair[1])):
-        ranks.setdefault((sweep_case.op, plan.ops[sweep_case.op].case_of_call(sweep_case.case)), len(ranks))
+    ranks: dict[SweepCase, int] = {}
+    for plan, (op, case) in sorted(selected, key=lambda pair: not pair[0].sweep.is_headline(pair[1])):
+        ranks.setdefault(SweepCase(op, plan.ops[op].case_of_call(case)), len(ranks))
     return ranks
 
 
@@ -168,7 +168,7 @@ def _is_fresh(plan: Plan, sweep_case: SweepCase, rows: Mapping[TaskKey, Record],
 
     A variant that does not support the case needs no record, because no measurement can give it a time.
     """
-    for task in plan.tasks(sweep_case.op, sweep_case.case):
+    for task in plan.tasks(*sweep_case):
         row = rows.get(task.key)
         if (row is None or row.status == "skipped") and task.variant.unsupported(task.case) is not None:
             continue

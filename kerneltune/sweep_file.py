@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -35,9 +35,8 @@ NO_OP = ", or an operator that --plugin or --captured loads"
 """End of messages about a family, or an operator: what else may be given in its place."""
 
 
-@dataclass(frozen=True, slots=True)
-class SweepCase:
-    """Hold a case of an operator."""
+class SweepCase(NamedTuple):
+    """Hold the name of an operator, and a case of it."""
 
     op: str
     case: Case
@@ -135,10 +134,10 @@ def load(path: Path, ops: Mapping[str, Op]) -> Sweep:
     return _Reader(ops).read_sweep(read_yaml(path))
 
 
-def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tuple[str, Case]]]) -> str:
+def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[SweepCase]]) -> str:
     """Return a sweep file with a line for each case of an operator; a case without a name is named by its sizes.
 
-    about: line of the file about its cases; sections: of each section the cases, with the names of their operators.
+    about: line of the file about its cases.
     """
     ops = dict.fromkeys(op for cases in sections.values() for op, _ in cases)
     lines = [f"# {about}", f"family: {family}", f"ops: [{', '.join(map(json.dumps, ops))}]"]

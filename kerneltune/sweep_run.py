@@ -129,7 +129,7 @@ class _SweepStages:
         """
         plan, is_gpu, with_peers = self.plan, device.current().is_gpu, bool(self.plan.selection.variants)
         sweep_cases = plan.headline("check") if plan.options.quick else plan.cases("check")
-        if not any(plan.check_tasks(sweep_case.op, sweep_case.case, with_peers=with_peers) for sweep_case in sweep_cases):
+        if not any(plan.check_tasks(*sweep_case, with_peers=with_peers) for sweep_case in sweep_cases):
             alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
             why = f"no check case among the {len(plan.cases())} selected: {alone}"
             if num_cases := len(plan.cases("check")):
@@ -173,7 +173,7 @@ class _SweepStages:
                 reason = f"failed its check in case {record.case}: {record.reason}"
                 self.default_failures.setdefault((record.op, record.variant), reason)
         if self.default_failures:  # the times of the first table go now, as an interrupt may end the run
-            tasks = [task for sweep_case in plan.headline() for task in plan.tasks(sweep_case.op, sweep_case.case)]
+            tasks = [task for sweep_case in plan.headline() for task in plan.tasks(*sweep_case)]
             _runs, failed_rows = self._with_configs(tasks)
             self.write(failed_rows)
         if plan.options.extent == "tune":
@@ -252,7 +252,7 @@ class _SweepStages:
         """
         work, failed = list[tuple[list[Run], list[Record] | None]](), list[Record]()
         for sweep_case in sweep_cases:
-            runs, rows_without_config = self._with_configs(self.plan.tasks(sweep_case.op, sweep_case.case))
+            runs, rows_without_config = self._with_configs(self.plan.tasks(*sweep_case))
             failed += rows_without_config * self.repeat
             if runs:
                 work.append((runs * self.repeat, journal.finished(runs * self.repeat)))

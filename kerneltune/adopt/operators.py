@@ -16,7 +16,7 @@ from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
-from kerneltune.sweep_file import Section, sweep_text
+from kerneltune.sweep_file import Section, SweepCase, sweep_text
 from kerneltune.task import Knobs, knob_pairs
 from kerneltune.wording import first_of
 
@@ -55,11 +55,11 @@ def operators_of(capture: Capture) -> tuple[Op, ...]:
 
 def write_capture_sweep(capture: Capture) -> Path:
     """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find the launches that can be replayed."""
-    sections: dict[Section, list[tuple[str, Case]]] = {"check": [], "bench": []}
+    sections: dict[Section, list[SweepCase]] = {"check": [], "bench": []}
     for classes in capture.by_kernel():
         good, axes = [launch_class for launch_class in classes if not launch_class.problem], _axes(classes)
         for section, chosen in zip(sections, (_checked(good), good), strict=True):
-            sections[section] += [(operator_name(launch_class), case_of(launch_class, axes)) for launch_class in chosen]
+            sections[section] += [SweepCase(operator_name(each), case_of(each, axes)) for each in chosen]
     replace_text(capture.root / SWEEP, sweep_text(_ABOUT, "captured", sections))
     return capture.root / SWEEP
 

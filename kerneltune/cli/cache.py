@@ -161,7 +161,7 @@ def from_misses(
     output: o.Output = None,
 ) -> None:
     """Write a sweep file of the cases that were looked up and not found, for `kerneltune tune`."""
-    cases = [(miss.op, miss.case) for miss in misses.read(log)]
+    cases = [sweep_file.SweepCase(miss.op, miss.case) for miss in misses.read(log)]
     deliver(sweep_file.sweep_text("Cases that were looked up and not found.", "misses", {"bench": cases}), output)
 
 
