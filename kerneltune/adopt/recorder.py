@@ -6,7 +6,6 @@ error and never ends the program.
 
 import atexit
 import fnmatch
-import logging
 import os
 import sys
 import time
@@ -27,10 +26,9 @@ from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelName, Launch, LaunchMap, get_or_make, kernel_name
+from kerneltune.adopt.program import log
 from kerneltune.adopt.values import Effect, Values, collect, holds_addresses
 from kerneltune.errors import first_line
-
-log = logging.getLogger("kerneltune.adopt")
 
 MAX_BYTES = 256 << 20
 MOST_CLASSES = 64

@@ -419,7 +419,7 @@ def _table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[
         by_sizes = grouped(classes_of_key, lambda tuned: str(sorted(tuned.launch_class.sizes.items())))
         members = [_as_one(alike) if len(alike) > 1 else alike[0] for alike in by_sizes.values()]
         rows = _rows(members, worker)
-        split = differing(members) if len(rows) == len(members) else ()
+        split = differing_sizes(members) if len(rows) == len(members) else ()
         yield Group(members[0].launch_class.key_values, members[0].launch_class.dtypes, split, tuple(rows))
 
 
@@ -478,7 +478,7 @@ def _own_gain(tuned: TunedClass, shared: StoredConfig, worker: GpuWorker) -> flo
     return gain.median if is_surely_faster or is_author_faster else None
 
 
-def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
+def differing_sizes(members: Sequence[TunedClass]) -> tuple[str, ...]:
     """Return the sizes that differ between classes. Of sizes with the same values, an argument goes before a side of a tensor."""
     names = {name for tuned in members for name in tuned.launch_class.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}

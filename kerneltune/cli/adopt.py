@@ -88,7 +88,7 @@ class EngineTable:
 
 
 @app.command("getter")
-@o.grouped()
+@o.ungrouped()
 def getter_command(
     getter: Annotated[str, o.argument("MODULE:FUNCTION", "What gives the config; also FILE.py:FUNCTION.")],
     call: Annotated[str, o.option("--call", "MODULE:FUNCTION", "An expert layer, or what makes a call of sizes.")],

@@ -46,7 +46,7 @@ def list_(configs: o.Configs = None) -> None:
 
 
 @app.command("show")
-@o.grouped(without=("op",))
+@o.ungrouped(without=("op",))
 def show_(op: o.OpName, selection: Selection, gpu: o.Gpu = None, configs: o.Configs = None) -> None:
     """Show the cached configs of an operator."""
     o.read_configs(configs)

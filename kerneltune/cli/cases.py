@@ -25,7 +25,7 @@ class Work:
     batch: Annotated[str, o.option("--batch", "N1,N2|none", "Tokens of a decoding step, for int4 products.")] = "1,16,64"
 
 
-@o.grouped()
+@o.ungrouped()
 def command(model: ModelFile, work: Work, output: o.Output = None) -> None:
     """Write the sweep of every operator that a model uses, its cases named by layer, for `tune`, `sweep` and `compare`.
 

@@ -22,7 +22,7 @@ from kerneltune.wording import counted
 Sides = tuple[list[Record], list[Record]]
 
 
-@o.grouped(without=("variant",))
+@o.ungrouped(without=("variant",))
 def command(
     selection: Selection,
     a: Annotated[str | None, o.argument("[A]", "A variant, a peer, best-peer or a file of records; else best-peer.")] = None,

@@ -55,7 +55,7 @@ class Forms:
     ] = False
 
 
-@o.grouped()
+@o.ungrouped()
 def command(
     context: typer.Context,
     baseline: Baseline,

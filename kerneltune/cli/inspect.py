@@ -46,7 +46,7 @@ def _compiled(runs: Sequence[Run], targets: list[str], workers: int | None) -> S
         return survey(runs, targets, workers, progress)
 
 
-@o.grouped(without=("op",))
+@o.ungrouped(without=("op",))
 def command(
     selection: Selection,
     op: Annotated[str | None, o.argument("[OP]", "Only this operator.")] = None,
@@ -256,7 +256,7 @@ def _with_config(runs: list[Run], text: str | None) -> list[Run]:
     variants = sorted({f"{task.op.name} {task.variant.name}" for task, _ in runs})
     if len(variants) > 1:
         raise ValueError(f"config: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
-    config = o.config_of(runs[0].task.variant, "config", text)
+    config = o.config_from_json(runs[0].task.variant, "config", text)
     return [run._replace(config=config) for run in runs]
 
 

@@ -158,7 +158,7 @@ Output = Annotated[Path | None, option("--output -o", "FILE", "Write to this fil
 _SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants, "variant": VariantNames}
 
 
-def grouped(without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def ungrouped(without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace each parameter of a command that is a group of options by the options: a Selection, or a dataclass of options.
 
     without: the options among `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.
@@ -230,7 +230,7 @@ def percent(field: str, text: str | None) -> float | None:
     return value / 100
 
 
-def config_of(variant: Variant, field: str, text: str) -> Any:
+def config_from_json(variant: Variant, field: str, text: str) -> Any:
     """Return the config of a JSON text."""
     try:
         values = decode(text, dict[str, Any])

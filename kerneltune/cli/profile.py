@@ -40,7 +40,7 @@ def command(
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
         o.one_of("variant", name, [variant.name for variant in operator.variants])
         if text:
-            o.config_of(operator.variant(name), field, text)
+            o.config_from_json(operator.variant(name), field, text)
     profiled_case = bench_case(operator, case, dtype, quant)
     for variant in (operator.variant(a), operator.variant(b)):
         if variant.missing():
@@ -73,7 +73,7 @@ def launch_profiled(captured: str, op: str, variant: str, case: str, config: str
     ops = loading.load_ops(captured)
     profiled = ops[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)
-    knobs = o.config_of(profiled, "config", config) if config else Task(ops[op], shape, profiled).config_of_call()
+    knobs = o.config_from_json(profiled, "config", config) if config else Task(ops[op], shape, profiled).config_of_call()
     inputs = ops[op].inputs(shape, device="cuda")
     profiled.run(inputs, knobs)
     torch.cuda.synchronize()

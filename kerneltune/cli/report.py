@@ -25,7 +25,7 @@ _PAGE = Path("report.html")
 _LARGE = 3_000_000
 
 
-@o.grouped(without=("case", "variant"))
+@o.ungrouped(without=("case", "variant"))
 def command(
     selection: Selection,
     files: Annotated[list[Path] | None, o.argument("[FILE]...", "Records; the records of this GPU without a file.")] = None,

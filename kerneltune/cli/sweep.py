@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kerneltune.stale import Stale
 
 
-@o.grouped()
+@o.ungrouped()
 def command(
     family: o.Family = "",
     *,

@@ -26,7 +26,7 @@ _WEIGHED = 8
 """Largest number of cases whose important knobs are computed."""
 
 
-@o.grouped(without=("variant",))
+@o.ungrouped(without=("variant",))
 def command(
     family: o.Family,
     selection: Selection,

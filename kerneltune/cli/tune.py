@@ -45,7 +45,7 @@ class Search:
     gpus: Annotated[str, o.option("--gpus", "all|N", "GPUs of this host; each tunes one case at a time.")] = ""
 
 
-@o.grouped()
+@o.ungrouped()
 def command(
     family: Annotated[str | None, typer.Argument(help="A file of sweeps/ by name, a .yaml file, or a capture's folder.")] = None,
     model: Annotated[
