@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import linecache
 import re
 import sys
 from collections import defaultdict
@@ -197,7 +198,11 @@ class _Writer:
 
     def _write_function(self, function: Any) -> None:
         outer, nested, _ = function.__code__.co_qualname.partition(".<locals>")
-        if "<lambda>" in outer:
+        file, module = function.__code__.co_filename, source_module(module_of(function))
+        made = linecache.getlines(file) if file.startswith("<") else []
+        if made and module is not None:  # a module has written the source, and given it to inspect
+            self.write_node(ast.parse("".join(made)), _Scope(module))
+        elif "<lambda>" in outer:
             self._write_lambda(function)
         else:
             self._write_named(module_of(function), outer)

@@ -113,7 +113,8 @@ def _why_not_replayable(
         return "a function made the kernel, so that it cannot be imported by name"
     source = function.__code__.co_filename  # no file in an archive, or if relative and the program has changed the folder
     own_file = function.__globals__.get("__file__") or ""
-    if not os.path.isfile(source) and os.path.basename(source) != os.path.basename(own_file):
+    is_made = not os.path.isfile(source) and os.path.basename(source) != os.path.basename(own_file)
+    if is_made and not os.path.isfile(home_file):  # a module with a file makes the kernel again where it is imported
         return "exec or a notebook cell defined the kernel, so that it cannot be launched again: move it to a module"
     if home is None:
         return f"no module holds {'the kernel' if is_plain else 'its autotuner'} by a name, so that it cannot be imported"

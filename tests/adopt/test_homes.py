@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from msgspec import structs
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import KernelName
+from kerneltune.adopt.operators import write_capture_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel
 
@@ -138,6 +140,30 @@ def test_kernel_that_a_class_or_a_container_holds_is_found_there(
     (launch,) = captured(tmp_path / "cap", kernel)
     assert (launch.home, launch.problem) == (KernelName(name, re.split("[.[]", holder)[0]), "")
     assert live_kernel(launch) is kernel
+
+
+MADE = """
+import linecache
+linecache.cache["<made>"] = (len(SOURCE), None, SOURCE.splitlines(True), "<made>")
+exec(compile(SOURCE, "<made>", "exec"))
+"""
+
+
+def test_kernel_whose_source_a_module_writes_is_found_in_the_module(tmp_path: Path, write: Any) -> None:
+    """Xformers unrolls the arguments of a kernel so, for each number of groups."""
+    text = f"{HEAD}K = tl.constexpr(1)\nSOURCE = {KERNEL + TUNED!r}\n{MADE}ALL = {{1: added}}\ndel added\n"
+    module = write("of_made", text)
+    (launch,) = captured(tmp_path / "cap", module.ALL[1])
+    assert (launch.home, launch.problem) == (KernelName("of_made", "ALL"), "")
+    assert live_kernel(launch) is module.ALL[1]
+    other = write("of_made", text.replace("+ K", "+ K + K"))
+    (changed,) = captured(tmp_path / "other", other.ALL[1])
+    assert changed.source_digest != launch.source_digest
+    write("of_made", text)
+    write_capture_sweep(read_capture(tmp_path / "cap"))
+    command = [sys.executable, "-m", "kerneltune", "sweep", str(tmp_path / "cap"), "--check-only"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "2 checked" in done.stdout, done.stdout + done.stderr
 
 
 def forget(package: str) -> None:
