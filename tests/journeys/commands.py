@@ -116,7 +116,7 @@ def tune_two(place: Place) -> None:
     require("no config for fp8_rowwise_2d" in done.stderr, "a call at sizes that nobody tuned says nothing")
 
 
-@journey(limit_s=120, alone=True, ops=("swiglu",))
+@journey(limit_s=120, ops=("swiglu",))
 def compare_run(place: Place) -> None:
     """`compare X X --run` measures a variant against itself: what differs is noise."""
     chosen = ["--family", "swiglu_bwd", "--case", "llama-3-8b"]
@@ -145,7 +145,8 @@ def gate_run(place: Place) -> None:
     )
     run = ["--run", "./swiglu.yaml", "--variant", "optimized", "--processes", "2"]
     place.kerneltune("--plugin", "swiglu.py", "gate", "baseline.jsonl", *run, "--update")
-    place.rows(place.folder / "baseline.jsonl")
+    rows = place.rows(place.folder / "baseline.jsonl")
+    require(all(len(row["samples_us"]) == 2 for row in rows), "a row without the times of two processes")
     place.kerneltune("--plugin", "swiglu.py", "gate", "baseline.jsonl", *run, "--junit", "passed.xml")
     planted = 'return {"y": swiglu(inputs["gate"], inputs["up"], config=config)}'
     require(planted in source[1], "swiglu.py of the document has another run_optimized")

@@ -292,13 +292,12 @@ def test_worker_has_a_core_that_no_compiler_uses() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.alone  # one asks for all the memory there is
 @pytest.mark.parametrize(
     ("does", "status", "detail", "processes"),
     [
         ("fault", "crashed", "illegal memory access", 2),
         ("hang", "crashed", "took longer than 10 s", 2),
-        ("memory", "skipped", "out of memory", 1),
+        pytest.param("memory", "skipped", "out of memory", 1, marks=pytest.mark.alone),  # it asks for all the memory there is
     ],
 )
 def test_worker_after_a_broken_kernel_measures_the_next_config(does: str, status: str, detail: str, processes: int) -> None:
