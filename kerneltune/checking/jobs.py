@@ -16,7 +16,7 @@ from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_cost, check_pairs
-from kerneltune.checking.reruns import wrong_by_unwritten, wrong_for_new_values, wrong_in_reverse
+from kerneltune.checking.reruns import wrong_after_other_size, wrong_by_unwritten, wrong_for_new_values, wrong_in_reverse
 from kerneltune.checking.shifts import wrong_by_values
 from kerneltune.errors import place_of
 from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
@@ -75,7 +75,8 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
 
     def work() -> list[Outcome]:
         fitting = [case for case in cases if why_too_large(op, case) is None]
-        outcomes = check_pairs(op, variant, fitting, partial(check_cost, op))
+        after_others = wrong_after_other_size(op, variant, fitting) if is_foreign(op) else []  # first: nothing is kept yet
+        outcomes = [*after_others, *check_pairs(op, variant, fitting, partial(check_cost, op))]
         is_wrong = any(outcome.status == "failed" for outcome in outcomes)
         return [*outcomes, *(wrong_by_unwritten(op, variant, fitting) if is_foreign(op) and not is_wrong else ())]
 

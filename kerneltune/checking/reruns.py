@@ -1,10 +1,10 @@
-"""Run variants again in reverse order of programs, with other values in unwritten memory, and with new values in old inputs.
+"""Run variants again: in reverse order of programs, with other unwritten memory, on new values in place, after other sizes.
 
 The module knows no operator.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kerneltune.checking.check import Checker, smallest_cases
-from kerneltune.checking.pairs import around_default
+from kerneltune.checking.check import Checker, smallest_cases, why_not_checked
+from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
 from kerneltune.interpreter.faults import NOT_ENDED, reverse_order
+from kerneltune.processes.forked import Fork
 from kerneltune.processes.start import tell
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome
 
 _MOST_CASES, _MOST_S = 2, 4.0
 """The smallest cases, and the processor seconds after which no further config of a variant runs again."""
+_MOST_PROGRAMS, _MOST_COST = 256, 1.0
+"""Most programs, and largest cost in MB of traffic, of a case with another size."""
 _ATEN = torch.ops.aten
 _EMPTY = [_ATEN.empty, _ATEN.empty_like, _ATEN.empty_permuted, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided]
 """Functions of torch that return memory which nothing wrote."""
@@ -51,6 +54,57 @@ def wrong_by_unwritten(op: Op, variant: Variant, cases: Sequence[Case]) -> list[
 def wrong_for_new_values(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each own variant that is wrong if the tensors of its inputs get new values, and right in new tensors."""
     return _lines(op, cases, "its inputs get new values in place", _wrong_in_place)
+
+
+def wrong_after_other_size(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Return a failure for each axis along which a case is right alone, and wrong after a case that differs in this axis alone.
+
+    Host code may keep a number or a buffer by another size. Each order runs in a fork, where host code has kept nothing.
+    """
+    failures, begun_s = list[Outcome](), time.monotonic()
+    with suppress(Exception):  # the check of the case says why
+        (case,) = _supported(op, variant, cases)[:1]
+        first = Checker(op, case, "cpu"), variant.default_config(case)
+        for axis, other_case in _with_other_sizes(op, variant, case, cases):
+            other = Checker(op, other_case, "cpu"), variant.default_config(other_case)
+            for order in ((first, other, first), (other, first)):
+                number, line = Fork(partial(_first_error, variant, order)).result()
+                checker, config = order[number]
+                if number and not Fork(partial(_first_error, variant, [order[number]])).result()[1]:
+                    before = f"after case {order[number - 1][0].case.name}, which differs in {axis}"
+                    reason = f"right alone, and wrong {before}: does host code keep a value? {line}"
+                    failures.append(Outcome("failed", reason, config, checker.case))
+                    break
+            if time.monotonic() - begun_s > _MOST_S:
+                break
+    return failures
+
+
+def _with_other_sizes(op: Op, variant: Variant, case: Case, cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
+    """Yield each axis with a copy of a case that differs in the axis alone: with a size of a check case, or twice its size."""
+
+    def is_possible(copy: Case) -> bool:
+        with suppress(Exception):  # code of an operator on sizes that its author may not have thought of
+            if check_cost(op, copy) <= _MOST_COST and not variant.unsupported(copy):
+                facts = facts_by_config(op, variant, copy, [variant.default_config(copy)])
+                return all(each.num_programs <= _MOST_PROGRAMS for each in facts.values()) and not why_not_checked(op, copy)
+        return False
+
+    for axis, size in case.axes:
+        for other in [*sorted({each[axis] for each in cases} - {0, 1, size}, reverse=True), 2 * size]:
+            axes = tuple((name, other if name == axis else its) for name, its in case.axes)
+            copy = replace(case, name=f"{case.name},{axis}={other}", axes=axes)
+            if Fork(partial(is_possible, copy)).result():
+                yield axis, copy
+                break
+
+
+def _first_error(variant: Variant, runs: Sequence[tuple[Checker, Config]]) -> tuple[int, str]:
+    """Return the number and the first line of the first run with an error; without an error, 0 and an empty line."""
+    for number, (checker, config) in enumerate(runs):
+        if lines := checker.run(variant, config)[1]:
+            return number, lines[0]
+    return 0, ""
 
 
 def _lines(
