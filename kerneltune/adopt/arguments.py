@@ -243,6 +243,36 @@ class TensorLayout(msgspec.Struct, frozen=True, rename={"holds_integers": "is_wh
         return self.offset % ALIGNMENT == 0
 
 
+class Statistics(msgspec.Struct, frozen=True):
+    """Hold mean, standard deviation, least and largest of the finite values of a storage."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    least: float = -1.0
+    largest: float = 1.0
+
+
+class KeptValues(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Describe what a capture keeps of a storage.
+
+    Attributes:
+        kept: `values`: all of its bytes, as of indices; `sample`: its first bytes; `missing`: its bytes are needed and not kept.
+        bytes: from its first argument's start to its last argument's end.
+        statistics: None unless it holds data.
+        behind: bytes of the program's buffer behind the arguments.
+    """
+
+    kept: Literal["values", "sample", "statistics", "missing"]
+    bytes: int = 0
+    statistics: Statistics | None = None
+    behind: int = 0
+
+    @property
+    def are_data(self) -> bool:
+        """Return whether the values are data, such as floating-point values, and no indices."""
+        return self.kept != "values"
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """Describe an argument of a launch.

@@ -91,8 +91,8 @@ def _hidden_writes(replay: Replay, stored: StoredConfig, changed: set[str]) -> s
     changed_storages = {storages[name] for name in changed}
     before = replay.before or []
     replay.before = list(before)
-    for number, about in enumerate(replay.launch_class.storages):
-        if number not in changed_storages and _holds_data(about):
+    for number, values in enumerate(replay.launch_class.storages):
+        if number not in changed_storages and values.are_data:
             replay.before[number] = torch.full_like(before[number], _LEAST_FILL + number % _FILLS)
     _run(replay, stored)
     hidden = {name for name in _changed(replay) if storages[name] not in changed_storages}
@@ -100,16 +100,11 @@ def _hidden_writes(replay: Replay, stored: StoredConfig, changed: set[str]) -> s
     return hidden
 
 
-def _holds_data(about: Mapping[str, Any]) -> bool:
-    """Return whether a storage holds data, such as floating-point values, and no indices, which a capture keeps as `values`."""
-    return about.get("kept") != "values"
-
-
 def _vary(replay: Replay, large: float) -> None:
     """Vary the rows of inputs whose values are not kept, so that the author's reference sees more than values around zero."""
     for name, tensor in _tensors(replay.named).items():
         argument = next(a for a in replay.launch_class.arguments if a.name == name)
-        is_data = argument.tensor is not None and _holds_data(replay.launch_class.storages[argument.tensor.storage])
+        is_data = argument.tensor is not None and replay.launch_class.storages[argument.tensor.storage].are_data
         is_wide = tensor.is_floating_point() and tensor.element_size() > 1
         if is_data and is_wide and tensor.ndim > 1 and tensor.is_contiguous() and tensor.any():  # zeros are a sum that begins
             vary_rows(tensor, large)
@@ -171,7 +166,7 @@ def _poison(replay: Replay, stored: StoredConfig, written: Sequence[str]) -> Non
     launch_class, contents = replay.launch_class, replay.before or []
     written_storages = {a.tensor.storage for a in launch_class.arguments if a.tensor is not None and a.name in written}
     for number in sorted(written_storages):
-        if not _holds_data(launch_class.storages[number]):
+        if not launch_class.storages[number].are_data:
             continue
         before = contents[number]
         contents[number] = torch.full_like(before, _POISON)

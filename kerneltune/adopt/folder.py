@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import structs
 
-from kerneltune.adopt.arguments import Argument, views
+from kerneltune.adopt.arguments import Argument, KeptValues, views
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import SUFFIX, read_counts
 from kerneltune.adopt.kernels import KernelName
@@ -92,8 +92,7 @@ class LaunchClass(KernelCode, frozen=True, eq=False, rename=NAMES_IN_FILES):
         key_values: values of the arguments in the author's key.
         arguments: metadata of the arguments.
         candidates: configs that the class may run with, the author's first config first.
-        storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
-            statistics.
+        storages: what is kept of each storage.
         home: the module that holds the autotuner, and the name there of the autotuner, or of its class or container; None if
             unknown or if no module holds it.
         home_file: source file of the module of `home`.
@@ -112,7 +111,7 @@ class LaunchClass(KernelCode, frozen=True, eq=False, rename=NAMES_IN_FILES):
     key_values: list[Any]
     arguments: tuple[Argument, ...]
     candidates: Annotated[tuple[Candidate, ...], msgspec.Meta(min_length=1)]
-    storages: tuple[dict[str, Any], ...] = ()
+    storages: tuple[KeptValues, ...] = ()
     home: KernelName | None = None
     home_file: str = ""
     argv: tuple[str, ...] = ()
@@ -166,7 +165,7 @@ class LaunchClass(KernelCode, frozen=True, eq=False, rename=NAMES_IN_FILES):
     @property
     def lacks_values(self) -> bool:
         """Return whether values were not kept: the class was seen in a graph capture only, or the values are over --max-bytes."""
-        return any(about.get("kept") == "missing" for about in self.storages)
+        return any(values.kept == "missing" for values in self.storages)
 
     @property
     def label(self) -> str:
@@ -328,7 +327,7 @@ def read_classes(root: Path) -> tuple[list[LaunchClass], list[str]]:
 
 def missing_values(launch_class: LaunchClass, folder: Path) -> str:
     """Return a line where the values of a class are gone from its folder; empty if they are there."""
-    is_kept = any(about.get("kept") in ("values", "sample") and about.get("bytes") for about in launch_class.storages)
+    is_kept = any(values.kept in ("values", "sample") and values.bytes for values in launch_class.storages)
     return f"{folder / VALUES}: missing: capture again" if is_kept and not (folder / VALUES).is_file() else ""
 
 

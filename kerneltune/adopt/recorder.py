@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import structs
 
 from kerneltune.adopt import configs, kernels, program
-from kerneltune.adopt.arguments import NotRecordableError
+from kerneltune.adopt.arguments import KeptValues, NotRecordableError
 from kerneltune.adopt.classes import candidate_of_launch, describe_launch, with_candidates
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.counters import Counters
@@ -248,7 +248,7 @@ class Recorder:
             return self._refuse(name, f"not captured: {argument} holds addresses, which mean nothing in another process")
         if launch_class.problem:
             self._refuse(name, f"cannot be tuned: {launch_class.problem}")
-        launch_class = structs.replace(launch_class, storages=values.kinds)
+        launch_class = structs.replace(launch_class, storages=values.kept)
         is_tuning = self.autotune and not launch_class.is_plain
         if not is_tuning:
             write_class(self.root, launch_class, values.tensors)
@@ -270,7 +270,7 @@ class Recorder:
             self._bytes_left += values.bytes
             self._sample_bytes_left += values.sampled
         if not holds_addresses(launch.autotuner.base_fn, described.arguments, values):
-            launch_class = structs.replace(before.launch_class, arguments=described.arguments, storages=values.kinds)
+            launch_class = structs.replace(before.launch_class, arguments=described.arguments, storages=values.kept)
             is_missing = before.is_missing or before.launch_class.lacks_values
             recorded.held = _Held(launch_class, values, Effect(described.arguments, storages), is_missing=is_missing)
 
@@ -308,7 +308,7 @@ class Recorder:
     def _values(self, launch_class: LaunchClass, storages: Sequence[Any]) -> Values:
         """Return the values of a class that are kept; none during a graph capture, in which no value can be read."""
         if program.is_capturing():
-            return Values(kinds=({"kept": "missing"},) * len(storages))
+            return Values(kept=(KeptValues("missing"),) * len(storages))
         values = collect(launch_class.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
         self._sample_bytes_left -= values.sampled

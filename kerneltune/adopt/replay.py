@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kerneltune.adopt import arguments, kernels
-from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
+from kerneltune.adopt.arguments import Argument, KeptValues, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
 from kerneltune.adopt.bytecode import bytecode_digest, read_globals
 from kerneltune.adopt.configs import StoredConfig, configs_digest, plain_kernel, to_triton_configs
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
@@ -388,19 +388,19 @@ def make_replay(launch_class: LaunchClass, folder: Path, device: str, seed: int)
     """Make a class's arguments: indices as captured, data from the sample or the statistics; on device `meta` without values."""
     storages = []
     has_guard = launch_class.is_plain and device not in ("cpu", "meta")  # the interpreter checks accesses
-    guards = [int(about.get("behind", 0)) + has_guard * _GUARD_BYTES for about in launch_class.storages]
+    guards = [values.behind + has_guard * _GUARD_BYTES for values in launch_class.storages]
     if device != "meta" and (problem := missing_values(launch_class, folder)):
         raise ReplayError(problem)
     kept = _read_values(folder / VALUES) if device != "meta" else {}
-    for number, about in enumerate(launch_class.storages):
+    for number, values in enumerate(launch_class.storages):
         tensors = views(launch_class.arguments, number)
         begin, end = span(tensors)
         if device == "meta":
             storages.append(torch.empty(_aligned(begin) + end - begin + guards[number], dtype=torch.uint8, device=device))
             continue
-        if about.get("kept") == "missing" and any(tensor.holds_integers for tensor in tensors):
+        if values.kept == "missing" and any(tensor.holds_integers for tensor in tensors):
             raise ReplayError(f"{launch_class.label}: index values were not kept: capture again, with more --max-bytes")
-        storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number, guards[number]))
+        storages.append(_storage(kept.get(f"storage.{number}"), values, tensors, device, seed + number, guards[number]))
     return Replay(launch_class, live_arguments(launch_class, storages), storages, guards)
 
 
@@ -425,12 +425,12 @@ def _read_values(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _storage(
-    kept: torch.Tensor | None, about: Mapping[str, Any], tensors: Sequence[TensorLayout], device: str, seed: int, guard_bytes: int
+    kept: torch.Tensor | None, about: KeptValues, tensors: Sequence[TensorLayout], device: str, seed: int, guard_bytes: int
 ) -> torch.Tensor:
     """Return a storage with the kept bytes, repeated, or with normal values that have the captured statistics."""
     begin, end = span(tensors)
     size = _aligned(begin) + end - begin + guard_bytes
-    count = end - begin + int(about.get("behind", 0))
+    count = end - begin + about.behind
     whole: torch.Tensor = shared_bytes(size) if device == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
     values = whole[_aligned(begin) : _aligned(begin) + count]
     if kept is not None and kept.numel():
@@ -439,11 +439,10 @@ def _storage(
         sample = (kept[: kept.numel() // row * row] if kept.numel() < count else kept).to(device)  # a row keeps its columns
         repeats = -(-count // sample.numel())
         values.copy_(sample.repeat(repeats)[:count] if repeats > 1 else sample[:count])
-    elif count and isinstance(about.get("statistics"), dict):
+    elif count and (known := about.statistics):
         source = torch.Generator(device).manual_seed(seed)  # on the CPU, 300 million values take seconds
         floats = torch.randn(-(-count // tensors[0].element_bytes), generator=source, device=device)
-        mean, std, least, largest = (float(about["statistics"][name]) for name in ("mean", "std", "least", "largest"))
-        floats = floats.mul_(std).add_(mean).clamp_(least, largest).to(torch_dtype(tensors[0].dtype))
+        floats = floats.mul_(known.std).add_(known.mean).clamp_(known.least, known.largest).to(torch_dtype(tensors[0].dtype))
         values.copy_(floats.view(torch.uint8)[:count])
     return whole
 

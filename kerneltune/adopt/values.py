@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from kerneltune.adopt.arguments import Argument, TensorLayout, is_integer, span, views
+from msgspec import structs
+
+from kerneltune.adopt.arguments import Argument, KeptValues, Statistics, TensorLayout, is_integer, span, views
 from kerneltune.adopt.bytecode import functions_of
 
 SAMPLE_BYTES = 1 << 20
@@ -29,13 +31,13 @@ class Values:
 
     Attributes:
         tensors: bytes of each storage by name `storage.N`, on the CPU.
-        kinds: for every storage its bytes, the kind of values that are kept, statistics, and the bytes behind the arguments.
+        kept: what is kept of each storage.
         left_out: bytes of integers that the budget did not allow.
         sampled: bytes of samples of data.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[dict[str, Any], ...] = ()
+    kept: tuple[KeptValues, ...] = ()
     left_out: int = 0
     sampled: int = 0
 
@@ -56,14 +58,14 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
         bytes_left, sample_bytes_left: bytes that may still be kept, and bytes of them that may be samples of data.
     """
     values = Values()
-    kinds: dict[int, dict[str, Any]] = {}
+    kept: dict[int, KeptValues] = {}
     tensors_of = [views(arguments, number) for number in range(len(storages))]
     shares = list(map(_share_of_indices, storages, tensors_of))
     for number in sorted(range(len(storages)), key=lambda number: -shares[number]):
         live, (begin, end) = storages[number], span(tensors_of[number])
         is_affordable = end - begin <= bytes_left - values.bytes
         if shares[number] == 1.0 or (shares[number] and is_affordable):
-            kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
+            kept[number] = KeptValues("values" if is_affordable else "missing", end - begin)
             if is_affordable and end > begin:
                 values.tensors[f"storage.{number}"] = _elements(live, "uint8", begin, end - begin).cpu().clone()
             elif not is_affordable:
@@ -71,10 +73,9 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
             continue
         wanted = min(end - begin, SAMPLE_BYTES)
         is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - values.sampled)
-        kept = wanted if is_affordable else min(wanted, _STATISTICS_BYTES)
-        raw = _elements(live, "uint8", begin, kept).cpu().clone()
-        kinds[number] = {"kept": "sample" if is_affordable else "statistics", "bytes": end - begin}
-        kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensors_of[number][0].dtype)
+        raw = _elements(live, "uint8", begin, wanted if is_affordable else min(wanted, _STATISTICS_BYTES)).cpu().clone()
+        measured = statistics(raw[:_STATISTICS_BYTES], tensors_of[number][0].dtype)
+        kept[number] = KeptValues("sample" if is_affordable else "statistics", end - begin, measured)
         if is_affordable and wanted:
             values.tensors[f"storage.{number}"] = raw
             values.sampled += wanted
@@ -83,8 +84,8 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
         # a kernel may read all of a buffer of which it gets the first part, as vLLM's adapters do
         behind = int(live.untyped_storage().nbytes()) - end
         if 0 < behind <= min(_MOST_BEHIND, _MOST_PARTS * (end - begin)):
-            kinds[number]["behind"] = behind
-    values.kinds = tuple(kinds[number] for number in range(len(kinds)))
+            kept[number] = structs.replace(kept[number], behind=behind)
+    values.kept = tuple(kept[number] for number in range(len(kept)))
     return values
 
 
@@ -155,17 +156,17 @@ def _elements(tensor: Any, dtype: str, begin: int, count: int) -> Any:
         return elements.set_(tensor.untyped_storage(), begin, (count,), (1,))
 
 
-def statistics(raw: Any, dtype: str) -> dict[str, float]:
-    """Return mean, standard deviation, least and largest of the finite values that bytes hold."""
+def statistics(raw: Any, dtype: str) -> Statistics:
+    """Return the statistics of the values that bytes hold."""
     torch: Any = sys.modules["torch"]
     kind = getattr(torch, dtype)
     floats = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(kind).to(torch.float64)
     floats = floats[torch.isfinite(floats)]
     if floats.numel() == 0:
-        return {"mean": 0.0, "std": 1.0, "least": -1.0, "largest": 1.0}
+        return Statistics()
     std = float(floats.std()) if floats.numel() > 1 else 0.0
-    measured = {"mean": float(floats.mean()), "std": std, "least": float(floats.min()), "largest": float(floats.max())}
-    return {name: value if math.isfinite(value) else 0.0 for name, value in measured.items()}
+    measured = (float(floats.mean()), std, float(floats.min()), float(floats.max()))
+    return Statistics(*(value if math.isfinite(value) else 0.0 for value in measured))
 
 
 def holds_addresses(function: Any, arguments: Sequence[Argument], values: Values) -> str:
@@ -181,7 +182,8 @@ def holds_addresses(function: Any, arguments: Sequence[Argument], values: Values
         if tensor is not None and tensor.holds_integers and tensor.element_bytes == 8:
             raw = values.tensors.get(f"storage.{tensor.storage}")
             if raw is None:  # a large table of which not even a sample is kept
-                numbers = _addresses(int(values.kinds[tensor.storage].get("statistics", {}).get("largest", 0)))
+                measured = values.kept[tensor.storage].statistics
+                numbers = _addresses(int(measured.largest)) if measured else []
             elif raw.numel() % 8 == 0:
                 integers = raw.view(torch.int64)
                 numbers = integers[(integers >= _LEAST_ADDRESS) & (integers < _LARGEST_ADDRESS)][:1].tolist()

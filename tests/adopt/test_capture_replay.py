@@ -142,7 +142,7 @@ def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_pat
 def test_replay_has_the_memory_behind_the_first_row_of_a_buffer(tmp_path: Path) -> None:
     x, y = torch.randn(4, 100), torch.zeros(2, 100)
     launch, (right, wrong) = replayed(tmp_path, picked, x[0], y[0], 3, 100)
-    assert [about["behind"] for about in launch.launch_class.storages] == [300 * 4, 100 * 4]
+    assert [values.behind for values in launch.launch_class.storages] == [300 * 4, 100 * 4]
     assert learn(launch, right) == ["y_ptr"]
     assert torch.equal(launch.expected["y_ptr"], x[0])  # samples are repeated
     for config, lines in ((right, []), (wrong, ["memory behind the arguments is written, unlike by the author's first config"])):

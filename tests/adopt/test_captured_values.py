@@ -20,11 +20,11 @@ from kerneltune.adopt.values import collect
 def test_capture_keeps_index_values_and_a_sample_of_floats(tmp_path: Path) -> None:
     launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
     kept = load_file(tmp_path / CLASSES / launch.digest / VALUES)
-    assert [about["kept"] for about in launch.storages] == ["sample", "values"]
+    assert [values.kept for values in launch.storages] == ["sample", "values"]
     assert kept["storage.1"].view(torch.int64).tolist() == [0, 2]
     floats = kept["storage.0"].view(torch.float32)
     assert torch.equal(floats, torch.arange(4 * 96, dtype=torch.float32) % 7)
-    assert launch.storages[0]["statistics"]["largest"] == 6.0
+    assert launch.storages[0].statistics.largest == 6.0
 
 
 def test_capture_of_tensors_that_share_memory_has_one_storage(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_capture_of_small_views_of_a_large_buffer_keeps_only_the_views(tmp_path:
     module.row_sum[(1,)](x, y, 1, 100)
     startup.uninstall()
     (launch,) = read_capture(tmp_path).classes
-    assert [about["bytes"] for about in launch.storages] == [400, 4]
+    assert [values.bytes for values in launch.storages] == [400, 4]
     replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
     assert sum(storage.numel() for storage in replay.storages) <= 2 * 404 + 2 * 256  # and what aligns them
     assert replay.named["x_ptr"].tolist() == x.tolist()
@@ -71,7 +71,7 @@ def test_capture_keeps_all_indices_beside_many_samples_of_floats(tmp_path: Path)
     for columns in range(8, 80, 8):
         module.scale_chosen[(1, 1)](torch.ones(4, columns), torch.zeros(2, dtype=torch.int64), columns, 2.0)
     startup.uninstall()
-    kept = [tuple(about["kept"] for about in launch.storages) for launch in read_capture(tmp_path).classes]
+    kept = [tuple(values.kept for values in launch.storages) for launch in read_capture(tmp_path).classes]
     assert len(kept) == 9
     assert every(indices == "values" for _, indices in kept), kept
     assert {floats for floats, _ in kept} == {"sample", "statistics"}
@@ -90,7 +90,7 @@ def test_capture_keeps_all_indices_beside_many_samples_of_floats(tmp_path: Path)
 def test_capture_keeps_all_of_indices_and_a_sample_of_weights(tensor: torch.Tensor, kept: str) -> None:
     arguments, storages = describe(["x"], [tensor], {})
     values = collect(arguments, storages, 64 << 20, 64 << 20)
-    assert values.kinds[0]["kept"] == kept
+    assert values.kept[0].kept == kept
     assert values.bytes == (tensor.nbytes if kept == "values" else min(tensor.nbytes, 1 << 20))
 
 
@@ -104,12 +104,12 @@ def _routing_table(rows: int = 5000) -> torch.Tensor:
 def test_capture_keeps_all_of_a_table_that_is_filled_in_part() -> None:
     arguments, storages = describe(["x"], [_routing_table()], {})
     values = collect(arguments, storages, 64 << 20, 64 << 20)
-    assert values.kinds[0]["kept"] == "values"
+    assert values.kept[0].kept == "values"
     weights = torch.randint(-(1 << 31), 1 << 31, (5000, 65), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
     both, live = describe(["table", "weights"], [_routing_table(), weights], {})
-    kinds = collect(both, live, 2 << 20, 2 << 20).kinds
-    assert [about["kept"] for about in kinds] == ["values", "statistics"]
-    assert [about["kept"] for about in collect(both, live, 1 << 20, 1 << 20).kinds] == ["sample", "statistics"]
+    kept = collect(both, live, 2 << 20, 2 << 20).kept
+    assert [values.kept for values in kept] == ["values", "statistics"]
+    assert [values.kept for values in collect(both, live, 1 << 20, 1 << 20).kept] == ["sample", "statistics"]
 
 
 def test_sample_repeats_whole_rows(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_sample_repeats_whole_rows(tmp_path: Path) -> None:
     module.scale_chosen[(1, 1)](torch.ones(4, 8), table, 8, 2.0)
     startup.uninstall()
     launch = read_capture(tmp_path).classes[0]
-    assert launch.storages[1]["kept"] == "sample"
+    assert launch.storages[1].kept == "sample"
     replayed = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
     assert bool((replayed.named["rows_ptr"][:, 64] == 2).all())
 
 
 def test_capture_over_max_bytes_names_values_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     launch = of_kernel(captured(tmp_path, max_bytes=8), "scale_chosen")[0]
-    assert [about["kept"] for about in launch.storages] == ["statistics", "missing"]
+    assert [values.kept for values in launch.storages] == ["statistics", "missing"]
     assert "16 bytes of index values are over --max-bytes: not kept" in caplog.text
     assert not (tmp_path / CLASSES / launch.digest / VALUES).exists()
 
@@ -156,6 +156,6 @@ def test_capture_again_mends_a_class_that_is_damaged(damage: Callable[[Path], No
 
 @pytest.mark.parametrize(("first", "kept"), [(8, "missing"), (1 << 20, "values")])
 def test_capture_again_with_another_max_bytes_keeps_the_values_of_either(first: int, kept: str, tmp_path: Path) -> None:
-    assert of_kernel(captured(tmp_path, max_bytes=first), "scale_chosen")[0].storages[1]["kept"] == kept
+    assert of_kernel(captured(tmp_path, max_bytes=first), "scale_chosen")[0].storages[1].kept == kept
     again = captured(tmp_path, max_bytes=8 + (1 << 20) - first)
-    assert of_kernel(again, "scale_chosen")[0].storages[1]["kept"] == "values"
+    assert of_kernel(again, "scale_chosen")[0].storages[1].kept == "values"

@@ -92,7 +92,7 @@ def test_capture_of_a_whole_number_refuses_an_address_that_torch_has_allocated(
 def test_large_table_of_addresses_is_found_without_its_values(sample_bytes: int) -> None:
     described, storages = describe(["first"], [torch.full((1 << 18,), 1 << 46)], {})
     values = collect(described, storages, 64 << 20, sample_bytes)
-    assert values.kinds[0]["kept"] == ("sample" if sample_bytes else "statistics")
+    assert values.kept[0].kept == ("sample" if sample_bytes else "statistics")
     assert holds_addresses(of_records.fn, described, values) == "first"
     assert holds_addresses(doubled.fn, described, values) == ""
 
