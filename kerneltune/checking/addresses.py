@@ -1,22 +1,28 @@
 """Check the addresses of a case of any size, without memory."""
 
-from collections.abc import Sequence, Set
+import re
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch
-from kerneltune.errors import first_line, statement_in
+from kerneltune.errors import first_line, is_own, statement_in
 from kerneltune.interpreter.facts import Fact, note, noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.modes import strict
+from kerneltune.interpreter.modes import replaced, strict
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.task import CaseError
 
 _MOST_OFFSET = 2**31 - 1
 _SEVERAL = 4
 """Fewest integers of an input whose largest number tells their limit."""
+
+_SETS_DEVICE = re.compile(r"\bset_default_(device|tensor_type)\b")
 
 
 def largest_cases(op: Op, cases: Sequence[Case]) -> list[Case]:
@@ -48,7 +54,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
         with strict(host_folder(op), largest), noting() as facts:
             variant.run(inputs, config)
         if any(fact.kind == "on the CPU" for fact in facts):
-            return _made_without_device(variant, inputs, config, facts)
+            return _made_without_device(host_folder(op), variant, inputs, config)
     except CaseError as error:  # no inputs, or a captured launch that cannot be made again
         return [str(error)]
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
@@ -61,10 +67,23 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     return []
 
 
-def _made_without_device(variant: Variant, inputs: Inputs, config: Config, facts: Set[Fact]) -> list[str]:
-    """Return the arguments on the CPU that lack `device=`; host code may ask this machine for a GPU, and give `device="cpu"`."""
-    with suppress(Exception), torch.device("meta"), strict(), noting(passes_on=False) as others:
-        variant.run(inputs, config)
+def _made_without_device(folder: str, variant: Variant, inputs: Inputs, config: Config) -> list[str]:
+    """Return the arguments on the CPU that lack `device=` on a GPU, too; none if host code in the folder sets a default device.
+
+    Host code is told that there is a GPU, as it may pin memory then, and may give `device="cpu"`. It is not judged if it fails.
+    """
+    a_gpu: dict[tuple[Any, str], Any] = {
+        (torch.cuda, "is_available"): lambda: True,
+        (torch.Tensor, "is_cuda"): property(lambda tensor: tensor.is_meta),
+    }
+    with suppress(Exception), replaced(a_gpu), strict():
+        for module in list(sys.modules.values()):
+            if is_own(folder, file := getattr(module, "__file__", None) or "") and _SETS_DEVICE.search(Path(file).read_text()):
+                return []
+        with noting(passes_on=False) as facts:
+            variant.run(inputs, config)
+        with torch.device("meta"), noting(passes_on=False) as others:
+            variant.run(inputs, config)
         return sorted(str(fact) for fact in facts - others if fact.kind == "on the CPU")
     return []
 

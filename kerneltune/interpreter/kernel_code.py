@@ -56,9 +56,10 @@ def floats_of(bound: Mapping[str, Any]) -> list[Fact]:
 
 
 def cpu_tensors_of(kernel: str, bound: Mapping[str, Any]) -> list[Fact]:
-    """Return a fact for each tensor of the CPU among a launch's arguments, but for empty tensors, which a GPU takes as null."""
+    """Return a fact for each tensor of the CPU among a launch's arguments, unless it is empty or pinned: a GPU takes these."""
     tensors = {name: getattr(value, "base", value) for name, value in bound.items() if hasattr(value, "data_ptr")}
-    return [Fact("on the CPU", name, kernel) for name, tensor in tensors.items() if not tensor.is_meta and tensor.numel()]
+    on_cpu = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta and tensor.numel()}
+    return [Fact("on the CPU", name, kernel) for name, tensor in on_cpu.items() if not tensor.is_pinned()]
 
 
 @functools.lru_cache(maxsize=1 << 14)

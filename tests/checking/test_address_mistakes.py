@@ -1,10 +1,12 @@
 """Find mistakes of addresses in the largest case, of which a check without a GPU computes no values."""
 
+import importlib
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from row_sums import BENCH, summing, sums_of_rows
 from kerneltune.checking.addresses import address_errors, largest_cases
 from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.interpreter import undefined
-from kerneltune.spec import Case, Inputs, Outputs, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 from kerneltune.task import CaseError, Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
@@ -267,22 +269,65 @@ def test_address_check_finds_an_offset_that_overflows_late_in_a_loop(is_wide: bo
     assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * (not is_wide)
 
 
-@pytest.mark.parametrize("made", ["without device", "on the CPU by choice", "moved", "empty", "read by the host", "right"])
-def test_address_check_finds_an_argument_that_lacks_device(made: str) -> None:
+MADE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "without device": lambda _x, M: torch.empty(M),
+    "without device, as a list": lambda _x, M: torch.tensor([0.0] * 8).repeat(M // 8),
+    "on the CPU by choice": lambda _x, M: torch.empty(M, device="cuda" if torch.cuda.is_available() else "cpu"),
+    "moved": lambda x, M: torch.empty(M).to(x.device),
+    "moved without waiting": lambda x, M: torch.tensor([0.0] * 8).to(x.device, non_blocking=True).repeat(M // 8),
+    "empty": lambda _x, _M: torch.empty(0),
+    "read by the host": lambda x, M: torch.empty(M, device=x.device) + int(torch.arange(M).max()),
+    "right": lambda x, M: torch.empty(M, device=x.device),
+    "pinned where a GPU is": lambda _x, M: torch.empty(M, pin_memory=torch.cuda.is_available()),
+    "pinned afterwards": lambda _x, M: torch.empty(M).pin_memory() if torch.cuda.is_available() else torch.empty(M),
+    "pinned and moved": lambda x, M: torch.empty(M, pin_memory=torch.cuda.is_available()).to(x.device, non_blocking=True),
+    "copied from memory of the host": lambda x, M: x.new_empty(M).copy_(torch.empty(M)),
+    "of the GPU's inputs": lambda x, M: torch.empty(M, device=x.device) if x.is_cuda else torch.empty(M),
+    "under a device": lambda x, M: within(x.device, M),
+}
+
+
+def within(device: torch.device, M: int) -> torch.Tensor:
+    with torch.device(device):
+        return torch.empty(M)
+
+
+def summed_into(make: Callable[[torch.Tensor, int], torch.Tensor]) -> Op:
+    """Return an operator that stores sums of rows in a tensor that `make` makes for an input and a number of rows."""
+
     def run(inputs: Inputs, _config: None) -> Outputs:
         x = inputs["x"]
-        M, N = x.shape
-        device = {"on the CPU by choice": "cuda" if torch.cuda.is_available() else "cpu", "right": x.device}.get(made)
-        y = torch.empty(0 if made == "empty" else M, device=device)
-        if made == "read by the host":
-            y += int(torch.arange(M).max())
-        y = y.to(x.device) if made == "moved" else y
-        sums_of_rows[(0 if made == "empty" else M,)](x, y, N, BLOCK=triton.next_power_of_2(N), IS_LONG=False, MISTAKE="")
+        y = make(x, x.shape[0])
+        sums_of_rows[(y.numel(),)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), IS_LONG=False, MISTAKE="")
         return {"y": y}
 
-    op = replace(summing(""), variants=(Variant("optimized", run),))
+    return replace(summing(""), variants=(Variant("optimized", run),))
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_address_check_finds_an_argument_that_lacks_device(made: str) -> None:
+    op = summed_into(MADE[made])
     fault = "y_ptr of sums_of_rows lies on the CPU, its other tensors on the GPU: is it made without `device=`?"
-    assert address_errors(op, case_of("tall", 70_000, 64), op.variants[0], None) == [fault] * (made == "without device")
+    assert address_errors(op, case_of("tall", 70_000, 64), op.variants[0], None) == [fault] * made.startswith("without device")
+
+
+def test_address_check_accepts_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() == 70_000)  # as on a GPU
+    op = summed_into(MADE["without device"])
+    assert address_errors(op, case_of("tall", 70_000, 64), op.variants[0], None) == []
+
+
+@pytest.mark.parametrize("verb", ["set", "get"])
+@pytest.mark.parametrize("default", ["device", "tensor_type"])
+def test_address_check_judges_no_device_of_code_that_sets_a_default(
+    verb: str, default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / f"host_that_{verb}s_{default}.py"
+    file.write_text(f"import torch\n\nif torch.cuda.is_available():\n    torch.{verb}_default_{default}('cuda')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(file.stem)
+    op = replace(summed_into(MADE["without device"]), module=file.stem)
+    assert len(address_errors(op, case_of("tall", 70_000, 64), op.variants[0], None)) == (verb == "get")
 
 
 def pages_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
