@@ -102,33 +102,37 @@ def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case])
     largest: dict[int, int] = {}
     for name, value in wanted.items():
         numbers = [
-            (sizes, int(known.max()))
+            (sizes, int(known.max()), known.numel())
             for sizes, its in of_checks
-            if isinstance(known := its.get(name), torch.Tensor) and known.numel() >= _SEVERAL
+            if isinstance(known := its.get(name), torch.Tensor) and known.numel()
         ]
-        for size_name, size in _sizes(case, inputs).items() if numbers else ():
-            limit = _limit(size, [sizes.get(size_name, 0) for sizes, _number in numbers], [number for _sizes, number in numbers])
+        for size_name, size in _sizes(case, inputs).items():
+            limit = _limit(size, [(sizes.get(size_name, 0), *number) for sizes, *number in numbers])
             if limit is not None:
                 largest[id(value)] = min(limit, largest.get(id(value), limit))
     return largest
 
 
-def _limit(size: int, sizes: list[int], numbers: list[int]) -> int | None:
+def _limit(size: int, known: Sequence[Sequence[int]]) -> int | None:
     """Return the limit that a size sets to the numbers of an input, by the check cases; None if it sets none.
 
     A size limits an input if, with one factor c for all check cases, the largest number is above 2/3 c and at most c times the
     size, and one of these sizes is at least twice another; or if in check cases of different sizes the largest number is always
-    the size, or the size less 1.
+    the size, or the size less 1. Cases with few integers count only if they agree with this.
 
     Args:
         size: the size in the largest case.
-        sizes, numbers: the size in each check case, and the largest number of the input there.
+        known: in each check case the size, the largest number of the input, and how many numbers it holds.
     """
-    shares = [(number + 1) / max(1, of_check) for of_check, number in zip(sizes, numbers, strict=True)]
-    is_size = len(set(sizes)) > 1 and numbers in (sizes, [of_check - 1 for of_check in sizes])
-    if is_size or (max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares)):
-        return size if numbers == sizes else int(max(shares) * size) - 1
-    return None
+    several = [each for each in known if each[-1] >= _SEVERAL]
+    for cases in (several, known):
+        below = {of_check - number for of_check, number, _count in cases}
+        if len({of_check for of_check, *_ in cases}) > 1 and below in ({0}, {1}):
+            return size - below.pop()
+    sizes = [of_check for of_check, *_ in several]
+    shares = [(number + 1) / max(1, of_check) for of_check, number, _count in several]
+    is_share = shares and max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares)
+    return int(max(shares) * size) - 1 if is_share else None
 
 
 def _sizes(case: Case, inputs: Inputs) -> dict[str, int]:

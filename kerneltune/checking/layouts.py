@@ -15,8 +15,9 @@ from kerneltune.interpreter.modes import replaced
 from kerneltune.spec import Config, Inputs, Outputs, Variant
 
 _COMPUTED = " that the kernel computes, such as 0 / 0 or inf - inf"
-EVERY_OUTER_AXIS, ROWS, ELEMENTS = 0, 1, -1
-"""Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows.
+EVERY_OUTER_AXIS, ROWS, ELEMENTS, TRANSPOSED = 0, 1, -1, 1 << 8
+"""Places of gaps: at every outer axis, so that no stride follows from another; between rows; between elements and rows; nowhere,
+but the two outermost axes have changed places in memory.
 
 If host code refuses gaps in an input of three axes, these are tried in turn: at every outer axis (0), between rows (1), between
 matrices (2), none.
@@ -49,6 +50,7 @@ def _with_gaps(inputs: Inputs, around: Mapping[str, int] | None = None) -> Input
         order = sorted(range(value.ndim), key=value.stride)
         if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
             strides, inner_axes = [0] * value.ndim, (around or {}).get(name, ROWS)
+            order = [*order[:-2], order[-1], order[-2]] if inner_axes == TRANSPOSED else order
             step = 2 if inner_axes == ELEMENTS else 1
             for number, axis in enumerate(order, 1):
                 strides[axis] = step
@@ -137,13 +139,20 @@ class LayoutChecker(Checker):
         return _GapRun(gaps, outputs, lines_without or lines)
 
     def wrong_layouts(self, variant: Variant, config: Config, known: set[str]) -> list[str]:
-        """Return the inputs with which a variant is wrong, without an error, if there are gaps between their elements.
+        """Return the layouts of inputs with which a variant is wrong, without an error: elements that lie apart, transposes.
 
         known: names of inputs that were judged before, which are left out; gets the names of the inputs that are judged now.
         """
         names = [name for name in _with_gaps(self.inputs) if name not in known] if host_folder(self.op) else []
         known.update(names)
-        return [name for name in names if self._run_with_accepted_gaps(variant, config, {name: ELEMENTS}).lines]
+        texts = {ELEMENTS: "elements within a row of {} lie apart", TRANSPOSED: "{} is a transpose, as torch.empty_like of it is"}
+        wrong = dict[int, list[str]]()
+        for name in names:
+            for place in texts:
+                if self._run_with_accepted_gaps(variant, config, {name: place}).lines:
+                    wrong.setdefault(place, []).append(name)
+                    break
+        return [texts[place].format(", ".join(its)) for place, its in wrong.items()]
 
     def unasked_layouts(self, variant: Variant, config: Config) -> dict[str, str]:
         """Return a line for each input with which a variant is wrong if rows have gaps, and whose layout host code never asks.

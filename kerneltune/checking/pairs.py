@@ -109,7 +109,7 @@ class _PairChecks:
         return [*self.failures, *notes, Outcome("checked" if self._configs else "noted", f"{self._name}: {self._coverage()}")]
 
     def _wrong_layouts(self) -> Iterator[Outcome]:
-        """Yield failures for inputs whose elements may not lie apart, though host code raises nothing.
+        """Yield failures for inputs whose elements may not lie apart, or be transposed, though host code raises nothing.
 
         Each input is judged in the first case that has it. For shipped operators, yield notes instead. For other operators,
         yield notes about inputs whose layout host code never asks, judged in a few cases.
@@ -122,8 +122,8 @@ class _PairChecks:
                 continue
             if number < _MOST_CASES and is_foreign(self._op):
                 unasked = checker.unasked_layouts(self._variant, default) | unasked
-            wrong = ", ".join(checker.wrong_layouts(self._variant, default, known))
-            text = f"wrong, without an error, where elements within a row of {wrong} lie apart"
+            wrong = ", and where ".join(checker.wrong_layouts(self._variant, default, known))
+            text = f"wrong, without an error, where {wrong}"
             if wrong and not is_foreign(self._op):
                 yield Outcome("noted", f"{self._name}: a known limit, no failure: {text}")
             elif wrong:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kerneltune.checking.blind_spots import matters
-from kerneltune.checking.check import LAUNCH_FAILURE, Checker, same_bits, smallest_cases
+from kerneltune.checking.check import LAUNCH_FAILURE, Checker, only_calls_torch, same_bits, smallest_cases
 from kerneltune.checking.covering import settings
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.modes import replaced
@@ -39,7 +39,7 @@ _KEPT = 4
 """Elements that stay as they are, between elements that hold arguments."""
 _FACTORS = {"2^-24 times as large": 2.0**-24, "0": 0.0, "4 times as large": 4.0}
 """Factors of inputs: tiny values show an epsilon, zeros a division by 0, large values an exponential that overflows."""
-_FLOAT_FACTORS = (1.7, 6.8)
+_FLOAT_FACTORS = (1.7, 6.8, 1 / 6.8)
 """Factors of inputs that are floats. Many floats below 1 exceed 1 after the second factor alone."""
 _IN_KERNEL = f"{LAUNCH_FAILURE}: Triton's interpreter: "
 """Beginning of an error of a kernel's code; for other numbers it is no refusal."""
@@ -75,20 +75,26 @@ class _Change:
 
 
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
-    """Return a line for each own variant and kind of values with which the variant is wrong, and right with other values."""
+    """Return a line for each kind of values with which a variant of kernels is wrong, and right with other values.
+
+    If a baseline of torch alone is wrong there as well, the values exceed what the operator can compute.
+    """
     lines = dict[tuple[object, str], str]()
+    few, own = _few(op, cases), [variant for variant in op.variants if not variant.is_peer]
+    of_torch = [variant for variant in own[:1] if own[1:] and only_calls_torch(op, variant, few[:1])]
     for kind in (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes, _number_changes):
         end_s = time.thread_time() + KIND_SECONDS
-        for case, variant in itertools.product(_few(op, cases), op.variants):
+        for case, variant in itertools.product(few, [variant for variant in own if variant not in of_torch]):
             if time.thread_time() > end_s:
                 break
             with suppress(Exception):  # the check of the case says why
-                for change in () if variant.is_peer or variant.unsupported(case) else kind(op, case, variant):
+                for change in () if variant.unsupported(case) else kind(op, case, variant):
                     if (kind, variant.name) in lines or time.thread_time() > end_s:
                         break
                     with suppress(Exception):  # values that the operator refuses
                         for where, line in _wrong(op, case, variant, change):
-                            lines[kind, variant.name] = f"{variant.name} is wrong where {where}, in case {case.name}: {line}"
+                            if not any(found for other in of_torch for found in _wrong(op, case, other, change)):
+                                lines[kind, variant.name] = f"{variant.name} is wrong where {where}, in case {case.name}: {line}"
     return [*lines.values(), *_repeated_draws(op, cases)]
 
 
@@ -154,13 +160,15 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[tu
         wrong = [
             name
             for name in judged
-            if _is_far(outputs.get(name), moved.expected[name], blurred.expected[name])
+            if _is_far(
+                outputs.get(name), moved.expected[name], blurred.expected[name], _is_same(right.get(name), near.expected[name])
+            )
             and not _is_far(right.get(name), near.expected[name], near.expected[name])  # as a dropout's elements are
         ]
         for name in judged if change.has_exact_bytes and outputs else ():
             got, want = outputs.get(name), moved.expected[name]
             if isinstance(got, torch.Tensor) and got.itemsize == 1 and not same_bits(got, want):
-                wrong += [name] * same_bits(right[name], near.expected[name])
+                wrong += [name] * _is_same(right[name], near.expected[name])
         is_in_host = lines[0].startswith(LAUNCH_FAILURE) and not (change.has_exact_bytes and _IN_KERNEL in lines[0])
         is_fault = not outputs and not is_in_host
     if wrong or is_fault:
@@ -372,18 +380,27 @@ def _tensors(want: Outputs, _near: Outputs) -> list[str]:
     return [name for name, value in want.items() if isinstance(value, torch.Tensor)]
 
 
-def _is_far(got: torch.Tensor | None, want: torch.Tensor, blurred: torch.Tensor) -> bool:
-    """Return whether an output has NaN, infinity, integers or stable values that are wrong, and far off if in floating point."""
+def _is_same(got: torch.Tensor | None, want: torch.Tensor) -> bool:
+    return got is not None and got.dtype == want.dtype and same_bits(got, want)
+
+
+def _is_far(got: torch.Tensor | None, want: torch.Tensor, blurred: torch.Tensor, by_element: bool = False) -> bool:
+    """Return whether an output has NaN, infinity, integers or stable values that are wrong, and far off if in floating point.
+
+    by_element: differences are relative to each element, and not to the largest, because plain values give the bits exactly.
+    """
     if got is None:
         return False
-    is_judged = _close(want, blurred, _STABLE * _largest(want)) | ~got.double().isfinite() | (not want.is_floating_point())
+    size = want.double().abs() if by_element else _largest(want)
+    is_judged = _close(want, blurred, _STABLE * size) | ~got.double().isfinite() | (not want.is_floating_point())
     is_exact = not want.is_floating_point() and want.itemsize > 1  # as an index or a count
     want = want.to(got.dtype)  # which may be too large for it, or 0
-    return bool((is_judged & want.double().isfinite() & ~_close(got, want, 0 if is_exact else _GROSS * _largest(want))).any())
+    return bool((is_judged & want.double().isfinite() & ~_close(got, want, 0 if is_exact else _GROSS * size)).any())
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, atol: float) -> torch.Tensor:
-    return torch.isclose(a.double(), b.double(), rtol=0, atol=atol)
+def _close(a: torch.Tensor, b: torch.Tensor, atol: float | torch.Tensor) -> torch.Tensor:
+    a, b = a.double(), b.double()
+    return (a == b) | ((a - b).abs() <= atol)
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -18,8 +18,8 @@ Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
-    "lossy cast", "equal", "equal at 1", "unequal", "same draw", "float", "on the CPU", "promise",
-    "vector",
+    "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
+    "promise", "vector",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -37,6 +37,7 @@ _TEXTS: Mapping[str, str] = {
     "even blocks": "{text}, {block}",
     "lossy cast": "integers that {text} does not hold at {where}",
     "same draw": "two programs draw the same random numbers, {where}: do their offsets lack the program?",
+    "no barrier": "a program {text} at other places of a block, {where}: tl.debug_barrier() between?",
     "equal": "equal sizes above 1 at {text} in {where}",
     "promise": "{text} at {where} does not hold: wrong where it makes an access a vector",
     "vector": "a load is a vector of other elements than the program's, by {text}, {where}",
@@ -70,6 +71,7 @@ class Fact(NamedTuple):
     | lossy cast | integers that a cast to 8 or 16 bits changes | element type | PATH:LINE |
     | equal, equal at 1, unequal | how two sizes compare in `M == N`; at 1x1 all are equal | text | kernel, function |
     | same draw | two programs of a launch draw random numbers from the same seed and offsets | | PATH:LINE |
+    | no barrier | a program stores and loads an element in different threads | `loads`, `stores` | PATH:LINE |
     | float | a kernel gets a float as an argument | number | |
     | promise | a promise about a tensor, other than of `max_contiguous`, that does not hold | promise | PATH:LINE |
     | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
@@ -102,6 +104,10 @@ WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
 """Set while a launch runs on tensors without memory: only its addresses count."""
 _LONG_LOOP = 128
 """Most iterations of a loop that a launch without memory runs, half of them the first and half the last, as a launch has 2 s."""
+_OUTER_LOOP, _INNER_LOOP = 16, 8
+"""Most iterations of a loop that holds a loop, and fewest of a loop within a loop, as a persistent kernel has."""
+AROUND: ContextVar[int] = ContextVar("around", default=1)
+"""Product of the iterations of the loops that run in a launch without memory; each program begins with 1."""
 
 
 @contextmanager
@@ -162,11 +168,20 @@ def comparison(text: str, one: object, other: object) -> list[Fact]:
     return [Fact("unequal" if one != other else "equal" if one > 1 else "equal at 1", f"`{text}`")]
 
 
-def iterations_of(loop: range) -> Sequence[int]:
-    """Note how many iterations a loop has, and return the iterations to run: without memory the first and last of many."""
+def iterations_of(loop: range) -> Iterator[int]:
+    """Note how many iterations a loop has, and yield the iterations to run: without memory the first and last of many."""
     note_here(_ITERATIONS[min(len(loop), 2)])
-    is_whole = len(loop) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
-    return loop if is_whole else [*loop[: _LONG_LOOP // 2], *loop[-_LONG_LOOP // 2 :]]
+    if not WITHOUT_MEMORY.get():
+        yield from loop
+        return
+    number, around = 0, AROUND.get()
+    half, inside = max(_INNER_LOOP, _LONG_LOOP // around) // 2, around
+    while number < len(loop):
+        AROUND.set(inside := around * min(len(loop), 2 * half))
+        yield loop[number]
+        half = half if AROUND.get() == inside else min(half, _OUTER_LOOP // 2)  # a loop within has left its product
+        number = number + 1 if number + 1 < half else max(number + 1, len(loop) - half)
+    AROUND.set(inside if around > 1 else 1)
 
 
 def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:

@@ -103,11 +103,14 @@ def _division_texts(text: str, size: object, divisor: object) -> Iterator[str]:
 
 
 def _clamp_texts(text: str, local: Mapping[str, Any], numbers: Any, *limits: object) -> Iterator[str]:
-    """Name each local size whose places are above a limit, as integers are often places along an axis."""
-    sizes = {name: value for name, value in local.items() if type(value) is int}
-    for name, tensor in ((name, value) for name, value in local.items() if hasattr(value, "data_ptr")):
-        sizes |= {f"{name}.shape[{axis}]": size for axis, size in enumerate(tensor.shape)}
-    for limit in (_MOST_IN_TYPES.get(str(given), given) for given in limits if not numbers.is_floating_point()):
+    """Name each local size whose places are above a limit that is no length, as integers are often places along an axis."""
+    lengths = {
+        f"{name}.shape[{axis}]": size
+        for name, tensor in local.items() if hasattr(tensor, "data_ptr") for axis, size in enumerate(tensor.shape)
+    }  # fmt: skip
+    sizes = {name: value for name, value in local.items() if type(value) is int} | lengths
+    given = [limit for limit in limits if type(limit) is not int or not {limit, limit + 1} & {*lengths.values()}]
+    for limit in (_MOST_IN_TYPES.get(str(limit), limit) for limit in given if not numbers.is_floating_point()):
         if type(limit) is int and limit >= _LEAST_OF_SIZES:
             yield from (f"{name} - 1 > {limit} beside `{text}`" for name, size in sizes.items() if size - 1 > limit)
 

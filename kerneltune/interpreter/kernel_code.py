@@ -287,9 +287,33 @@ def _constants(tree: ast.FunctionDef) -> frozenset[str]:
 @functools.cache
 def _casts(tree: ast.FunctionDef) -> frozenset[str]:
     """Return the small types of integers that a function casts values to, which may be places; bits of a value are none."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _text(node.func).endswith((".to", ".cast"))]
-    types = [_text(call.args[-1]).rpartition(".")[2] for call in calls if call.args and not call.keywords]
-    return frozenset(types) & _LARGEST.keys()
+    values = defaultdict[str, list[ast.expr]](list)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values[node.targets[0].id].append(node.value)
+    return frozenset(
+        kind
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cast")
+        if node.args and not node.keywords and (kind := _text(node.args[-1]).rpartition(".")[2]) in _LARGEST
+        if not all(map(_is_float, values[_text(node.func.value)] or [node.func.value]))
+    )
+
+
+def _is_float(node: ast.expr) -> bool:
+    """Return whether an expression certainly is no integer: a sum, a minimum or a maximum with a float, or a quotient."""
+    match node:
+        case ast.Constant(value):
+            return isinstance(value, float)
+        case ast.BinOp(left, operator, right):
+            return isinstance(operator, ast.Div) or _is_float(left) or _is_float(right)
+        case ast.Call(ast.Attribute(_, "minimum" | "maximum"), [one, other, *_]):
+            return _is_float(one) or _is_float(other)
+        case ast.Call(ast.Attribute(_, "clamp" | "where"), [_, one, other, *_]):
+            return _is_float(one) or _is_float(other)
+        case ast.Call(ast.Attribute(_, "to"), [kind, *_]):
+            return _text(kind).rpartition(".")[2] in ("float32", "float16", "bfloat16")
+    return False
 
 
 _text = functools.cache(ast.unparse)

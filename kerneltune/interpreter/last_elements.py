@@ -50,13 +50,13 @@ class LastElements:
         self._num_programs = num_programs
         self.by_kind: dict[str, dict[str, _Accesses]] = {kind: {} for kind in _KINDS}
 
-    def note(self, kind: str, program: int, region: Region, accessed: Any, furthest: int, item_size: int) -> None:
+    def note(self, kind: str, program: int, region: Region, accessed: Any, furthest: int) -> None:
         """Note a program's access to an argument, at least to one element; `furthest` is the largest offset."""
         accesses = self.by_kind[kind].setdefault(region.name, _Accesses())
         if program > accesses.program:
             accesses.program, accesses.is_last, accesses.begin, accesses.count = program, False, math.inf, 0
         if program == accesses.program:
-            accesses.is_last |= furthest == region.size - item_size
+            accesses.is_last |= furthest >= region.last
             accesses.begin = min(int(accessed.min()) if region.is_meta else 0, accesses.begin)
             accesses.count += 1
         if program == 0 < self._num_programs - 1:

@@ -3,7 +3,7 @@
 | mode | patches of the interpreter | until |
 |---|---|---|
 | `corrected` | values and types: `corrections`; speed: `quick` | the process ends |
-| `strict` | these, and accesses, garbage, assertions, launches: `undefined`, `promises`, `wrapping` | the context ends |
+| `strict` | these, and accesses, garbage, launches: `undefined`, `barriers`, `promises`, `wrapping` | the context ends |
 | `unlaunched` | launches, which give their facts and run no program: `kernel_code`; host code keeps nothing | the context ends |
 
 Importing an operator's kernels corrects the interpreter as well (`correct_or_warn`). `strict` and `unlaunched` trace host code of
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kerneltune.errors import is_own
+from kerneltune.interpreter.barriers import barrier_parts
 from kerneltune.interpreter.corrections import correct_interpreter
 from kerneltune.interpreter.facts import Fact, LaunchFacts, note, noting
 from kerneltune.interpreter.host_code import limits_of, noting_host, untraced
@@ -56,7 +57,9 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
     """
     from triton import knobs
 
-    parts = strict_parts(largest or {}) | wrapping_parts() | promise_parts() | _untimed() if knobs.runtime.interpret else {}
+    parts = dict[tuple[Any, str], Any]()
+    if knobs.runtime.interpret:
+        parts = strict_parts(largest or {}) | wrapping_parts() | promise_parts() | barrier_parts() | _untimed()
     with corrected(), replaced(parts), noting_host(folder if parts else ""):
         yield
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from kerneltune.interpreter.barriers import begin_threads, note_access
+
 Touched = dict[tuple[str, int], Any]
 """(`load` or `store`, address of a storage) -> whether programs load, or store, each of its bytes."""
 _TOUCHED: ContextVar[Touched | None] = ContextVar("touched", default=None)
@@ -91,6 +93,7 @@ class Races:
 
     def begin_program(self, program: int) -> None:
         """Begin a program, which knows of no other program's accesses."""
+        begin_threads()
         self._program = program
         self._segment += 1
         self._known = np.zeros(self._num_programs + 1, np.int32)
@@ -132,12 +135,14 @@ class Races:
         shadow = self._shadows[storage]
         return shadow, shadow.units(at, item_size)
 
-    def load(self, storage: int, size: int, at: Any, item_size: int, line: str, is_shared: bool = False) -> Conflict | None:
+    def load(self, storage: int, size: int, at: Any, mask: Any, item_size: int, line: str, is_shared: bool) -> Conflict | None:
         """Note a load of the elements at some bytes of a storage; return its conflict with an earlier access.
 
         Args:
+            mask: the elements of the block that are loaded.
             is_shared: the load may see what atomics have left until now: it conflicts with plain stores alone.
         """
+        note_access("load", storage, at, mask)
         shadow, units = self._units(storage, size, at, item_size)
         conflict = self._conflict(shadow, units, ("store",) if is_shared else ("store", *_ATOMICS))
         if conflict is None and not is_shared:
@@ -148,13 +153,15 @@ class Races:
         return conflict
 
     def store(
-        self, storage: int, size: int, at: Any, item_size: int, line: str, is_changed: Callable[[], Any]
+        self, storage: int, size: int, at: Any, mask: Any, item_size: int, line: str, is_changed: Callable[[], Any]
     ) -> Conflict | None:
         """Note a plain store; return its conflict with an earlier access.
 
         Args:
+            mask: the elements of the block that are stored.
             is_changed: function without arguments -> whether the store changes the value of each element.
         """
+        note_access("store", storage, at, mask, is_changed)
         shadow, units = self._units(storage, size, at, item_size)
         self._flush(shadow)
         kinds = ("store", *_ATOMICS, "load", "load of another")

@@ -48,6 +48,12 @@ class Region:
             tensor.numel(), largest,
         )  # fmt: skip
 
+    @property
+    def last(self) -> int:
+        """Return the offset of the argument's last element from `first`, in bytes: a slice may end before its storage does."""
+        steps = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.start - self.first + steps * self.item_size
+
     def element(self, address: int) -> str:
         """Name the element at an address, with its place and the argument's shape and type."""
         index = (address - self.start) // self.item_size

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, note_here, noting, noting_draws
+from kerneltune.interpreter.facts import AROUND, WITHOUT_MEMORY, Fact, note, note_here, noting, noting_draws
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
@@ -149,14 +149,14 @@ class _Guard:
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         num_programs = math.prod(self._grid)
-        self._races, self._last_elements = Races(num_programs), LastElements(num_programs)
-        self._loads_index = False
+        self._races, self._last_elements, self._loads_index = Races(num_programs), LastElements(num_programs), False
 
     def begin_program(self, set_grid_idx: Any, *place: int) -> None:
         """Note the program that begins, and the time."""
         at = in_order(place, self._grid)
         set_grid_idx(*at)
         begin_time()
+        AROUND.set(1)
         self._program_number = (at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2]
         self._races.begin_program(self._program_number)
 
@@ -304,11 +304,11 @@ class _Guard:
     def load(self, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """Load from checked addresses; a volatile load waits for other programs, so that it races with nothing."""
 
-        def find_conflict(storage: int, size: int, at: Any, _mask: Any) -> Conflict | None:
+        def find_conflict(storage: int, size: int, at: Any, chosen: Any) -> Conflict | None:
             if self._loading.is_volatile:
                 self._races.acquire([storage + int(byte) for byte in at[:1]])
                 return None
-            return self._races.load(storage, size, at, np.dtype(dtype).itemsize, line_of(), self._loading.is_shared)
+            return self._races.load(storage, size, at, chosen, np.dtype(dtype).itemsize, line_of(), self._loading.is_shared)
 
         kind = np.dtype(dtype)
         is_index = kind.kind in "iu" and kind.itemsize >= 4
@@ -350,7 +350,7 @@ class _Guard:
                 bits = f"u{values.dtype.itemsize}"
                 return stored.view(bits) != values[chosen].view(bits)
 
-            return self._races.store(storage, size, at, values.dtype.itemsize, line_of(), is_changed)
+            return self._races.store(storage, size, at, chosen, values.dtype.itemsize, line_of(), is_changed)
 
         vectors("store", addresses, mask, values.dtype.itemsize)
         real = self._checked("store", addresses, mask, values.dtype.itemsize, find_conflict)
@@ -405,7 +405,7 @@ class _Guard:
             first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
             raise KernelFaultError(f"{what} outside of {region.element(int(first))}{self._here()}")
         if what != "atomic" and accessed.size:
-            self._last_elements.note(what, self._program_number, region, accessed, furthest, item_size)
+            self._last_elements.note(what, self._program_number, region, accessed, furthest)
         if region.is_meta:
             if time.thread_time() > self.deadline:
                 raise NotJudgedError(f"{LAUNCH_SECONDS:g} s are over")

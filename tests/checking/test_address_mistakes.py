@@ -18,6 +18,7 @@ from row_sums import BENCH, summing, sums_of_rows
 from kerneltune.checking.addresses import address_errors, largest_cases
 from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
 from kerneltune.interpreter import undefined
+from kerneltune.interpreter.facts import noting
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 from kerneltune.task import CaseError, Run, Task
 
@@ -137,6 +138,14 @@ def sums_in_turns(_mistake: str, given: Inputs, _config: None) -> Outputs:
     return {"y": y}
 
 
+def sums_in_a_slice(_mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y = x.new_empty(M if M < 4096 else 2 * M)[:M]  # as of a workspace that an earlier call has made longer
+    sums_of_rows[(M,)](x, y, N, BLOCK=triton.next_power_of_2(N), IS_LONG=False, MISTAKE="")
+    return {"y": y}
+
+
 def sums_in_halves(mistake: str, given: Inputs, _config: None) -> Outputs:
     x = given["x"]
     M, N = x.shape
@@ -151,8 +160,8 @@ def sums_in_halves(mistake: str, given: Inputs, _config: None) -> Outputs:
 
 @pytest.mark.parametrize(
     ("run", "mistake"),
-    [(sums_in_turns, ""), (sums_in_halves, "slow"), (sums_in_halves, "")],
-    ids=["rows in turns", "no time for the last rows", "two launches"],
+    [(sums_in_turns, ""), (sums_in_a_slice, ""), (sums_in_halves, "slow"), (sums_in_halves, "")],
+    ids=["rows in turns", "a slice", "no time for the last rows", "two launches"],
 )
 def test_grid_that_reaches_the_last_element_is_not_named_as_cut_short(run: Callable[..., Outputs], mistake: str) -> None:
     op = summing("")
@@ -226,6 +235,34 @@ def test_address_check_finds_a_loaded_index_that_overflows(is_wide: bool, checks
 
 
 @triton.jit
+def _pages(x_ptr, table_ptr, lens_ptr, y_ptr, width, BLOCK: tl.constexpr, IS_WIDE: tl.constexpr):
+    b, at = tl.program_id(0), tl.arange(0, BLOCK)
+    page = tl.load(table_ptr + b * width + width - 1, width <= tl.load(lens_ptr + b), other=0)
+    page = page.to(tl.int64) if IS_WIDE else page
+    tl.store(y_ptr + b.to(tl.int64) * BLOCK + at, tl.load(x_ptr + page * BLOCK + at))
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_address_check_takes_a_mask_by_lengths_that_few_sequences_have(is_wide: bool) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        M, N = case["M"], case["N"]
+        given = {"x": torch.empty(M * N, 256, device=device), "table": torch.empty(M, N, dtype=torch.int32, device=device)}
+        given["lens"] = torch.full((M,), N, dtype=torch.int32, device=device)
+        return given if device == "meta" else given | {"table": torch.arange(M * N, dtype=torch.int32).view(M, N)}
+
+    def run(given: Inputs, _config: None) -> Outputs:
+        table = given["table"]
+        y = given["x"].new_empty(len(table), 256)
+        _pages[(len(table),)](given["x"], table, given["lens"], y, table.shape[1], BLOCK=256, IS_WIDE=is_wide)
+        return {"y": y}
+
+    op = replace(summing(""), inputs=inputs, variants=(Variant("optimized", run),))
+    checks = [case_of("one", 1, 1), case_of("odd", 5, 77), case_of("even", 3, 128)]
+    errors = address_errors(op, case_of("large", 4096, 4096), op.variants[0], None, checks)
+    assert [line.partition(",")[0] for line in errors] == ["int32 overflow detected for operation mul"] * (not is_wide)
+
+
+@triton.jit
 def _long_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     row, total = tl.program_id(0), 0.0
     for begin in range(0, N, BLOCK):
@@ -267,6 +304,32 @@ def test_address_check_finds_an_offset_that_overflows_late_in_a_loop(is_wide: bo
     op = replace(summing(""), variants=(Variant("optimized", run),))
     lines = address_errors(op, case_of("tall", 8_000_000, 300), op.variants[0], None)
     assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * (not is_wide)
+
+
+@triton.jit
+def _tiles_in_turns(x_ptr, y_ptr, M, N, IS_LONG: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        for begin in range(0, N, BLOCK):
+            x = tl.load(x_ptr + row.to(tl.int64) * N + begin + at, begin + at < N)
+            if begin + 2 * BLOCK > N and IS_LONG:
+                x = tl.load(x_ptr + row * N + begin + at, begin + at < N)
+            tl.store(y_ptr + row.to(tl.int64) * N + begin + at, x, begin + at < N)
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+@pytest.mark.usefixtures("short_launches")
+def test_address_check_judges_loops_within_a_long_loop(is_long: bool) -> None:
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        y = torch.empty_like(inputs["x"])
+        _tiles_in_turns[(4,)](inputs["x"], y, *inputs["x"].shape, IS_LONG=is_long, BLOCK=16)
+        return {"y": y}
+
+    op = replace(summing(""), variants=(Variant("optimized", run),))
+    with noting() as facts:
+        lines = address_errors(op, case_of("large", 8_000_000, 4000), op.variants[0], None)
+    assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * is_long
+    assert not [fact for fact in facts if fact.kind == "not judged"]
 
 
 MADE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {

@@ -21,8 +21,8 @@ interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="pai
 CASES = [case_of("one", 1, 1), case_of("odd", 7, 33), case_of("wide", 4, 2048), case_of("no-rows", 0, 64)]
 
 
-_LYING_APART = (
-    "wrong, without an error, where elements within a row of {} lie apart: use their stride in the kernel, or raise ValueError "
+_WRONG_WHERE = (
+    "wrong, without an error, where {}: use their stride in the kernel, or raise ValueError "
     "or call .contiguous() in the host function"
 )
 
@@ -183,10 +183,12 @@ def _rows_by_maximum(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK: tl.constexpr):
 
 def _strided(mistake: str, inputs: Inputs, _config: None) -> Outputs:
     x = inputs["x"]
-    y = torch.empty(x.shape)
+    y = torch.empty_like(x) if mistake in ("empty_like", "dense") else torch.empty(x.shape)
     if mistake == "refused" and not x.is_contiguous():
         raise ValueError("x must be contiguous")
-    if x.stride(1) != 1 and mistake != "apart":
+    if mistake == "empty_like" and x.stride(0) == 1:
+        x = x.contiguous()
+    elif x.stride(1) != 1 and mistake != "apart":
         raise ValueError("elements of a row must be adjacent")
     stride = x.shape[1] if mistake == "refused" else x.stride(0)
     if mistake == "columns for a stride":
@@ -194,7 +196,7 @@ def _strided(mistake: str, inputs: Inputs, _config: None) -> Outputs:
     if mistake == "in place if contiguous":
         y, stride = x.contiguous(), x.shape[1]
     if x.numel():
-        strides = (y.stride(0), stride) if mistake == "exchanged" else (stride, y.stride(0))
+        strides = (y.stride(0), stride) if mistake == "exchanged" else (stride, x.shape[1])
         _rows_by_maximum[(len(x),)](
             y if mistake.startswith("in") else x, y, x.shape[1], *strides, BLOCK=triton.next_power_of_2(x.shape[1])
         )
@@ -277,11 +279,20 @@ def test_check_of_pairs_finds_wrong_strides_of_matrices_with_gaps_that_host_code
 
 
 @interpreted
-@pytest.mark.parametrize("mistake", ["", "refused", "apart"])
-def test_input_whose_elements_may_not_lie_apart_fails_unless_host_code_refuses_it(mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("mistake", "where"),
+    [
+        ("", ""),
+        ("refused", ""),
+        ("dense", ""),
+        ("apart", "elements within a row of x lie apart"),
+        ("empty_like", "x is a transpose, as torch.empty_like of it is"),
+    ],
+)
+def test_input_whose_elements_may_not_lie_apart_fails_unless_host_code_refuses_it(mistake: str, where: str) -> None:
     op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
     wrong = pairs.check_pairs(op, variant, CASES, elements)
-    assert wrong == ([] if mistake != "apart" else [Outcome("failed", _LYING_APART.format("x"), None, CASES[1])])
+    assert wrong == ([Outcome("failed", _WRONG_WHERE.format(where), None, CASES[1])] if where else [])
 
 
 @interpreted
@@ -326,7 +337,7 @@ def test_each_input_whose_elements_may_not_lie_apart_fails_in_a_case_that_has_it
     reference = lambda given: {"y": given["x"] + (0.0 if given["more"] is None else given["more"])}  # noqa: E731
     op = replace(op_with(""), inputs=inputs, reference=reference)
     found = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES, elements)
-    assert [outcome.reason for outcome in found] == [_LYING_APART.format("more")]
+    assert [outcome.reason for outcome in found] == [_WRONG_WHERE.format("elements within a row of more lie apart")]
 
 
 @interpreted

@@ -253,7 +253,10 @@ def test_float_input_that_only_a_power_of_two_hides_is_named(form: str, where: s
     assert [line[: line.index("y: ") + 3] for line in wrong_by_values(op, CASES)] == lines
 
 
-@pytest.mark.parametrize(("rate", "values_tried"), [(0.9, "0.529412"), (0.5, "0.85"), (0.1, "0.17, 0.68")])
+@pytest.mark.parametrize(
+    ("rate", "values_tried"),
+    [(0.9, "0.529412, 0.132353"), (0.5, "0.85, 0.0735294"), (0.1, "0.17, 0.68, 0.0147059")],
+)
 def test_float_input_below_1_stays_below_1_at_first(rate: float, values_tried: str) -> None:
     tried = dict[str, None]()
 
@@ -404,3 +407,23 @@ def test_input_that_the_reference_ignores_is_not_changed() -> None:
 )
 def test_right_variant_is_not_named(op: Op) -> None:
     assert wrong_by_values(op, CASES) == []
+
+
+@pytest.mark.parametrize(("is_exact", "is_named"), [(True, True), (False, False)])
+def test_scale_with_a_floor_is_named_beside_scales_of_1_if_results_are_exact(is_exact: bool, is_named: bool) -> None:
+    def scale(floor: float, given: Inputs, _config: object = None) -> Outputs:
+        largest = given["x"].abs().amax(-1)
+        y = torch.where(torch.arange(len(largest)) % 2 > 0, 1.0, (largest / 15).clamp(min=floor))
+        return {"y": y if is_exact or not floor else y * (1 + 2**-20)}
+
+    op = _op(partial(scale, 0.0), partial(scale, 1e-5))
+    op = replace(op, compare=lambda _case, _given, got, want: close("y", got["y"], want["y"], 1e-5, 0))
+    lines = wrong_by_values(op, CASES)
+    assert [line.partition(",")[0] for line in lines] == ["optimized is wrong where x is 2^-24 times as large"] * is_named
+
+
+@pytest.mark.parametrize("stand_in", [-INF, -1000.0])
+def test_values_for_which_a_baseline_of_torch_is_wrong_as_well_are_not_named(stand_in: float) -> None:
+    op = _op(partial(_softmax, -INF), partial(_softmax, -1000.0))
+    op = replace(op, variants=(Variant("baseline", partial(_softmax, stand_in)), *op.variants))
+    assert bool(wrong_by_values(op, CASES)) == (stand_in == -INF)

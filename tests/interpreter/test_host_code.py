@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.host_code import noting_host
@@ -38,3 +39,12 @@ def test_limits_in_parts_that_python_does_not_reach_are_no_facts(
     function: Callable[..., object], arguments: tuple[object, ...], expected: set[str]
 ) -> None:
     assert texts(function, *arguments) == expected
+
+
+def clamped(size: int, limit: int) -> torch.Tensor:
+    x, tokens = torch.empty(size), torch.arange(5000)
+    return tokens.clamp(0, len(x) - 1) + tokens.clamp(0, limit)
+
+
+def test_clamp_to_a_length_is_no_limit_of_other_sizes() -> None:
+    assert texts(clamped, 1024, 4000) == {"tokens.shape[0] - 1 > 4000 beside `tokens.clamp(0, limit)`"}

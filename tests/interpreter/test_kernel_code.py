@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import triton.language as tl
+
 from kerneltune.interpreter.kernel_code import facts_of
 
 
@@ -35,3 +37,17 @@ def test_names_that_are_assigned_together_have_their_values() -> None:
         arguments = {"x_ptr": SimpleNamespace(data_ptr=None), "M": sizes[0], "N": sizes[1]}
         facts = facts_of(SimpleNamespace(fn=counts_of_a_tuple, constexprs=()), arguments)
         assert text in {fact.text for fact in facts if fact.kind == "branch"}
+
+
+def small_types(x_ptr, N) -> None:  # type: ignore[no-untyped-def]
+    zero = tl.minimum(tl.load(x_ptr) / 3, 15.0)
+    zero.to(tl.uint8)
+    (tl.load(x_ptr) + 0.5).to(tl.int8)
+    place = tl.where(tl.load(x_ptr) > 0.0, N, 0)
+    place.to(tl.int16)
+
+
+def test_cast_of_what_is_certainly_a_float_limits_no_size() -> None:
+    arguments = {"x_ptr": SimpleNamespace(data_ptr=None), "N": 70_000}
+    facts = facts_of(SimpleNamespace(fn=small_types, constexprs=()), arguments)
+    assert {fact.text for fact in facts if fact.kind == "branch"} == {"N > 65535 beside a cast to int16"}
