@@ -125,7 +125,7 @@ def test_check_of_pairs_without_a_supported_case_says_that_nothing_is_checked() 
     op = op_with("")
     none = replace(op.variants[0], unsupported=lambda _case: "no")
     (coverage,) = pairs.check_pairs(op, none, CASES, elements)
-    assert coverage.reason == "scaled optimized: not checked: no case is supported and fits the memory"
+    assert coverage == Outcome("noted", "scaled optimized: not checked: no case is supported and fits the memory")
 
 
 KNOBLESS = Variant("knobless", lambda inputs, _config: _reference(inputs))
