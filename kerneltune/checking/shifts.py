@@ -60,10 +60,11 @@ class _Change:
     Attributes:
         where: the values, as a line names them.
         inputs: function that returns other inputs of inputs. Its further arguments are 1 for the values, 0 for values with which
-            the variant must be right; and 1 to change each value by a step of bf16 at most, 0 to keep it.
+            the variant must be right; and 1 to change each value by a step of bf16 at most, or an outlier to a huge value, 0 to
+            keep it.
         judged: function that returns the names of judged outputs, of the reference's outputs with both values.
         has_outliers: whether rows have NaN, infinity or a huge value. Then a variant is wrong only if an output is not finite
-            where the reference is, or, with NaN, if no output has a NaN that plain values do not give.
+            where the reference is, or, with NaN, if no output has a NaN that plain values do not give, or only some rows do.
         has_exact_bytes: whether a variant is also wrong by any bit of an output of 8 bits, if it is exact without the change.
     """
 
@@ -152,9 +153,16 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[tu
             for name in judged
             if name in outputs and _is_broken(outputs[name], moved.expected[name], right[name], near.expected[name])
         ]
-        where += f", and {wrong[0]} is not finite where the reference is" if wrong else ", which no output has"
-        if not wrong and outputs and change.judged is _new_nan and not _new_nan(outputs, right):
-            wrong = judged
+        where += f", and {wrong[0]} is not finite where the reference is" if wrong else ""
+        if not wrong and outputs and change.judged is _new_nan:
+            kept = _new_nan(outputs, right)
+            if not kept:
+                wrong, where = judged, f"{where}, which no output has"
+            elif set(judged) <= set(kept):  # scales of fp8 values lose each NaN, and the values keep it alone
+                huge = checker(1, 1).expected
+                loses = partial(_loses_rows, moved.expected, near.expected, huge, outputs)
+                wrong = [name for name in judged if loses(name)]
+                where += f", which some rows of {wrong[0]} lose" if wrong else ""
     else:
         blurred = checker(1, 1)
         wrong = [
@@ -233,7 +241,7 @@ def _outlier_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]
         word, number = {"NaN": ("a NaN", torch.nan), "ones": (f"the NaN {ones:#x}", ones), "inf": ("inf", torch.inf)}.get(
             kind, (f"{huge:g}", huge)
         )
-        function = partial(_replaced, [name], partial(_with, number))
+        function = partial(_replaced, [name], partial(_outlier, number, huge))
         judged = _new_nan if kind in ("NaN", "ones") else _floats
         yield _Change(f"each row of {name} has {word}", function, judged, has_outliers=True)
 
@@ -330,6 +338,10 @@ def _with(number: float, value: torch.Tensor, _blurs: int) -> torch.Tensor:
     return numbers.scatter_(-1, places, number).view(value.dtype)
 
 
+def _outlier(number: float, huge: float, value: torch.Tensor, blurs: int) -> torch.Tensor:
+    return _with(huge if blurs else number, value, blurs)
+
+
 def _is_broken(got: torch.Tensor, want: torch.Tensor, right: torch.Tensor, near: torch.Tensor) -> bool:
     """Return whether an output is not finite where the reference is, and where the output of plain values is.
 
@@ -345,6 +357,20 @@ def _new_nan(want: Outputs, near: Outputs) -> list[str]:
     """Return the outputs that have NaN where they had none."""
     tensors = {name: value for name, value in want.items() if isinstance(value, torch.Tensor)}
     return [name for name, value in tensors.items() if bool((value.isnan() & ~near[name].isnan()).any())]
+
+
+def _loses_rows(want: Outputs, near: Outputs, huge: Outputs, outputs: Outputs, name: str) -> bool:
+    """Return whether an output keeps some, and not all, of the rows, or elements of a vector, that get NaN in the reference.
+
+    huge: the reference's outputs with a huge value in place of each NaN. What stays as it is does not count, as under a mask.
+    """
+    got = outputs.get(name)
+    if not isinstance(got, torch.Tensor) or got.shape != want[name].shape or not got.ndim:
+        return False
+    is_new, is_kept = want[name].isnan() & ~near[name].isnan() & (huge[name] != near[name]), got.isnan()
+    if got.ndim > 1:
+        is_new, is_kept = is_new.any(-1), is_kept.any(-1)
+    return bool((is_new & is_kept).any() and (is_new & ~is_kept).any())
 
 
 def _wide(op: Op, inputs: Inputs) -> Inputs:

@@ -155,6 +155,36 @@ def test_nan_that_only_the_reference_keeps_is_named(
     assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * is_named
 
 
+@pytest.mark.parametrize(
+    ("reference", "run", "output"),
+    [
+        (lambda x: {"y": x.relu()}, lambda x: {"y": torch.cat([x[:-1].relu(), x[-1:].nan_to_num(0).relu()])}, "y"),
+        (lambda x: {"y": x.amax(-1)}, lambda x: {"y": torch.cat([x[:5].amax(-1), x[5:].nan_to_num(-9).amax(-1)])}, "y"),
+        (lambda x: {"z": x, "y": x.amax(-1)}, lambda x: {"z": x, "y": torch.cat([x[:1], x[1:].nan_to_num(-9)]).amax(-1)}, "y"),
+        (lambda x: {"z": x, "y": x.amax(-1)}, lambda x: {"z": x, "y": x.nan_to_num(-9).amax(-1)}, ""),  # as scales of fp8
+        (lambda x: {"y": x[:3].relu()}, lambda x: {"y": x[:3].relu()}, ""),
+        (lambda x: {"y": x.softmax(-1)}, lambda x: {"y": torch.where(x.isnan(), x, x.nan_to_num(0).softmax(-1))}, ""),
+    ],
+    ids=["last row", "last elements", "first element is kept", "kept elsewhere", "right", "in each row"],
+)
+def test_nan_that_some_rows_lose_is_named(
+    reference: Callable[[torch.Tensor], Outputs], run: Callable[[torch.Tensor], Outputs], output: str
+) -> None:
+    op = _op(lambda given: reference(given["x"]), lambda given, _config: run(given["x"]))
+    begin = f"optimized is wrong where each row of x has a NaN, which some rows of {output} lose, in case odd: {output}: "
+    assert [line[: len(begin)] for line in wrong_by_values(op, CASES)] == [begin] * bool(output)
+
+
+def _causal_without_later_keys(inputs: Inputs, _config: object = None) -> Outputs:
+    q, k, v = (inputs[name] for name in "qkv")
+    scores = [row @ k[: place + 1].T * q.shape[1] ** -0.5 for place, row in enumerate(q)]
+    return {"y": torch.stack([torch.softmax(score, -1) @ v[: len(score)] for score in scores])}
+
+
+def test_nan_that_a_mask_of_the_reference_spreads_is_no_line() -> None:
+    assert wrong_by_values(_op(partial(_causal, -INF), _causal_without_later_keys, "qkv"), CASES) == []
+
+
 def _rounded(form: str, given: Inputs, _config: object = None) -> Outputs:
     """Round to bf16 by integers; the mistake has no case for NaN."""
     bits = given["x"].float().view(torch.int32)
