@@ -227,7 +227,7 @@ def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
     groups = dict.fromkeys(map(tuple, [*([name] for name in names), names, *others]))
     for (word, factor), group in itertools.product(_FACTORS.items(), filter(None, groups)):
         where = f"{', '.join(group)} {'is' if len(group) == 1 else 'are'} {word}"
-        yield _Change(where, partial(_replaced, group, partial(_times, factor)), _floats)
+        yield _Change(where, partial(_replaced, group, partial(_times, factor)), _numbers if factor else _floats)
 
 
 def _outlier_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -400,6 +400,11 @@ def _blind(far: int, want: Outputs, near: Outputs) -> list[str]:
 def _floats(want: Outputs, _near: Outputs) -> list[str]:
     """Return the outputs in floating point."""
     return [name for name, value in want.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _numbers(want: Outputs, near: Outputs) -> list[str]:
+    """Return the outputs in floating point, and of int8, as quantized values are."""
+    return _floats(want, near) + [name for name, value in want.items() if getattr(value, "dtype", None) == torch.int8]
 
 
 def _tensors(want: Outputs, _near: Outputs) -> list[str]:

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 
 from kerneltune.gating.verdict import PASS, REGRESSION, UNUSABLE, Verdict
 from kerneltune.inspection.static import Survey, numbered
-from kerneltune.measuring.assembly import Kernel, typical_bits
+from kerneltune.measuring.assembly import Kernel, narrowed_bits, typical_bits
 from kerneltune.wording import differing
 
 
 def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
     """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
 
-    An access is narrower if the width that carries most bits of a kernel's loads, or of its stores, is less than before.
+    An access is narrower if the width that carries most bits of a kernel's loads, or of its stores, is less than before, or if
+    narrower accesses carry bits that this width carried.
     A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared. Rows whose two
     sides have other knobs are compared, counted and named: a new config may be the reason of a spill.
 
@@ -61,4 +62,6 @@ def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
             was, now = (typical_bits(kernel.accesses, kind) for kernel in (first or second, second))
             if 0 < now < was:
                 findings.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")
+            elif narrowed := narrowed_bits((first or second).accesses, second.accesses, kind):
+                findings.append(f"{second.name}: {narrowed} bits of {kind}s are less than {was} bits wide")
     return findings

@@ -6,6 +6,7 @@ module knows neither the grid nor the resources that the driver reserves.
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,6 +111,17 @@ def gcn_accesses(text: str) -> tuple[Access, ...]:
 def typical_bits(accesses: tuple[Access, ...], kind: str) -> int:
     """Return the access width that moves the most bits in the code; 0 for code without accesses of this kind."""
     return max(((a.bits * a.count, a.bits) for a in accesses if a.kind == kind), default=(0, 0))[1]
+
+
+def narrowed_bits(before: tuple[Access, ...], after: tuple[Access, ...], kind: str) -> int:
+    """Return how many bits of the code's accesses of the width that moves the most bits have become narrower."""
+    width = typical_bits(before, kind)
+
+    def grown(is_counted: Callable[[int], bool]) -> int:
+        bits = [sum(a.bits * a.count for a in accesses if a.kind == kind and is_counted(a.bits)) for accesses in (before, after)]
+        return bits[1] - bits[0]
+
+    return max(0, min(-grown(lambda bits: bits == width), grown(lambda bits: bits < width)))
 
 
 def _ordered(counts: Counter[tuple[str, int]]) -> tuple[Access, ...]:

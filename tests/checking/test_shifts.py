@@ -452,6 +452,18 @@ def test_scale_with_a_floor_is_named_beside_scales_of_1_if_results_are_exact(is_
     assert [line.partition(",")[0] for line in lines] == ["optimized is wrong where x is 2^-24 times as large"] * is_named
 
 
+@pytest.mark.parametrize("floor", [0.0, 1e-6])
+def test_floor_of_a_scale_that_only_codes_of_int8_show_is_named(floor: float) -> None:
+    def quantized(floor: float, given: Inputs, _config: object = None) -> Outputs:
+        scale = given["x"].abs().amax(-1, keepdim=True) / 127
+        return {"y": (given["x"] / torch.where(scale > floor, scale, 1.0)).round().to(torch.int8), "scale": scale}
+
+    op = _op(partial(quantized, 0.0), partial(quantized, floor))
+    op = replace(op, compare=lambda _case, _given, got, want: close("y", got["y"].float(), want["y"].float(), 0, 1))
+    lines = wrong_by_values(op, CASES)
+    assert [line.partition(",")[0] for line in lines] == ["optimized is wrong where x is 2^-24 times as large"] * bool(floor)
+
+
 @pytest.mark.parametrize("stand_in", [-INF, -1000.0])
 def test_values_for_which_a_baseline_of_torch_is_wrong_as_well_are_not_named(stand_in: float) -> None:
     op = _op(partial(_softmax, -INF), partial(_softmax, -1000.0))

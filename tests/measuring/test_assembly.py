@@ -9,6 +9,7 @@ from kerneltune.measuring.assembly import (
     Occupancy,
     gcn_accesses,
     gcn_usage,
+    narrowed_bits,
     occupancy_of,
     ptx_accesses,
     sass_usage,
@@ -94,6 +95,19 @@ def test_typical_bits_is_the_width_that_carries_most_bits() -> None:
     assert typical_bits((Access("load", 128, 1), Access("load", 32, 5)), "load") == 32
     assert typical_bits(accesses, "store") == 64
     assert typical_bits((), "load") == 0
+
+
+@pytest.mark.parametrize(
+    ("after", "bits"),
+    [
+        ((Access("load", 128, 2), Access("load", 16, 16)), 256),
+        ((Access("load", 128, 2),), 0),  # a smaller block
+        ((Access("load", 128, 4), Access("load", 32, 1)), 0),  # a further scalar
+        ((Access("load", 128, 3), Access("load", 32, 1), Access("store", 8, 16)), 32),
+    ],
+)
+def test_narrowed_bits_are_those_that_narrower_accesses_took_over(after: tuple[Access, ...], bits: int) -> None:
+    assert narrowed_bits((Access("load", 128, 4), Access("store", 128, 2)), after, "load") == bits
 
 
 # occupancy, by hand-computed examples of each limit
