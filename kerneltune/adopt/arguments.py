@@ -256,7 +256,8 @@ class KeptValues(msgspec.Struct, frozen=True, omit_defaults=True):
     """Describe what a capture keeps of a storage.
 
     Attributes:
-        kept: `values`: all of its bytes, as of indices; `sample`: its first bytes; `missing`: its bytes are needed and not kept.
+        kept: `values`: all of its bytes, as of indices; `sample`: its first bytes; `statistics`: no bytes; `missing`: no bytes,
+            though a launch needs them.
         bytes: from its first argument's start to its last argument's end.
         statistics: None unless it holds data.
         behind: bytes of the program's buffer behind the arguments.

@@ -92,7 +92,7 @@ class LaunchClass(KernelCode, frozen=True, eq=False, rename=NAMES_IN_FILES):
         key_values: values of the arguments in the author's key.
         arguments: metadata of the arguments.
         candidates: configs that the class may run with, the author's first config first.
-        storages: what is kept of each storage.
+        storages: a description of the kept values of each storage.
         home: the module that holds the autotuner, and the name there of the autotuner, or of its class or container; None if
             unknown or if no module holds it.
         home_file: source file of the module of `home`.

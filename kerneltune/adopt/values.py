@@ -31,7 +31,7 @@ class Values:
 
     Attributes:
         tensors: bytes of each storage by name `storage.N`, on the CPU.
-        kept: what is kept of each storage.
+        kept: a description for each storage.
         left_out: bytes of integers that the budget did not allow.
         sampled: bytes of samples of data.
     """

@@ -1,8 +1,9 @@
 """Check promises to Triton's compiler: `tl.multiple_of`, `tl.max_contiguous` and `tl.max_constancy`.
 
-A promise about a tensor is without effect unless it makes an access a vector. Therefore, in launches of kernels with promises,
-follow what the compiler knows of integers, as its analysis AxisInfo does, and let an access that a wrong promise makes a vector
-take the elements that a GPU takes. What is not followed is unknown, so that fewer accesses are vectors than on a GPU.
+A promise about a tensor has an effect only where it makes an access a vector. Triton's analysis AxisInfo decides this by the
+alignment, contiguity and constancy of integers. In launches of kernels with promises this module computes the same facts, and
+an access that a wrong promise makes a vector takes the elements that a GPU takes. Operations without a rule here have unknown
+facts, so that fewer accesses are vectors than on a GPU.
 """
 
 import functools
@@ -21,7 +22,7 @@ _NAMES = {"tt.divisibility": "multiple_of", "tt.contiguity": "max_contiguous", "
 _VECTOR = 16
 """Bytes of the widest access of a thread, at least as many as its elements. Triton compiles for arguments that are multiples."""
 _LARGEST = 1 << 62
-"""A multiple of all powers of two that count: 0 is one."""
+"""Divisor of 0, which all powers of two divide."""
 _ASCENDING = {np.less: 0, np.greater_equal: 0, np.less_equal: 1, np.greater: 1}
 """Comparisons that are equal within an aligned group, and which of their operands is contiguous there."""
 
@@ -31,7 +32,7 @@ FOLLOWED: ContextVar[int] = ContextVar("followed", default=0)
 
 
 class _Axis(NamedTuple):
-    """Hold what the compiler knows of an axis, in powers of two.
+    """Hold the compiler's facts about an axis, in powers of two.
 
     Attributes:
         contiguity: length of aligned groups whose values rise by 1.
@@ -45,12 +46,12 @@ class _Axis(NamedTuple):
 
 
 class _Known(np.ndarray[Any, Any]):
-    """Hold integers, addresses or a mask of which the compiler knows something.
+    """Hold integers, addresses or a mask with the compiler's facts about them.
 
     Attributes:
-        axes: what it knows of each axis; None if nothing.
+        axes: the facts about each axis; None without facts.
         is_one: whether the value is an argument of 1, which Triton makes a constant.
-        wrong: the wrong promise among what it knows; empty if there is none.
+        wrong: the wrong promise that made a fact; empty if no promise is wrong.
     """
 
     axes: tuple[_Axis, ...] | None = None
@@ -71,7 +72,7 @@ class _Known(np.ndarray[Any, Any]):
         if not isinstance(result, np.ndarray):
             return result
         result = np.asarray(result)
-        if function is np.ones_like:  # the mask of an access without one
+        if function is np.ones_like:  # an access without a mask gets a mask
             return _known(result, [_Axis(1, 1, length) for length in result.shape])
         if function is np.broadcast_to:
             return _known(result, _axes(self, result.shape), self)
@@ -88,7 +89,7 @@ class _Known(np.ndarray[Any, Any]):
 
 
 def _known(values: Any, axes: Any, *sources: Any) -> Any:
-    """Return values with what the compiler knows of them, and a wrong promise of their sources."""
+    """Return values with facts about their axes, and with the wrong promise of their sources."""
     result = np.asarray(values).view(_Known)
     result.axes = axes and tuple(axes)
     result.wrong = next((source.wrong for source in sources if isinstance(source, _Known) and source.wrong), "")
@@ -96,7 +97,7 @@ def _known(values: Any, axes: Any, *sources: Any) -> Any:
 
 
 def _axes(value: Any, shape: tuple[int, ...]) -> list[_Axis]:
-    """Return what the compiler knows of each axis of a value that is repeated to a shape."""
+    """Return the facts about each axis of a value that is repeated to a shape."""
     size, value_shape, known = np.size(value), np.shape(value), getattr(value, "axes", None)
     if size == 1:
         divisor = known[-1].divisor if known else 1 if np.ndim(value) else _low_bit(int(value))
@@ -112,7 +113,7 @@ def _low_bit(number: int) -> int:
 
 
 def _combined(ufunc: Any, left: _Axis, right: _Axis, is_one: list[bool], size: int = 1) -> _Axis:
-    """Return what the compiler knows of the result of an operation; `size`: bytes of the elements that an address moves by."""
+    """Return the facts about the result of an operation; `size`: bytes of the elements that an address moves by."""
     constancy = math.gcd(left.constancy, right.constancy)
     if ufunc in (np.add, np.subtract):
         contiguity = math.gcd(left.contiguity, right.constancy)
@@ -186,7 +187,9 @@ def promise_parts() -> dict[tuple[Any, str], Any]:
 
 
 def _promised(handle: Any, name: str, values: Any) -> None:
-    """Stand for TensorHandle.set_attr: check a promise, by which a GPU vectorizes accesses; a tensor keeps what it promises.
+    """Stand for TensorHandle.set_attr: check a promise, by which a GPU vectorizes accesses.
+
+    The facts of a tensor follow from its promises.
 
     Raises:
         KernelFaultError: a scalar is no multiple.
