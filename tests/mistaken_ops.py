@@ -77,7 +77,7 @@ class Mistaken:
         default = variant.default_config(LARGE)
         cases = [*self.cases, *derived_cases(op, self.cases, [LARGE])[0]] if self.cases else CASES
         for case in cases:
-            if errors := Checker(op, case, "cpu").errors(variant, default):
+            if errors := Checker(op, case, "cpu").run(variant, default)[1]:
                 return errors
         outcomes = pairs.check_pairs(op, variant, cases, lambda case: 1.0 + case["M"] * case["N"])
         errors = [outcome.reason for outcome in outcomes if outcome.status == "failed"]

@@ -78,4 +78,4 @@ def summing(mistake: str, elements: int = 1) -> Op:
 
 def findings(op: Op, cases: list[Case]) -> list[str]:
     variant = op.variants[0]
-    return [line for case in cases for line in Checker(op, case, "cpu").errors(variant, variant.default_config(case))]
+    return [line for case in cases for line in Checker(op, case, "cpu").run(variant, variant.default_config(case))[1]]

@@ -81,7 +81,7 @@ def test_variant_with_its_default_config_agrees_with_the_reference(name: str, ca
     checker = Checker(op, case, WHERE)
     for variant in op.variants:
         if not variant.is_peer and variant.unsupported(case) is None:
-            assert checker.errors(variant, variant.default_config(case)) == [], variant.name
+            assert checker.run(variant, variant.default_config(case))[1] == [], variant.name
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_variant_with_random_valid_configs_agrees_with_the_reference(name: str, 
         if variant.is_peer or variant.unsupported(case) is not None:
             continue
         chosen = rng.sample(configs, min(some(name, case), len(configs))) if name != "stream" else configs
-        errors_of = [checker.errors(variant, config) for config in chosen]
+        errors_of = [checker.run(variant, config)[1] for config in chosen]
         for config, errors in zip(chosen, errors_of, strict=True):
             # a config may ask for more than the GPU has; then it is not launched, and must not answer wrongly
             assert [error for error in errors if not (ON_GPU and TOO_LARGE.search(error))] == [], (variant.name, config)
@@ -169,7 +169,7 @@ def test_check_of_a_variant_with_wrong_results_fails() -> None:
         return run
 
     for which in ("y", "y_t", "rsigma", "scale_inv", "amax"):
-        errors = checker.errors(type(good)("spoiled", spoiled(which)), good.default_config(case))
+        errors = checker.run(type(good)("spoiled", spoiled(which)), good.default_config(case))[1]
         assert errors, which
 
 
@@ -177,7 +177,7 @@ def test_check_of_a_variant_with_unwritten_outputs_fails() -> None:
     op = OPS["rmsnorm_bwd"]
     case = Case("small", (("M", 7), ("N", 72)), "bfloat16", options=(("zero_centered", False),))
     lazy = type(op.variants[0])("lazy", lambda i, _c: {"dx": torch.empty_like(i["x"]), "dgamma": torch.empty_like(i["weight"])})
-    assert len(Checker(op, case, WHERE).errors(lazy, None)) == 2
+    assert len(Checker(op, case, WHERE).run(lazy, None)[1]) == 2
 
 
 def test_every_variant_can_be_pickled() -> None:
@@ -195,7 +195,7 @@ def test_ceiling_of_many_reads_per_write_loads_at_most_16_streams() -> None:
     assert inputs["src"].shape[0] <= 16
     assert 200 <= op.traffic(case).read / op.traffic(case).write <= 800
     variant = op.variant("baseline")
-    assert Checker(op, case, WHERE).errors(variant, variant.default_config(case)) == []
+    assert Checker(op, case, WHERE).run(variant, variant.default_config(case))[1] == []
 
 
 def test_choosers_of_calls_have_the_operator_and_variant_of_the_registry() -> None:
@@ -230,6 +230,6 @@ def test_check_of_a_variant_that_clears_an_earlier_amax_fails(op_name: str, case
         return good.run(inputs, config)
 
     checker = Checker(op, case, WHERE)
-    assert checker.errors(good, good.default_config(case), runs=2) == []
-    (error,) = checker.errors(type(good)("clearing", clearing), good.default_config(case), runs=2)
+    assert checker.check(good, good.default_config(case), runs=2).reason == ""
+    error = checker.check(type(good)("clearing", clearing), good.default_config(case), runs=2).reason
     assert error.startswith(f"run 2: {amax}"), error

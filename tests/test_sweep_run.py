@@ -24,7 +24,7 @@ from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.spec import Case, Variant
+from kerneltune.spec import Case, Outputs, Variant
 from kerneltune.sweep_run import measure_live, run_sweep
 from kerneltune.task import Outcome, Run
 from kerneltune.tune.run import run_tune
@@ -386,11 +386,11 @@ def test_case_larger_than_free_memory_is_skipped(
 def test_variant_with_wrong_results_has_a_failed_record_with_the_reason(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def errors(self: Checker, variant: Variant, config: Any, runs: int = 1) -> list[str]:
-        return ["dst: 1 of 2 words wrong", "too late"] if self.case.name == "odd" and config == default else []
+    def checked(self: Checker, _variant: Variant, config: Any) -> tuple[Outputs, list[str]]:
+        return {}, ["dst: 1 of 2 words wrong", "too late"] if self.case.name == "odd" and config == default else []
 
     default = OPS["stream"].variants[0].default_config(Case("any", (("read", 4), ("write", 4)), "int32"))
-    monkeypatch.setattr(Checker, "errors", errors)
+    monkeypatch.setattr(Checker, "run", checked)
     odd, even = run(stream_sweep, options)
     assert (odd.status, odd.reason) == ("failed", "dst: 1 of 2 words wrong; too late")
     assert even.status == "checked"
@@ -399,10 +399,10 @@ def test_variant_with_wrong_results_has_a_failed_record_with_the_reason(
 def test_config_with_wrong_results_has_a_failed_record_of_its_own(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def errors(self: Checker, variant: Variant, config: Any, runs: int = 1) -> list[str]:
-        return [] if config == variant.default_config(self.case) else ["dst: 2 of 2 words wrong"]
+    def checked(self: Checker, variant: Variant, config: Any) -> tuple[Outputs, list[str]]:
+        return {}, [] if config == variant.default_config(self.case) else ["dst: 2 of 2 words wrong"]
 
-    monkeypatch.setattr(Checker, "errors", errors)
+    monkeypatch.setattr(Checker, "run", checked)
     odd, even, *others = run(stream_sweep, options)
     assert (odd.status, even.status) == ("checked", "checked")
     assert {r.case for r in others} <= {"odd", "even"}

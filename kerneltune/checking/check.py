@@ -59,8 +59,8 @@ class Checker:
         keeps_all: whether every input must keep its values, also vectors of few elements and large inputs.
 
     Raises:
-        CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `errors` let the
-            original error pass instead. For the values of a later run, `errors` returns the text of a CaseError.
+        CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `run` let the
+            original error pass instead.
     """
 
     def __init__(
@@ -108,21 +108,20 @@ class Checker:
         return within_memory(partial(cls, op, case, device, first_seen=first_seen, **options))
 
     def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
-        """Return the outcome of a variant under a config; see `errors`. A peer with a failed import is skipped."""
-        try:
-            errors = within_memory(partial(self.errors, variant, config, runs))
-        except SkippedError as error:
-            return error.outcome
-        is_skipped = bool(errors) and errors[0].startswith(IMPORT_FAILED)
-        return Outcome("skipped" if is_skipped else "failed" if errors else "checked", "; ".join(errors))
-
-    def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
-        """Return the errors of a variant under a config: disagreements, or the reason why the launch or a peer's import failed.
+        """Return the outcome of a variant under a config. A peer with a failed import is skipped.
 
         Args:
             runs: 1; or 2 for a second run with other values, which finds state that the first run leaves behind, such as a sum
                 that is not reset, a result that is kept for a size, and an output whose memory the second run takes.
         """
+        try:
+            errors = within_memory(partial(self._errors, variant, config, runs))
+        except SkippedError as error:
+            return error.outcome
+        is_skipped = bool(errors) and errors[0].startswith(IMPORT_FAILED)
+        return Outcome("skipped" if is_skipped else "failed" if errors else "checked", "; ".join(errors))
+
+    def _errors(self, variant: Variant, config: Config, runs: int) -> list[str]:
         outputs, lines = self.run(variant, config)
         if lines or runs == 1:
             return lines
@@ -141,7 +140,7 @@ class Checker:
         return []
 
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
-        """Return the outputs of a run, empty if it failed, and its errors."""
+        """Return the outputs of a run, empty if the launch or a peer's import failed, and the errors of the run."""
         try:
             with noting() as facts:
                 outputs = self.outputs(variant, config)
@@ -163,7 +162,7 @@ class Checker:
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
 
     def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
-        """Run a variant for the second time, as `run` does; a subclass may change the layout of inputs."""
+        """Run a variant as `run` does; a subclass may change the layout of inputs."""
         return self.run(variant, config)
 
     def outputs(self, variant: Variant, config: Config) -> Outputs:

@@ -134,9 +134,9 @@ def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict
     for case in sorted(supported, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
         checker = Checker(op, case, "cpu")
         config = variant.default_config(case)
-        if wrong := checker.errors(variant, config):
+        outputs, wrong = checker.run(variant, config)
+        if wrong:
             raise CaseError(f"{op.name} {variant.name} {case.name}: {wrong[0]}: only outputs of a right variant can be perturbed")
-        outputs = dict(checker.outputs(variant, config))
         for name, mutation, changed in _mutated(outputs):
             refused = bool(checker.disagreements({**outputs, name: changed}))
             of_output = seen.setdefault(name, {}).setdefault(changed.shape[:1].numel() > 1, {})

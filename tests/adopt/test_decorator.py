@@ -136,7 +136,7 @@ def checked(folder: Path, kernel: Any) -> tuple[list[Any], list[list[str]]]:
     variant = op.variant(TUNED)
     checker = Checker(op, case, "cpu")
     configs = list(variant.configs(case))
-    return configs, [checker.errors(variant, config) for config in configs]
+    return configs, [checker.run(variant, config)[1] for config in configs]
 
 
 def test_tune_of_an_autotuned_kernel_compares_configs_with_its_reference(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def errors_of_rows(folder: Path, kernel: Any, y: torch.Tensor) -> list[str]:
     startup.uninstall()
     (op,) = operators(str(folder))
     checker = Checker(op, case_of(read_capture(folder).classes[0], op.axes), "cpu")
-    return checker.errors(op.variant(TUNED), next(op.variant(TUNED).configs(checker.case)))
+    return checker.run(op.variant(TUNED), next(op.variant(TUNED).configs(checker.case)))[1]
 
 
 @triton.jit

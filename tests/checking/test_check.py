@@ -63,7 +63,7 @@ def test_code_compiled_under_poisoned_memory_is_compiled_anew_for_timing() -> No
 def test_check_with_compare_that_returns_no_list_fails_with_its_name(result: object) -> None:
     op = replace(op_with(""), compare=lambda *_: result)
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
-    (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
+    (line,) = check.Checker(op, case, DEVICE).run(variant, variant.default_config(case))[1]
     assert re.fullmatch(
         rf"test_check\.py:\d+: compare: {re.escape(repr(result))}: expected a list of lines, empty where all is well", line
     )
@@ -72,7 +72,7 @@ def test_check_with_compare_that_returns_no_list_fails_with_its_name(result: obj
 def test_check_with_a_reference_without_outputs_fails_with_its_name() -> None:
     op = replace(op_with(""), reference=lambda _given: {}, compare=lambda *_: [])
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
-    (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
+    (line,) = check.Checker(op, case, DEVICE).run(variant, variant.default_config(case))[1]
     assert re.fullmatch(r"test_check\.py:\d+: reference: gives no output to compare with y, rows", line)
 
 
@@ -106,7 +106,7 @@ def test_failure_of_host_code_is_named_by_its_statement() -> None:
     op = op_with("")
     op = replace(op, module=__name__, variants=(replace(op.variants[0], run=run),))
     case = Case("a", (("M", 4), ("N", 8)), "float32")
-    (line,) = check.Checker(op, case, DEVICE).errors(op.variants[0], op.variants[0].default_config(case))
+    (line,) = check.Checker(op, case, DEVICE).run(op.variants[0], op.variants[0].default_config(case))[1]
     number = run.__code__.co_firstlineno + 1
     assert line == f"the launch failed: test_check.py:{number}: RuntimeError: shape '[3]' is invalid for input of size 2"
 
@@ -120,7 +120,7 @@ def test_check_names_an_input_that_torch_changes_in_place_even_if_no_value_chang
 
     variant = replace(op.variants[0], run=clamped)
     checker = check.Checker(op, Case("small", (("M", 7), ("N", 100)), "bfloat16"), DEVICE)
-    assert checker.errors(variant, variant.default_config(checker.case)) == ["inputs: x was overwritten, and is no output"]
+    assert checker.run(variant, variant.default_config(checker.case))[1] == ["inputs: x was overwritten, and is no output"]
 
 
 @pytest.mark.parametrize(

@@ -450,7 +450,7 @@ def test_check_finds_an_output_of_another_type_that_is_no_narrower(kind: torch.d
 
     op = replace(op_with(""), compare=agree, reference=reference)
     variant = replace(op.variants[0], run=run)
-    errors = Checker(op, CASES[0], "cpu").errors(variant, variant.default_config(CASES[0]))
+    errors = Checker(op, CASES[0], "cpu").run(variant, variant.default_config(CASES[0]))[1]
     wrong = [f"y: {kind}, expected torch.bfloat16 as of the reference"]
     assert errors == ([] if kind == torch.bfloat16 else wrong)
 

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addr
 def findings(op: Op) -> list[str]:
     """Run all configs twice on a small case, then check addresses of a large case."""
     checker, (variant,) = Checker(op, SMALL, "cpu"), op.variants
-    errors = [line for config in variant.configs(SMALL) for line in checker.errors(variant, config, runs=2)]
-    return errors + address_errors(op, LARGE, variant, variant.default_config(LARGE))
+    reasons = [checker.check(variant, config, runs=2).reason for config in variant.configs(SMALL)]
+    return [*filter(None, reasons), *address_errors(op, LARGE, variant, variant.default_config(LARGE))]
 
 
 EXPECTED = {

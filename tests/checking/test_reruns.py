@@ -62,7 +62,7 @@ def test_part_of_scratch_that_nothing_wrote_is_found_though_a_maximum_passes_ove
     scratch: Scratch, join: Callable[..., torch.Tensor], word: str
 ) -> None:
     op = op_of(by_parts(scratch, join), lambda given: {"y": join(given["x"], 1)})
-    assert Checker(op, CASES[1], "cpu").errors(op.variants[0], None) == []
+    assert Checker(op, CASES[1], "cpu").run(op.variants[0], None)[1] == []
     (outcome,) = wrong_by_unwritten(op, op.variants[0], CASES)
     assert (outcome.status, outcome.case) == ("failed", CASES[1])
     assert outcome.reason.startswith(f"if memory that nothing wrote holds the {word} numbers: y: 13 of 13 wrong")

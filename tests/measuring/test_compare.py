@@ -36,8 +36,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class Checks(Checker):
         def __init__(self, *_: object, **_named: object) -> None: ...
 
-        def errors(self, variant: Variant, _config: object, _runs: int = 1) -> list[str]:
-            return ["y differs"] if variant.name == "pr593" else []
+        def run(self, variant: Variant, _config: object) -> tuple[Outputs, list[str]]:
+            return {}, ["y differs"] if variant.name == "pr593" else []
 
     us = {"baseline": 20.0, compare.SELF: 20.2, "optimized": 10.0}
     rounds = np.linspace(0.99, 1.01, 15)
@@ -109,12 +109,12 @@ def test_comparison_with_a_fault_while_all_are_timed_blames_no_variant(gpu: None
 
 
 def test_compared_records_of_a_variant_out_of_memory_are_skipped(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def errors(_self: Any, variant: Variant, _config: object, _runs: int = 1) -> list[str]:
+    def run(_self: Any, variant: Variant, _config: object) -> tuple[Outputs, list[str]]:
         if variant.name == "pr593":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
-        return []
+        return {}, []
 
-    monkeypatch.setattr(compare.Checker, "errors", errors)
+    monkeypatch.setattr(compare.Checker, "run", run)
     statuses = [(row.status, row.reason) for row in compared()]
     assert statuses == [("passed", ""), ("skipped", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
 
@@ -125,8 +125,8 @@ class Launches(Checker):
     def __init__(self, op: Op, *_: object, **_named: object) -> None:
         self.op = op
 
-    def errors(self, variant: Variant, config: Any, runs: int = 1) -> list[str]:
-        return super().errors(variant, config, runs) if variant.name == "quack" else []
+    def run(self, variant: Variant, config: Any) -> tuple[Outputs, list[str]]:
+        return super().run(variant, config) if variant.name == "quack" else ({}, [])
 
     def outputs(self, variant: Variant, config: Any) -> Outputs:
         return variant.run({}, config)
@@ -209,7 +209,7 @@ def test_check_whose_inputs_cannot_be_restored_fails() -> None:
     checker.inputs_before["amax"] = torch.zeros(1)
     variant = op.variants[0]
     line = Gone.reshape.__code__.co_firstlineno + 1
-    assert checker.errors(variant, variant.default_config(CASE)) == [
+    assert checker.run(variant, variant.default_config(CASE))[1] == [
         f"the launch failed: test_compare.py:{line}: RuntimeError: CUDA error: an illegal memory access was encountered"
     ]
 

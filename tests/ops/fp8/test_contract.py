@@ -39,7 +39,7 @@ def test_eager_variant_agrees_with_the_reference(name: str) -> None:
     eager = OPS[name].variant("eager")
     for entry in CHECKS:
         if entry.op == name and eager.unsupported(entry.case) is None:
-            assert Checker(OPS[name], entry.case, WHERE).errors(eager, None) == [], entry.case.label
+            assert Checker(OPS[name], entry.case, WHERE).run(eager, None)[1] == [], entry.case.label
 
 
 @pytest.mark.parametrize("spoiled", ["a step", "half", "no NaN"])
@@ -60,8 +60,8 @@ def test_check_of_a_wrong_cast_fails(spoiled: str) -> None:
         return outputs
 
     checker = Checker(op, case, WHERE)
-    assert checker.errors(good, good.default_config(case)) == []
-    (line,) = checker.errors(replace(good, run=run), good.default_config(case))
+    assert checker.run(good, good.default_config(case))[1] == []
+    (line,) = checker.run(replace(good, run=run), good.default_config(case))[1]
     assert line.startswith("q: ")
 
 

@@ -124,7 +124,7 @@ def test_rmsnorm_configs_of_long_and_of_few_rows_agree_with_the_reference(
     case = Case("c", (("M", M), ("N", N)), "bfloat16", quant, tuple((option, v[0]) for option, v in op.options.items()))
     variant = op.variant("optimized")
     assert variant.config is not None
-    assert Checker(op, case, WHERE).errors(variant, variant.config(*values)) == []
+    assert Checker(op, case, WHERE).run(variant, variant.config(*values))[1] == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -138,7 +138,7 @@ def test_rmsnorm_fwd_of_rows_held_in_part_agrees_with_the_reference(N: int, stag
     options = (("zero_centered", True), ("fp8_format", "e5m2"), ("row_pad", 3))
     case = Case("c", (("M", 5), ("N", N)), dtype, quant, options)
     config = FwdConfig(rows=2, cols=512, split=False, warps=4, ctas=0, stages=stages, reload=True)
-    assert Checker(op, case, WHERE).errors(op.variant("optimized"), config) == []
+    assert Checker(op, case, WHERE).run(op.variant("optimized"), config)[1] == []
 
 
 def in_part(M: int, N: int, dtype: str = "bfloat16") -> tuple[list[tuple[int, int, int]], int]:
@@ -168,7 +168,7 @@ def test_rmsnorm_fwd_with_every_config_that_holds_rows_in_part_is_exact(M: int, 
     checker = Checker(op, Case("c", (("M", M), ("N", N)), dtype, quant, tuple((o, v[0]) for o, v in op.options.items())), "cuda")
     for cols, warps, stages in in_part(M, N)[0]:
         config = FwdConfig(1, cols, False, warps, 0, stages, True)
-        assert checker.errors(op.variant("optimized"), config) == [], config
+        assert checker.run(op.variant("optimized"), config)[1] == [], config
 
 
 def transposed_beside_and_apart(
@@ -316,7 +316,7 @@ def test_rmsnorm_with_every_cached_config_is_exact() -> None:
             pytest.skip(f"nothing is cached for {device.current().name}")
         for entry in entries:
             variant = op.variant(entry.variant)
-            assert Checker(op, entry.case, "cuda", seed=7).errors(variant, variant.config_from(entry.config)) == [], entry
+            assert Checker(op, entry.case, "cuda", seed=7).run(variant, variant.config_from(entry.config))[1] == [], entry
 
 
 def case_of(op: str, M: int, N: int, dtype: str = "bfloat16", quant: str = "none", **options: Any) -> Case:
@@ -345,7 +345,7 @@ def test_rmsnorm_of_short_rows_in_tiles_agrees_with_the_reference(
     assert variant.config is not None
     config, case = variant.config(*values), case_of(op_name, M, N, quant=quant)
     assert variant.invalid(case, config) is None
-    assert Checker(op, case, WHERE).errors(variant, config) == []
+    assert Checker(op, case, WHERE).run(variant, config)[1] == []
 
 
 @pytest.mark.parametrize(("M", "launched"), [(64, ["_rmsnorm_fwd_at_once"]), (48, ["_rmsnorm_fwd_once", "transpose_bytes"])])
