@@ -131,7 +131,7 @@ def tune_capture(
     """Tune the classes of a capture, the most expensive first, and write the table that serving reads.
 
     Args:
-        budget_s: seconds in all; the class that is being tuned is finished.
+        budget_s: seconds in all. The search that they end keeps its best config so far; the next call goes on with it.
         share: fraction of the captured GPU time that is tuned.
         force: search classes again that have a config.
         workers: processes that compile.
@@ -143,8 +143,9 @@ def tune_capture(
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
     capture = read_capture(root)
     chosen, reasons = _chosen(capture, share, device.current().slug)
-    options = Options(workers=workers, retune="all" if force else "")
     until = began + budget_s if budget_s else math.inf
+    limits = replace(Options().search, until=until)
+    options = Options(workers=workers, retune="all" if force else "", search=limits)
     if probe_blocks(capture, chosen, options, progress, began + budget_s / 2 if budget_s else math.inf):
         capture = read_capture(root)
         by_digest = {launch_class.digest: launch_class for launch_class in capture.classes}
@@ -159,11 +160,11 @@ def tune_capture(
     again = [] if force else [task for task in due if task.own_entry()]
     if len(due) < len(tasks) and force:
         progress.note(f"the --force of {since} goes on: {len(due)} of {counted(len(tasks), 'class', 'classes')} left")
-    failures = search_tasks(root, FAMILY, sweep, due if force else tasks, options, progress, until)
-    if again and time.monotonic() < until:  # searched before their blocks were tried
-        search_tasks(root, FAMILY, sweep, again, replace(options, retune="all"), progress, until)
+    failures = search_tasks(root, FAMILY, sweep, due if force else tasks, options, progress)
+    if again and not limits.is_time_over:  # searched before their blocks were tried, or not to the end
+        search_tasks(root, FAMILY, sweep, again, replace(options, retune="all"), progress)
     left = _due(root, chosen, tasks, since)
-    if left and time.monotonic() >= until:
+    if left and limits.is_time_over:
         more_s = sum(expected_work(task, options).seconds + _CLASS_S for task in left)
         needed = f"the command again takes about {max(more_s, 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
@@ -177,26 +178,29 @@ def tune_capture(
 
 
 def _due(root: Path, classes: Sequence[LaunchClass], tasks: Sequence[Task], since: str) -> list[Task]:
-    """Return the tasks that have no config, or were searched before their blocks were tried.
+    """Return the tasks that have no config or were searched before their blocks were tried; then those not searched to the end.
 
     since: date before which a search does not count, nor one with other code; empty for none.
     """
-    return [
+    results = list(zip(classes, tasks, search_results(root, tasks), strict=True))
+    ended_early = [task for _, task, (_, own) in results if own and own.entry.evidence.get("ended_early")]
+    due = [
         task
-        for of, task, (trials, own) in zip(classes, tasks, search_results(root, tasks), strict=True)
+        for of, task, (trials, own) in results
         if own is None
         or lacks_blocks(of, checked_space(task), trials)
         or own.entry.evidence.get("date", "") < since
         or (since and (is_stale(task.variant, own.entry) or is_outdated(task.variant, own.entry)))
     ]
+    return [task for task in due if task not in ended_early] + ended_early
 
 
 def search_tasks(
-    root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress, until: float = math.inf
+    root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress
 ) -> dict[str, str]:
     """Search tasks into a folder, whose configs this process uses from now on; return by label why tasks failed untried.
 
-    family, file: name and file of the sweep that the tasks stand for; until: see `run_tune`.
+    family, file: name and file of the sweep that the tasks stand for.
     """
     cache.use_root(root / "configs")
     by_name, failures = {task.op.name: task.op for task in tasks}, dict[str, str]()
@@ -204,9 +208,9 @@ def search_tasks(
         entries = tuple(sweep_file.SweepCase(task.op.name, task.case) for task in tasks if task.policy == policy)
         in_folder = replace(options, results=root / "results", policy=policy)
         plan = Plan(by_name, sweep_file.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), in_folder)
-        failed = [result for result in run_tune(plan, progress, until) if result.label]
+        failed = [result for result in run_tune(plan, progress) if result.label]
         failures |= {result.label: result.reason.removeprefix(f"not tuned: {result.label}: ") for result in failed}
-        if time.monotonic() >= until:
+        if options.search.is_time_over:
             break
     return failures
 

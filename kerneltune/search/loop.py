@@ -55,6 +55,7 @@ class SearchLimits:
         sampler: a name of search.SAMPLERS.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.
+        until: time of the monotonic clock in s at which the search ends once a config has a time; the same for all cases.
     """
 
     budget_s: float | None = None
@@ -62,6 +63,12 @@ class SearchLimits:
     sampler: str = "ours"
     seed: int = 0
     until_gain: float = 0.0
+    until: float = math.inf
+
+    @property
+    def is_time_over(self) -> bool:
+        """Return whether `until` has passed."""
+        return time.monotonic() >= self.until
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +146,7 @@ def explore(
                     began_at = time.monotonic()
                 is_over = is_over or state.is_gain_small()
             spent_s = 0.0 if began_at is None else time.monotonic() - began_at
-            is_over = is_over or spent_s > (limits.budget_s or math.inf)
+            is_over = is_over or spent_s > (limits.budget_s or math.inf) or (limits.is_time_over and bool(times_of(evaluations)))
             if is_over:
                 state.cancel()
     finally:

@@ -3,7 +3,6 @@
 A task, a variant on a case, is the unit of work on every GPU: its config is searched, or its whole space is measured.
 """
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -35,10 +34,10 @@ _NOTES_OF_KEPT = {
 """State of cached configs that `tune` keeps -> the rest of its note."""
 
 
-def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> list[TuningResult]:
+def run_tune(plan: Plan, progress: Progress) -> list[TuningResult]:
     """Search the selected bench cases, or measure their whole spaces, and return a result for each task.
 
-    until: time of the monotonic clock in s, after which no further task begins; several GPUs perform all tasks.
+    On this GPU no further task begins when `until` of the limits has passed; several GPUs perform all tasks.
     """
     options = plan.options
     gpus = visible_gpus(options.gpus) if options.gpus else []
@@ -46,7 +45,7 @@ def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> list[Tu
     tasks, num_kept = tasks_to_search(plan, progress)
     results = [TuningResult("kept")] * num_kept
     if tasks:
-        results += Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress, until)
+        results += Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress)
         cache.clear()
     return results
 
@@ -124,14 +123,14 @@ def expected_work(task: Task, options: Options) -> ExpectedWork:
     return ExpectedWork(num_configs, min(all_s, _SEARCH_S if search.until_gain else all_s, search.budget_s or all_s))
 
 
-def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[TuningResult]:
+def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress) -> list[TuningResult]:
     """Perform tasks on the GPU of this process."""
     release_memory()  # the GPU worker needs the memory
     results: list[TuningResult] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(tasks))
     with TuningSession(options) as session:
         for number, task in enumerate(tasks, start=1):
-            if results and time.monotonic() >= until:
+            if results and options.search.is_time_over:
                 break
             results.append(session.perform(task, tasks[number:]))
             results[-1].report(progress, task)

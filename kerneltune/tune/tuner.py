@@ -169,6 +169,8 @@ class Tuner:
         if final.incumbent == before.config:
             evidence["before"] = before.source.name
         evidence |= {"trials": num_trials, **provenance(task.variant)}
+        if self.options.search.is_time_over:
+            evidence["ended_early"] = True
         entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(final.best), evidence=evidence)
         cache.store(device.current().slug, entry)
         return entry

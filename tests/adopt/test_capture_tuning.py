@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,21 @@ def test_tune_out_of_time_names_classes_that_it_did_not_reach(tmp_path: Path, h2
     assert [one.launch_class.sizes["M"] for one in outcome.tuned] == [64]
     assert outcome.skipped == [("row_sum 4x96 float32 M=4 N=96", "not reached: run the command again")]
     assert [len(tune_capture(tmp_path, Progress()).tuned)] == [2]
+
+
+def test_tune_out_of_time_goes_on_with_the_class_whose_search_it_ended(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_sums(tmp_path, (64, 384))
+    with monkeypatch.context() as slow:
+        slow.setattr(h200, "time_us", lambda *asked: time.sleep(0.2) or SizedBench.time_us(*asked))
+        tune_capture(tmp_path, Progress(), budget_s=1e-9)
+    (file,) = (tmp_path / "configs").glob("*/*.json")
+    num_early = len(set(h200.tried))
+    assert "ended_early" in file.read_text()
+    tune_capture(tmp_path, Progress())
+    assert len(set(h200.tried)) == len(h200.tried) > num_early, "the search goes on with what is left"
+    assert "ended_early" not in file.read_text()
 
 
 def test_force_out_of_time_goes_on_with_the_classes_that_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:

@@ -154,6 +154,12 @@ def test_search_at_its_time_limit_counts_the_last_measurement(setting: Setting) 
     assert entry.evidence["trials"] == len(measured) < 25
 
 
+def test_search_at_the_end_of_its_run_tries_configs_until_one_has_a_time(setting: Setting) -> None:
+    tuner = setting.tuner(SMALL, lambda config: None if config == POOL[0] else small_time(config))
+    entry = setting.tune(tuner, SearchLimits(until=0.0))
+    assert (entry.evidence["ended_early"], 1 < entry.evidence["trials"] < 25) == (True, True)
+
+
 def test_search_prepares_the_case_while_the_first_config_compiles(setting: Setting) -> None:
     prepared: list[bool] = []
 
