@@ -180,7 +180,8 @@ def _operand(left: Any, right: Any) -> tuple[Any, Any]:
     if type(right) is not type(left):
         types, least, most = _NUMBERS.get(left.dtype.name, ((), 0, 0))
         is_of_kind = isinstance(right, types) and (least <= right <= most or abs(right) == math.inf)
-        return (left.handle.data.dtype.type(right or 0), left) if is_of_kind else (None, None)  # -0.0 is 0 in the interpreter
+        is_quick = is_of_kind and (right or math.copysign(1, right) > 0)  # before Triton 3.9, -0.0 is 0 in the interpreter
+        return (left.handle.data.dtype.type(right), left) if is_quick else (None, None)
     kinds = left.dtype.name, right.dtype.name
     if right.dtype is left.dtype or kinds == ("int64", "int32") or (right.dtype.name in _OFFSETS and left.dtype.is_ptr()):
         data, is_of_rank = right.handle.data, len(left.shape) == len(right.shape)

@@ -11,7 +11,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("adopt", "kernel_lib", "measuring/test_compiler.py", "measuring/test_assembly.py", "test_compat.py", "test_identity.py")
+TESTS = (
+    "adopt",
+    "interpreter",
+    "kernel_lib",
+    "measuring/test_compiler.py",
+    "measuring/test_assembly.py",
+    "test_compat.py",
+    "test_identity.py",
+)
 _WARNED = "test_capture_of_a_pytest_run_adds_no_warning_to_its_output"
 """A test that counts warnings: numpy 2.2 warns of Triton 3.6's interpreter."""
 
