@@ -13,8 +13,8 @@ from kerneltune.checking.declarations import seeds_without_effect, wrong_traffic
 from kerneltune.checking.layouts import LayoutChecker
 from kerneltune.checking.lookups import look_up_failures
 from kerneltune.errors import first_line, statement_in
-from kerneltune.interpreter.facts import Fact, LaunchFacts
-from kerneltune.interpreter.modes import unlaunched
+from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.modes import LaunchFacts, unlaunched
 from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.processes.start import tell
 from kerneltune.spec import Case, Config, Op, Variant
@@ -178,9 +178,9 @@ def facts_by_config(
     try:
         inputs = op.inputs(case, device="meta")
         for config in configs:
-            with unlaunched(host_folder(op)) as facts:
+            with unlaunched(host_folder(op)) as launches:
                 variant.run(inputs, config)
-            by_config[config] = facts
+            by_config[config] = launches
     except Exception as error:  # code that reads values fails on tensors without memory
         if why_not is not None:
             why_not.append(f"{statement_in(host_folder(op), error)}{first_line(error)}")
@@ -220,7 +220,7 @@ def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple
 
     def counted_facts(config: Config, launch_facts: LaunchFacts) -> set[Fact]:
         values = {value for _knob, value in knob_values(config)}
-        return {fact for fact in launch_facts if not fact.block or fact.block in values}
+        return {fact for fact in launch_facts.facts if not fact.block or fact.block in values}
 
     known = set[Fact]().union(*(counted_facts(*next(iter(by_config.items()))) for by_config in facts.values() if by_config))
     even, others = list[Pair](), list[Pair]()

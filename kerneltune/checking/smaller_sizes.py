@@ -11,7 +11,8 @@ from functools import partial
 
 from kerneltune.checking.check import only_calls_torch, why_not_checked
 from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
-from kerneltune.interpreter.facts import Fact, LaunchFacts
+from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.modes import LaunchFacts
 from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -102,18 +103,19 @@ class _SizeSearch:
         """
         in_checks = dict(launches.facts_of([*self.check, *self.found]))
         is_complete = not launches.not_judged
-        known, by_facts = set[Fact]().union(*in_checks.values()), dict[frozenset[Fact], Case]()
-        most_programs = max([_FEW_PROGRAMS, *(MOST_COST * facts.num_programs for facts in in_checks.values())])
-        for case, bench_facts in launches.facts_of(sorted(bench, key=self._cost)):
+        known, by_facts = set[Fact]().union(*(it.facts for it in in_checks.values())), dict[frozenset[Fact], Case]()
+        most_programs = max([_FEW_PROGRAMS, *(MOST_COST * it.num_programs for it in in_checks.values())])
+        for case, in_bench in launches.facts_of(sorted(bench, key=self._cost)):
+            bench_facts = in_bench.facts
             by_facts[frozenset(bench_facts)] = case
             for wants_even_blocks in (False, True) if is_complete else ():
                 missing = {fact for fact in bench_facts - known if (fact.kind == "even blocks") is wants_even_blocks}
                 candidates = self._candidates(case, wants_even_blocks, partial(launches.have_one_of, missing)) if missing else ()
-                for candidate, facts in launches.facts_of(candidates):
-                    if facts.num_programs <= most_programs and facts & missing and not why_not_checked(self.op, candidate):
+                for candidate, found in launches.facts_of(candidates):
+                    if found.num_programs <= most_programs and found.facts & missing and not why_not_checked(self.op, candidate):
                         self.found.append(candidate)
-                        known |= facts
-                        missing -= facts
+                        known |= found.facts
+                        missing -= found.facts
                     if not missing:
                         break
             known |= bench_facts
@@ -248,13 +250,10 @@ class _Launches:
             supported = [variant for variant in self._variants if not variant.unsupported(case)]
             by_variant = [facts_by_config(self._op, variant, case, self._configs(variant, case)) for variant in supported]
             if any(by_variant) or not by_variant:
-                facts = set[Fact]().union(*(facts for by_config in by_variant for facts in by_config.values()))
-                case_facts = LaunchFacts(fact._replace(block=0) for fact in facts)
-                case_facts.num_programs = sum(
-                    max(facts.num_programs for facts in by_config.values()) for by_config in by_variant if by_config
-                )
-                yield case, case_facts
+                facts = set[Fact]().union(*(it.facts for by_config in by_variant for it in by_config.values()))
+                most_programs = (max(it.num_programs for it in by_config.values()) for by_config in by_variant if by_config)
+                yield case, LaunchFacts({fact._replace(block=0) for fact in facts}, sum(most_programs))
 
     def have_one_of(self, facts: Set[Fact], case: Case) -> bool:
         """Return whether launches of a case have one of some facts."""
-        return any(case_facts & facts for _case, case_facts in self.facts_of([case]))
+        return any(launches.facts & facts for _case, launches in self.facts_of([case]))

@@ -88,18 +88,7 @@ class Fact(NamedTuple):
         return _TEXTS[self.kind].format(text=self.text, where=os.path.basename(self.where), block=self.block)
 
 
-class LaunchFacts(set[Fact]):
-    """Hold the facts of some launches, and if no program runs, the number of their programs, and arguments that are 1.
-
-    Attributes:
-        ones: (kernel, argument) of integers that are 1, which Triton makes constants.
-    """
-
-    num_programs = 0
-    ones: frozenset[tuple[str, str]] = frozenset()
-
-
-_NOTED: ContextVar[LaunchFacts | None] = ContextVar("noted", default=None)
+_NOTED: ContextVar[set[Fact] | None] = ContextVar("noted", default=None)
 WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
 """Set while a launch runs on tensors without memory: only its addresses count."""
 _LONG_LOOP = 128
@@ -111,9 +100,9 @@ AROUND: ContextVar[int] = ContextVar("around", default=1)
 
 
 @contextmanager
-def noting(passes_on: bool = True) -> Iterator[LaunchFacts]:
+def noting(passes_on: bool = True) -> Iterator[set[Fact]]:
     """Collect the facts of the launches within; `passes_on`: whether an enclosing `noting` gets the facts as well."""
-    facts = LaunchFacts()
+    facts = set[Fact]()
     token = _NOTED.set(facts)
     try:
         yield facts

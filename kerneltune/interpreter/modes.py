@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,27 @@ import numpy as np
 from kerneltune.errors import is_own
 from kerneltune.interpreter.barriers import barrier_parts
 from kerneltune.interpreter.corrections import correct_interpreter
-from kerneltune.interpreter.facts import Fact, LaunchFacts, note, noting
+from kerneltune.interpreter.facts import Fact, note, noting
 from kerneltune.interpreter.host_code import limits_of, noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 from kerneltune.interpreter.promises import promise_parts
 from kerneltune.interpreter.undefined import strict_parts
 from kerneltune.interpreter.wrapping import wrapping_parts
+
+
+@dataclass(slots=True)
+class LaunchFacts:
+    """Hold what is known of launches that ran no program.
+
+    Attributes:
+        facts: facts of the launches, and of the host code that launches.
+        num_programs: number of their programs.
+        ones: (kernel, argument) of integers that are 1, which Triton makes constants.
+    """
+
+    facts: set[Fact]
+    num_programs: int = 0
+    ones: frozenset[tuple[str, str]] = frozenset()
 
 
 @contextmanager
@@ -66,7 +82,7 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
 
 @contextmanager
 def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
-    """Collect the facts of launches of interpreted kernels, and of host code in a folder, and run no program.
+    """Collect launches of interpreted kernels, with facts of these and of host code in a folder, and run no program.
 
     What host code keeps for a further call, such as a workspace that grows, is forgotten, as each case is checked by itself.
     """
@@ -76,14 +92,16 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
         with untraced():
             bound = bound_arguments(executor, args, kwargs)
             grid = executor.grid(bound) if callable(executor.grid) else executor.grid
-            facts.num_programs += math.prod(map(int, grid))
+            launches.num_programs += math.prod(map(int, grid))
             note(*facts_of(executor, bound))
             integers = bound.keys() - set(executor.constexprs)
-            facts.ones |= {(executor.fn.__name__, name) for name in integers if type(bound[name]) is int and bound[name] == 1}
+            ones = {name for name in integers if type(bound[name]) is int and bound[name] == 1}
+            launches.ones |= {(executor.fn.__name__, name) for name in ones}
 
     uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
     with noting() as facts, uncalled, _forgetting(folder), noting_host(folder):
-        yield facts
+        launches = LaunchFacts(facts)
+        yield launches
 
 
 def read_sources(folder: str) -> None:

@@ -311,7 +311,7 @@ def test_facts_tell_which_operand_is_the_minimum_and_which_of_two_sizes_is_large
     for columns in (1600, 3000):
         with unlaunched() as launches:
             window_sums(False, {"x": torch.empty(1, columns, device="meta")}, None)
-        facts.append(launches)
+        facts.append(launches.facts)
     assert facts[1] - facts[0] == {Fact("branch", "min(N, 64 * BLOCK) = 64 * BLOCK", "_window_sums")}
     assert set(map(str, facts[0])) >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from kerneltune.interpreter import faults, undefined
-from kerneltune.interpreter.facts import Fact, LaunchFacts, cut_short, noting
+from kerneltune.interpreter.facts import Fact, cut_short, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import strict
 
@@ -91,7 +91,7 @@ def _fill_columns_of_tiles(y_ptr, rows, columns, TAKES_TURNS: tl.constexpr):
 
 @pytest.mark.parametrize("takes_turns", [True, False])
 def test_fixed_grid_that_takes_columns_of_tiles_in_turns_is_not_cut_short(takes_turns: bool) -> None:
-    reached: list[LaunchFacts] = []
+    reached: list[set[Fact]] = []
     for y in (torch.empty(64, 32), torch.empty(64, 48, device="meta")):  # 8 and 12 tiles
         with noting() as facts, strict():
             _fill_columns_of_tiles[(8,)](y, *y.shape, TAKES_TURNS=takes_turns)
