@@ -128,14 +128,20 @@ def seed_hint(classes: Sequence[LaunchClass]) -> str:
     return f"{count}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
-def unkeyed_dimensions(launch_class: LaunchClass) -> list[str]:
-    """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
-    shapes = [argument.tensor.shape for argument in launch_class.arguments if argument.tensor is not None]
+def unkeyed_dimensions(classes: Sequence[LaunchClass]) -> list[str]:
+    """Return the arguments that the author's key lacks and that equal a dimension of a tensor in the first class of a kernel.
+
+    An argument that equals an argument of the key in all classes, as strides of contiguous matrices do, is no such argument, nor
+    is one of a single config.
+    """
+    first = classes[0]
+    shapes = [argument.tensor.shape for argument in first.arguments if argument.tensor is not None]
     dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
-    named = {*launch_class.key_names, *(name for candidate in launch_class.candidates for name in candidate.config.kwargs)}
-    values = {a.name: a.value for a in launch_class.arguments if type(a.value) is int and a.name not in named}
-    sizes = [name for name, value in values.items() if value in dimensions and launch_class.list_size > 1]
-    return [name for name in sizes if _is_size(name) and not name.startswith("BLOCK")]
+    integers = [{a.name: a.value for a in each.arguments if type(a.value) is int} for each in classes]
+    named = {*first.key_names, *(name for candidate in first.candidates for name in candidate.config.kwargs)}
+    sizes = [name for name, value in integers[0].items() if value in dimensions and name not in named and first.list_size > 1]
+    follow = {name for name in sizes for key in first.key_names if all(each.get(name) == each.get(key) for each in integers)}
+    return [name for name in sizes if name not in follow and _is_size(name) and not name.startswith("BLOCK")]
 
 
 _SHOWN, _LABELS = 6, 3
@@ -189,7 +195,7 @@ def _kernel_findings(
         yield hint
     if varying := varying_sizes(classes):
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
-    if sizes := [name for name in unkeyed_dimensions(first) if name not in varying]:
+    if sizes := [name for name in unkeyed_dimensions(classes) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
     chosen = {config for launch_class in classes for config in wins.get(launch_class.digest, ())}
     never = [candidate.config for candidate in first.candidates if candidate.is_listed and candidate.config not in chosen]

@@ -128,7 +128,7 @@ def _table_of_kernels(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[s
         share = sum(shares[launch_class.digest] for launch_class in classes)
         first = classes[0]
         varying = varying_sizes(classes)
-        out = [*(f"{name}*" for name in varying), *(name for name in unkeyed_dimensions(first) if name not in varying)]
+        out = [*(f"{name}*" for name in varying), *(name for name in unkeyed_dimensions(classes) if name not in varying)]
         count = sum(capture.count(launch_class).launches for launch_class in classes)
         key = "(plain)" if first.is_plain else " ".join(first.key_names) or "-"
         cells = (str(len(classes)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
