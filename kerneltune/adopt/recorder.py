@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -72,15 +72,14 @@ class _Held:
         launch_class: the class.
         values: values from before the launch.
         effect: the effect of the launch; None if it cannot be seen.
-        is_written: whether the class was written with these values.
-        is_missing: whether the class is to be written in any case once the launch is made.
+        awaits: the event after which the class is written with these values: the end of the launch; the sight of its effect, if
+            the class has values of a launch without one; empty if the class is written.
     """
 
     launch_class: LaunchClass
     values: Values
     effect: Effect | None
-    is_written: bool = False
-    is_missing: bool = False
+    awaits: Literal["", "launch", "effect"]
 
 
 _launch_map = partial(LaunchMap, has_layout=True, has_signs=True, is_kept=lambda recorded: bool(recorded.digest))
@@ -254,7 +253,7 @@ class Recorder:
             write_class(self.root, launch_class, values.tensors)
         recorded = RecordedClass(launch_class.digest, [] if is_tuning or launch_class.is_plain else allowed)
         effect = None if program.is_capturing() else Effect(launch_class.arguments, storages)
-        recorded.held = _Held(launch_class, values, effect, is_written=not is_tuning, is_missing=is_tuning)
+        recorded.held = _Held(launch_class, values, effect, "launch" if is_tuning else "")
         return recorded
 
     def _hold_values(self, recorded: RecordedClass, before: _Held, launch: Launch) -> None:
@@ -271,8 +270,9 @@ class Recorder:
             self._sample_bytes_left += values.sampled
         if not holds_addresses(launch.autotuner.base_fn, described.arguments, values):
             launch_class = structs.replace(before.launch_class, arguments=described.arguments, storages=values.kept)
-            is_missing = before.is_missing or before.launch_class.lacks_values
-            recorded.held = _Held(launch_class, values, Effect(described.arguments, storages), is_missing=is_missing)
+            is_missing = before.awaits == "launch" or before.launch_class.lacks_values
+            effect = Effect(described.arguments, storages)
+            recorded.held = _Held(launch_class, values, effect, "launch" if is_missing else "effect")
 
     def _is_without_effect(self, recorded: RecordedClass, held: _Held, wait: bool = False) -> bool:
         """Return whether a launch is known to have shown no effect; write values that have shown an effect."""
@@ -283,7 +283,7 @@ class Recorder:
         if not held.effect.is_seen:
             return True
         recorded.launched = None
-        if not held.is_written:
+        if held.awaits == "effect":
             write_class(self.root, held.launch_class, held.values.tensors, is_better=True)
         return False
 
@@ -377,10 +377,10 @@ class Recorder:
                 if launch_class.candidate(choice) is None:  # chosen for other arguments, pruned for these
                     added = candidate_of_launch(launch, launch.autotuner.best_config)
                     launch_class = structs.replace(launch_class, candidates=(*launch_class.candidates, added))
-            if held.is_missing:
+            if held.awaits == "launch":
                 write_class(self.root, launch_class, held.values.tensors)
-                held.is_written, held.is_missing = True, False
-            if held.is_written:
+                held.awaits = ""
+            if not held.awaits:
                 held.values = Values()
             if held.effect is not None:
                 held.effect.end()
