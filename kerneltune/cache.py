@@ -171,7 +171,7 @@ def _rewrite(gpu: str, op_name: str, root: Path | None, changed: Callable[[list[
     return path
 
 
-def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+def by_size(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Sort entries by falling size, then by the text of their config, so that equally near entries have a fixed order."""
     return sorted(entries, key=lambda entry: (-_size(entry.case), json.dumps(entry.config, default=str)))
 
@@ -399,7 +399,7 @@ def _entries(chooser: Chooser, gpu: str) -> _Entries:
     reasons = []
     policies = [chooser.policy, "cold"]
     op_entries = _loaded(chooser.op.name, folder, chooser.root)
-    usable = in_order(e for e in op_entries if e.variant == chooser.variant.name and e.policy in policies)
+    usable = by_size(e for e in op_entries if e.variant == chooser.variant.name and e.policy in policies)
     for entry in sorted(usable, key=lambda entry: policies.index(entry.policy)):
         reason = chooser.why_rejected(entry)
         if reason is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kerneltune import nearness
-from kerneltune.cache import CacheEntry, entry_from, in_order
+from kerneltune.cache import CacheEntry, by_size, entry_from
 from kerneltune.files import bad, decode, read_text
 from kerneltune.spec import Op, TaskRow
 
@@ -103,7 +103,7 @@ def to_python(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) 
     """Return a module with a table and a function `best`, which ranks entries as the cache does, and needs nothing installed."""
     ranking = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
     free = {"FREE_AXES": op.free_axes, "FREE_OPTIONS": op.free_options, "BANDS": dict(op.bands), "MAX_DISTANCE": op.max_distance}
-    ordered = in_order(entries)
+    ordered = by_size(entries)
     table = ["ENTRIES = [", *_rows(ordered), "]", *(f"{name} = {value!r}" for name, value in free.items())]
     call = tuple(ordered[0].key.fields[name] for name in ("variant", "axes", "dtype", "quant", "options"))
     lines = [*_head(op, device), f"# best{call!r} returns knobs", ranking, "", *table]

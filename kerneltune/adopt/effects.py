@@ -8,7 +8,7 @@ import torch
 from kerneltune.adopt.arguments import is_descriptor, torch_dtype, with_tuples
 from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.replay import Replay, ReplayError, live_arguments, live_kernel
-from kerneltune.checking.check import same_bits
+from kerneltune.checking.check import have_same_bits
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
 from kerneltune.kernel_lib.check_values import LARGE, vary_rows
@@ -33,7 +33,7 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     for _ in range(2):
         _run(replay, stored)
         for name, tensor in results_of(replay).items():
-            rms, _largest = difference(replay.expected[name], tensor)
+            rms, _largest = relative_difference(replay.expected[name], tensor)
             replay.noise[name] = max(replay.noise.get(name, 0.0), rms)
     _poison(replay, stored, written)
     if any(replay.guard_bytes):
@@ -41,7 +41,7 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
         replay.guard_contents = [guard.clone() for guard in replay.guards(replay.storages)]
         _run(replay, stored)
         pairs = zip(replay.guard_contents, replay.guards(replay.storages), strict=True)
-        replay.guard_noise = [0.0 if _has_same_bytes(*pair) else difference(*pair)[0] for pair in pairs]
+        replay.guard_noise = [0.0 if _has_same_bytes(*pair) else relative_difference(*pair)[0] for pair in pairs]
     replay.restore()
     if reference is not None:
         replay.expected |= _reference_values(replay, reference, written)
@@ -72,7 +72,7 @@ def _earlier(replay: Replay) -> dict[str, torch.Tensor]:
 def _changed(replay: Replay) -> set[str]:
     """Return the arguments that hold other bytes than before."""
     earlier = _earlier(replay)
-    return {name for name, tensor in _tensors(replay.named).items() if not same_bits(tensor, earlier[name])}
+    return {name for name, tensor in _tensors(replay.named).items() if not have_same_bits(tensor, earlier[name])}
 
 
 _POISON = 0xFF
@@ -277,7 +277,7 @@ def disagreement(
         is_cancelled = (a - b).abs() <= _CANCELLED * a.nan_to_num(0.0, 0.0, 0.0).abs().max()
         codes = torch.where(is_cancelled, expected.view(torch.uint8), found.view(torch.uint8))
         return "; ".join(within_a_step("fp8", codes.view(expected.dtype), expected))
-    rms, largest = difference(expected, found, by_element=has_reference)
+    rms, largest = relative_difference(expected, found, by_element=has_reference)
     inside = [torch.finfo(kind).eps for kind in map(torch_dtype, dtypes) if kind in (torch.bfloat16, torch.float16)]
     epsilon = float(max(torch.finfo(expected.dtype).eps, _LEAST_EPSILON, *inside))
     allowed = max(_NOISE_FACTOR * noise, _ROUNDINGS * epsilon)
@@ -289,7 +289,7 @@ def disagreement(
     return f"differs by {rms:.2e} of the rms (allowed {allowed:.2e}), at most {largest_text}"
 
 
-def difference(expected: torch.Tensor, found: torch.Tensor, by_element: bool = False) -> tuple[float, float]:
+def relative_difference(expected: torch.Tensor, found: torch.Tensor, by_element: bool = False) -> tuple[float, float]:
     """Return the rms and the largest of the differences, each over the same measure of the expected values.
 
     Args:

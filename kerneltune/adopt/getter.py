@@ -389,7 +389,7 @@ def run_call(inputs: Inputs, config: Config) -> Outputs:
 
 def reference(inputs: Inputs) -> Outputs:
     """Return the results under the program's own config, and note how much they vary between two calls."""
-    from kerneltune.adopt.effects import difference
+    from kerneltune.adopt.effects import relative_difference
     from kerneltune.interpreter.modes import corrected
 
     call = inputs[_CALL]
@@ -399,7 +399,7 @@ def reference(inputs: Inputs) -> Outputs:
     if not expected:
         raise ValueError("the call returned no tensor: let the case function return a function that returns its results")
     for name, tensor in expected.items():
-        call.noise[name], _largest = difference(tensor, second[name])
+        call.noise[name], _largest = relative_difference(tensor, second[name])
     return expected
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch
 from kerneltune.errors import first_line, is_own, statement_in
-from kerneltune.interpreter.facts import Fact, note, noting
+from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.modes import replaced, strict
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
@@ -63,7 +63,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
         if only_calls_torch(op, variant, checks):
             return []
         where = f"addresses of {variant.name} in {case.name}: host code fails without memory"
-        note(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))
+        note_facts(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))
     return []
 
 

@@ -92,8 +92,8 @@ class Checker:
             given = type(self.expected).__name__
             text = f"{given}: expected a dict of output -> tensor, {where}"
             raise CaseError.of_contract(place_of(op.reference), "reference", text)
-        for name, before in self.inputs_before.items():
-            if not same_bits(self.inputs[name], before):
+        for name in self.inputs_before:
+            if self._is_changed(name):
                 raise CaseError.of_contract(place_of(op.reference), "reference", f"changes its input {name}, {where}")
         if device == "cpu":
             meta_inputs(op, case)  # raises the error of inputs without memory
@@ -135,7 +135,7 @@ class Checker:
             return [f"run 2: {error}"]
         if lines := second.run_again(variant, config)[1]:
             return [f"run 2: {line}" for line in lines]
-        if changed := ", ".join(name for name, copied in copies.items() if not same_bits(new[name], copied)):
+        if changed := ", ".join(name for name, copied in copies.items() if not have_same_bits(new[name], copied)):
             return [f"outputs: {changed} of the first run changed in the second: outputs need memory of their own"]
         return []
 
@@ -168,7 +168,7 @@ class Checker:
     def outputs(self, variant: Variant, config: Config) -> Outputs:
         """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
         for name, before in self.inputs_before.items():
-            if not same_bits(self.inputs[name], before):
+            if self._is_changed(name):
                 self.inputs[name].copy_(before)
         self._versions = {name: version(self.inputs[name]) for name in self.inputs_before}
         with poisoned_memory(), strict(host_folder(self.op)):
@@ -205,9 +205,12 @@ class Checker:
             is_changeable = not self._keeps_all and value.ndim <= 1 and value.numel() <= _MOST_CHANGEABLE
             if is_changeable or value.untyped_storage().data_ptr() in output_storages:
                 continue
-            if version(value) != self._versions[name] or not same_bits(value, self.inputs_before[name]):
+            if version(value) != self._versions[name] or self._is_changed(name):
                 lines.append(f"inputs: {name} was overwritten, and is no output")
         return lines
+
+    def _is_changed(self, name: str) -> bool:
+        return not have_same_bits(self.inputs[name], self.inputs_before[name])
 
     def _restorable(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the inputs whose values are copied: a run that changes them is found, and each run has the same inputs."""
@@ -244,7 +247,7 @@ class Checker:
         for name, tensor in outputs.items():
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 owner = input_of.get(tensor.untyped_storage().data_ptr())
-                if not owner or (owner in self.inputs_before and not same_bits(self.inputs[owner], self.inputs_before[owner])):
+                if not owner or (owner in self.inputs_before and self._is_changed(owner)):
                     are_over_inputs[name] = owner is not None
         return are_over_inputs
 
@@ -261,7 +264,7 @@ def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
     return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits; a NaN equals a NaN with the same bits."""
     return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
 

@@ -47,13 +47,13 @@ class FirstSeen:
             are_floats = dtype.is_floating_point and in_reference.is_floating_point
             if are_floats and dtype != in_reference and dtype.itemsize >= in_reference.itemsize:
                 return [f"{name}: {dtype}, expected {in_reference} as of the reference"]
-            if not (is_integer(dtype) and is_integer(in_reference)):
+            if not (holds_integers(dtype) and holds_integers(in_reference)):
                 continue
             if other := self._other(case, dtype == in_reference, *of_output, name, "reference's type"):
                 return [f"{name}: {dtype}, {in_reference} in the reference; equal types in case {other[1].name}, or inversely"]
         return []
 
 
-def is_integer(dtype: torch.dtype) -> bool:
+def holds_integers(dtype: torch.dtype) -> bool:
     """Return whether elements are integers; `torch.bool` has none."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kerneltune.checking.check import Checker, same_bits
-from kerneltune.checking.consistency import is_integer
+from kerneltune.checking.check import Checker, have_same_bits
+from kerneltune.checking.consistency import holds_integers
 from kerneltune.interpreter.races import touching
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -86,11 +86,11 @@ def seeds_without_effect(checker: Checker, variant: Variant, config: Config) -> 
     """Return a text for each input named a seed whose next value gives the same outputs, as if it were ignored."""
     texts = list[str]()
     for name, value in checker.inputs.items():
-        if "seed" in name.lower() and (type(value) is int or (isinstance(value, torch.Tensor) and is_integer(value.dtype))):
+        if "seed" in name.lower() and (type(value) is int or (isinstance(value, torch.Tensor) and holds_integers(value.dtype))):
             other = copy(checker)
             other.inputs = {**checker.inputs, name: value + 1}
             other.inputs_before = {kept: before for kept, before in checker.inputs_before.items() if kept != name}
             changed, outputs = other.run(variant, config)[0], checker.outputs(variant, config)
-            if changed and all(same_bits(it, changed[key]) for key, it in outputs.items() if isinstance(it, torch.Tensor)):
+            if changed and all(have_same_bits(it, changed[key]) for key, it in outputs.items() if isinstance(it, torch.Tensor)):
                 texts.append(f"{name} + 1 gives the same outputs in case {checker.case.name}: is it ignored?")
     return texts

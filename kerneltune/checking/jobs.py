@@ -19,7 +19,7 @@ from kerneltune.checking.pairs import around_default, check_cost, check_pairs
 from kerneltune.checking.reruns import wrong_after_other_size, wrong_by_unwritten, wrong_for_new_values, wrong_in_reverse
 from kerneltune.checking.shifts import wrong_by_values
 from kerneltune.errors import place_of
-from kerneltune.interpreter.facts import Fact, cut_short, note, noting, unreached
+from kerneltune.interpreter.facts import Fact, cut_short, note_facts, noting, unreached
 from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.processes.start import tell
 from kerneltune.records import grouped
@@ -96,7 +96,7 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
     """
 
     def work() -> list[Outcome]:
-        note(*facts)
+        note_facts(*facts)
         begun_s, default_facts, notes = time.thread_time(), set[Fact](), list[Outcome]()
         for number, config in enumerate(around_default(task.variant, task.case)):
             if number and time.thread_time() - begun_s > _ADDRESSES_S:

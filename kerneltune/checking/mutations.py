@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from kerneltune.checking.check import Checker, same_bits
+from kerneltune.checking.check import Checker, have_same_bits
 from kerneltune.spec import Case, Op, Outputs, Variant
 from kerneltune.task import CaseError, Outcome
 
@@ -161,5 +161,5 @@ def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
         for mutation, change in _MUTATIONS.items():
             if values.is_floating_point() or mutation in _OF_INTEGERS:
                 changed = change(values)
-                if not same_bits(changed, values):
+                if not have_same_bits(changed, values):
                     yield name, mutation, changed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kerneltune.checking.blind_spots import matters
-from kerneltune.checking.check import LAUNCH_FAILURE, Checker, only_calls_torch, same_bits, smallest_cases
+from kerneltune.checking.check import LAUNCH_FAILURE, Checker, have_same_bits, only_calls_torch, smallest_cases
 from kerneltune.checking.covering import settings
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.modes import replaced
@@ -175,7 +175,7 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[tu
         ]
         for name in judged if change.has_exact_bytes and outputs else ():
             got, want = outputs.get(name), moved.expected[name]
-            if isinstance(got, torch.Tensor) and got.itemsize == 1 and not same_bits(got, want):
+            if isinstance(got, torch.Tensor) and got.itemsize == 1 and not have_same_bits(got, want):
                 wrong += [name] * _is_same(right[name], near.expected[name])
         is_in_host = lines[0].startswith(LAUNCH_FAILURE) and not (change.has_exact_bytes and _IN_KERNEL in lines[0])
         is_fault = not outputs and not is_in_host
@@ -412,7 +412,7 @@ def _tensors(want: Outputs, _near: Outputs) -> list[str]:
 
 
 def _is_same(got: torch.Tensor | None, want: torch.Tensor) -> bool:
-    return got is not None and got.dtype == want.dtype and same_bits(got, want)
+    return got is not None and got.dtype == want.dtype and have_same_bits(got, want)
 
 
 def _is_far(got: torch.Tensor | None, want: torch.Tensor, blurred: torch.Tensor, by_element: bool = False) -> bool:

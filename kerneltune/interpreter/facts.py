@@ -109,10 +109,10 @@ def noting(passes_on: bool = True) -> Iterator[set[Fact]]:
     finally:
         _NOTED.reset(token)
         if passes_on:
-            note(*facts)
+            note_facts(*facts)
 
 
-def note(*facts: Fact) -> None:
+def note_facts(*facts: Fact) -> None:
     """Note facts of a launch."""
     if (noted := _NOTED.get()) is not None:
         noted.update(facts)
@@ -121,7 +121,7 @@ def note(*facts: Fact) -> None:
 def note_here(kind: Kind, text: str = "") -> None:
     """Note a fact whose place is the kernel's statement that runs."""
     file, line = statement()
-    note(Fact(kind, text, f"{file}:{line}"))
+    note_facts(Fact(kind, text, f"{file}:{line}"))
 
 
 def noting_draws(philox: Callable[..., Any], is_drawn: Callable[[Sequence[Any]], bool]) -> Callable[..., Any]:

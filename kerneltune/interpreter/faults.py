@@ -98,7 +98,7 @@ def reverse_order() -> Iterator[None]:
         _REVERSED.reset(token)
 
 
-def in_order(at: Sequence[int], grid: Sequence[int]) -> Sequence[int]:
+def place_that_runs(at: Sequence[int], grid: Sequence[int]) -> Sequence[int]:
     """Return the place of the program that runs next if the program at a place is due: in reverse order its mirror image."""
     return [size - 1 - place for size, place in zip(grid, at, strict=True)] if _REVERSED.get() else at
 

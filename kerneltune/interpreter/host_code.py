@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from kerneltune.errors import is_own
-from kerneltune.interpreter.facts import Fact, compared_for_equality, comparison, note
+from kerneltune.interpreter.facts import Fact, compared_for_equality, comparison, note_facts
 
 _CALLS = {"min", "max", "len", "cdiv", "next_power_of_2", "size", "numel", "dim", "slice", "locals"}
 """Functions and methods that are called again to compute the operands of a limit: they change nothing."""
@@ -51,7 +51,7 @@ def noting_host(folder: str) -> AbstractContextManager[None]:
             if event == "line":
                 facts = [Fact("branch", f"line {frame.f_lineno} after `{condition}`")] if condition else []
                 facts += [fact for limit in limits.get(frame.f_lineno, ()) for fact in limit(frame)]
-                note(*(fact._replace(where=function) for fact in facts))
+                note_facts(*(fact._replace(where=function) for fact in facts))
                 condition = _condition(code.co_filename, frame.f_lineno)
             return step
 

@@ -23,7 +23,7 @@ import numpy as np
 from kerneltune.errors import is_own
 from kerneltune.interpreter.barriers import barrier_parts
 from kerneltune.interpreter.corrections import correct_interpreter
-from kerneltune.interpreter.facts import Fact, note, noting
+from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.host_code import limits_of, noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 from kerneltune.interpreter.promises import promise_parts
@@ -93,7 +93,7 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
             bound = bound_arguments(executor, args, kwargs)
             grid = executor.grid(bound) if callable(executor.grid) else executor.grid
             launches.num_programs += math.prod(map(int, grid))
-            note(*facts_of(executor, bound))
+            note_facts(*facts_of(executor, bound))
             integers = bound.keys() - set(executor.constexprs)
             ones = {name for name in integers if type(bound[name]) is int and bound[name] == 1}
             launches.ones |= {(executor.fn.__name__, name) for name in ones}
@@ -124,7 +124,7 @@ def _untimed() -> dict[tuple[Any, str], Any]:
     from triton.runtime.autotuner import Autotuner
 
     def untimed(autotuner: Any, *_args: Any, **_named: Any) -> float:
-        note(Fact("not judged", f"configs of the autotuner of {autotuner.base_fn.__name__} other than the first"))
+        note_facts(Fact("not judged", f"configs of the autotuner of {autotuner.base_fn.__name__} other than the first"))
         return 0.0
 
     return {(Autotuner, "_bench"): untimed}

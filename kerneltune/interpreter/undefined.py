@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kerneltune.interpreter.facts import AROUND, WITHOUT_MEMORY, Fact, note, note_here, noting, noting_draws
+from kerneltune.interpreter.facts import AROUND, WITHOUT_MEMORY, Fact, note_facts, note_here, noting, noting_draws
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
     causes,
     check_keywords,
     fault_of,
-    in_order,
     line_of,
+    place_that_runs,
     statement,
     time_limit,
 )
@@ -145,7 +145,7 @@ class _Guard:
         self._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
         for axis, (size, most) in enumerate(zip(self._grid, _MOST_PROGRAMS, strict=True)):
             if size > 1:
-                note(Fact("two programs", self._kernel, str(axis)))
+                note_facts(Fact("two programs", self._kernel, str(axis)))
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         num_programs = math.prod(self._grid)
@@ -153,7 +153,7 @@ class _Guard:
 
     def begin_program(self, set_grid_idx: Any, *place: int) -> None:
         """Note the program that begins, and the time."""
-        at = in_order(place, self._grid)
+        at = place_that_runs(place, self._grid)
         set_grid_idx(*at)
         begin_time()
         AROUND.set(1)
@@ -207,19 +207,19 @@ class _Guard:
         self._kernel = executor.fn.__name__
         FOLLOWED.set(32 * (kwargs.get("num_warps") or 4) * makes_promises(executor.fn))
         bound = bound_arguments(executor, args, kwargs)
-        note(*facts_of(executor, bound), *floats_of(bound))
+        note_facts(*facts_of(executor, bound), *floats_of(bound))
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             result = call(*args, **kwargs)
             self._races.end_launch()
-            note(*self._last_elements.facts(self._kernel))
+            note_facts(*self._last_elements.facts(self._kernel))
             return result
-        note(*cpu_tensors_of(self._kernel, bound))
+        note_facts(*cpu_tensors_of(self._kernel, bound))
         self._names = {id(value): name for name, value in bound.items()}
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
         try:
             self._unjudged = self._unjudged or self._judge_corners(executor, bound)
             if self._unjudged:
-                note(Fact("not judged", f"addresses of {self._kernel}: {self._unjudged}", self._kernel))
+                note_facts(Fact("not judged", f"addresses of {self._kernel}: {self._unjudged}", self._kernel))
         finally:
             WITHOUT_MEMORY.reset(token)
             scope.restore()
@@ -238,7 +238,7 @@ class _Guard:
                 self._run_corners(executor, bound)
                 last_elements = self._last_elements
                 others = self._with_other_numbers(executor, bound) if self._loads_index else last_elements
-                note(*last_elements.facts(self._kernel, others))
+                note_facts(*last_elements.facts(self._kernel, others))
                 return ""
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
