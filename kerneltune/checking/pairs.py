@@ -155,8 +155,8 @@ class _PairChecks:
         pairs = "all pairs" if len(done) == num_possible else f"{len(done):,} of {num_possible:,} pairs"
         line = f"{counted(num_configs, 'config')} on {counted(num_cases, 'case')}, {pairs}"
         if num_failures:
-            stopped = "stopped after " if num_failures >= _MOST_FAILURES and len(done) < num_possible else ""
-            return f"{line}, {stopped}{counted(num_failures, 'failure')}"
+            is_stopped = num_failures >= _MOST_FAILURES and len(done) < num_possible
+            return f"{line}; stopped after failures" if is_stopped else line
         if num_unusable := sum(checker is None for checker in self.checkers.values()):
             return f"{line}; inputs or reference of {counted(num_unusable, 'case')} fail"
         if not classes(list(configs)):

@@ -4,7 +4,7 @@ import codecs
 import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -68,17 +68,30 @@ def note(text: str) -> None:
     show_wrapped(text, target=messages)
 
 
+def unaccepted(lines: Sequence[str], accepted: Sequence[str]) -> list[str]:
+    """Return the lines that have none of the accepted texts; name each accepted text that no line has."""
+    for text in accepted:
+        if not any(text in line for line in lines):
+            note(f"--accept {text!r}: no line has this text")
+    return [line for line in lines if not any(text in line for text in accepted)]
+
+
 def error_line(text: str) -> None:
     """Print an error on a single line."""
     show(" ".join(text.split()), messages)
 
 
-def end_if_failed(records: Iterable[Record]) -> None:
-    """Print a line for each mistake of failed records; end with 1 if a variant failed, with 2 if inputs or a reference did."""
+def end_if_failed(records: Iterable[Record], verdict: str = "") -> None:
+    """Print a line for each mistake of failed records; end with 1 if a variant failed, with 2 if inputs or a reference did.
+
+    verdict: the last line before the end.
+    """
     failed = [record for record in records if record.status == "failed"]
     for line in failure_lines(failed):
         show_wrapped(" ".join(f"failed: {line}".split()), target=messages)
     if failed:
+        if verdict:
+            show(verdict)
         raise typer.Exit(2 if any(is_of_contract(record.reason) for record in failed) else 1)
 
 

@@ -1,7 +1,7 @@
 """`kerneltune sweep`: check, tune, measure, record and tabulate a family."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -11,21 +11,21 @@ import typer
 from kerneltune import device
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
-from kerneltune.cli.console import end_if_failed, messages, note, show, show_wrapped, width
+from kerneltune.cli.console import end_if_failed, messages, note, show, show_wrapped, unaccepted, width
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.processes.start import start_server
 from kerneltune.records import Record, grouped, load
 from kerneltune.reporting.pairing import BEST_PEER, ab_rows, side
-from kerneltune.reporting.tables import ab_table, check_table, sweep_table
+from kerneltune.reporting.tables import ab_table, case_statuses, check_table, sweep_table
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
-from kerneltune.task import Outcome
 from kerneltune.wording import assignments, counted, first_of
 
 if TYPE_CHECKING:
     from kerneltune.stale import Stale
+    from kerneltune.sweep_run import SweepResult
 
 
 @o.ungrouped()
@@ -95,41 +95,25 @@ def command(
     loading.require_folders(plan.options)
     if mutate:
         return _show_mutations(plan)
-    coverage = _run(plan, family, folder)
-    if strict:
-        _end_if_noted(coverage, accept or [])
+    _run(plan, family, folder, strict, accept or [])
 
 
-def _end_if_noted(coverage: Sequence[Outcome], accepted: Sequence[str]) -> None:
-    """End with 1 if a note has none of the accepted texts."""
-    lines = [outcome.reason for outcome in coverage if outcome.status == "noted"]
-    for text in accepted:
-        if not any(text in line for line in lines):
-            note(f"--accept {text!r}: no line has this text")
-    if left := [line for line in lines if not any(text in line for text in accepted)]:
-        show_wrapped(f"--strict: {counted(len(left), 'line')} above not accepted", target=messages)
-        raise typer.Exit(1)
+def _run(plan: Plan, asked: str, capture: str, strict: bool, accepted: Sequence[str]) -> None:
+    """Run the stages of a sweep, named by a family or by the folder of a capture; show records and files.
 
-
-def _run(plan: Plan, asked: str, capture: str) -> Sequence[Outcome]:
-    """Run the stages of a sweep, named by a family or by the folder of a capture; show records and files, return the coverage."""
+    A check ends with 1 if a variant failed or, with strict, if a line to read has none of the accepted texts.
+    """
     from kerneltune.checking.check import is_foreign
     from kerneltune.sweep_run import run_sweep
 
     with Reporter() as progress:
         swept = run_sweep(plan, progress, lambda rows: show(sweep_table(rows, brief=True).text(width()) + "\n"))
     timed = any(record.time_us is not None for record in swept.records)
-    show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
-    skipped = [record for record in swept.records if record.status == "skipped" and not timed]
-    for (op_name, variant_name), rows in grouped(skipped, lambda record: (record.op, record.variant)).items():
-        reasons = first_of(dict.fromkeys(record.reason for record in rows), 2)
-        show_wrapped(f"{op_name} {variant_name}: skipped {counted(len(rows), 'case')}: {reasons}")
-    if capture and not timed:
-        _show_unchecked(plan, swept.records, Path(capture))
-    if not timed and plan.options.extent != "check":
-        _show_recorded(plan, asked)
-    for outcome in swept.coverage:
-        show_wrapped(outcome.reason)
+    to_read = unaccepted([outcome.reason for outcome in swept.coverage if outcome.status == "noted"], accepted)
+    if timed:
+        show(sweep_table(swept.records, brief=True).text(width()))
+    else:
+        _show_checks(plan, asked, capture, swept, to_read)
     for op in (plan.ops[name] for name in dict.fromkeys(record.op for record in swept.records)):
         for variant in plan.variants(op.name, installed=False) if is_foreign(op) else ():
             show_wrapped(f"{op.name} {variant.name}: left out: its requires are not installed: {', '.join(variant.missing())}")
@@ -138,8 +122,41 @@ def _run(plan: Plan, asked: str, capture: str) -> Sequence[Outcome]:
     if all(record.status == "skipped" for record in swept.records):
         reasons = first_of(dict.fromkeys(record.reason for record in swept.records), 1)
         raise ValueError(f"{plan.sweep.path}: nothing checked: {counted(len(swept.records), 'row')} skipped: {reasons}")
-    end_if_failed(r for r in swept.records if not plan.ops[r.op].variant(r.variant).is_peer)
-    return swept.coverage
+    own = [record for record in swept.records if not plan.ops[record.op].variant(record.variant).is_peer]
+    if timed:
+        return end_if_failed(own)
+    _end_checks(own, case_statuses(swept.records), len(to_read), strict)
+
+
+def _show_checks(plan: Plan, asked: str, capture: str, swept: "SweepResult", to_read: Collection[str]) -> None:
+    """Show the table of checks, and lines about cases that were skipped or not checked, and about the coverage."""
+    show(check_table(swept.records, to_read).text(width()))
+    show("")
+    skipped = [record for record in swept.records if record.status == "skipped"]
+    for (op_name, variant_name), rows in grouped(skipped, lambda record: (record.op, record.variant)).items():
+        reasons = first_of(dict.fromkeys(record.reason for record in rows), 2)
+        show_wrapped(f"{op_name} {variant_name}: skipped {counted(len(rows), 'case')}: {reasons}")
+    if capture:
+        _show_unchecked(plan, swept.records, Path(capture))
+    if plan.options.extent != "check":
+        _show_recorded(plan, asked)
+    for outcome in swept.coverage:
+        show_wrapped(f"to read: {outcome.reason}" if outcome.reason in to_read else outcome.reason)
+
+
+def _end_checks(own: Sequence[Record], statuses: Counter[str], num_to_read: int, strict: bool) -> None:
+    """Show as the last line whether the checks passed; end with 1 if they did not.
+
+    statuses: of all checks, also of other packages' variants.
+    """
+    num_passed, num_failed, to_read = statuses["checked"], statuses["failed"], f"{counted(num_to_read, 'line')} to read"
+    lines = f", {to_read}" if num_to_read else ""
+    end_if_failed(own, f"FAILED: {num_failed} of {counted(num_passed + num_failed, 'check')}{lines}")
+    if strict and num_to_read:
+        show(f"FAILED: {to_read} (--strict); {counted(num_passed, 'check')} passed")
+        raise typer.Exit(1)
+    peers = f", {num_failed} of other packages failed" if num_failed else ""
+    show(f"passed: {counted(num_passed, 'check')}{peers}{lines}{' (--strict fails)' if num_to_read else ''}")
 
 
 def _renew(ops: Mapping[str, Op], selection: Selection, options: Options) -> None:

@@ -278,7 +278,9 @@ def _not_compared(old: Record | None, new: Record | None, new_setups: Collection
         return None
     if new is not None and new.status == "passed":
         return None
-    reason = f"{new.status} in the new records: {new.reason or 'not timed'}" if new else "not in the new records"
+    reason = f"not {'timed ' if new else ''}in the new records"
+    if new and new.reason:
+        reason = f"{new.status} in the new records: {new.reason}"
     return GateRow(new or old, "missing", None, _one_line(note, reason), note)
 
 

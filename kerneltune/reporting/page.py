@@ -181,7 +181,7 @@ def _named(name: CaseName) -> dict[str, Any]:
 
 def _result(record: Record) -> dict[str, Any]:
     if record.status != "passed":
-        return {"status": record.status, "reason": _without_paths(" ".join(record.reason.split()))}
+        return {"status": pairing.status_word(record.status), "reason": _without_paths(" ".join(record.reason.split()))}
     return {
         "status": "passed",
         "us": record.time_us,

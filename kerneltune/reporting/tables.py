@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, case_key, differing_run_fields, grouped, ratio
 from kerneltune.reporting.naming import CaseName, case_names, source
-from kerneltune.reporting.pairing import BASELINE, BEST_PEER, Comparison, paired, status_of
+from kerneltune.reporting.pairing import BASELINE, BEST_PEER, Comparison, paired, status_of, status_word
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.table import CellValue, Column, Row, Table, values
 from kerneltune.wording import assignments, counted, short_dtype
@@ -201,21 +201,30 @@ def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
     return reasons_of
 
 
-def check_table(records: Sequence[Record]) -> Table:
-    """Return one line per operator and variant: how many cases passed, failed with a config, and were skipped; no times."""
+def check_table(records: Sequence[Record], to_read: Iterable[str] = ()) -> Table:
+    """Return one line per operator and variant: how many cases passed, failed with a config, and were skipped; no times.
+
+    to_read: lines of the checks, each with its operator first; a note in the last row of the operator counts them.
+    """
     statuses = ("checked", "failed", "skipped")
-    numbers = [Column(status, digits=0) for status in statuses]
+    numbers = [Column(status_word(status), digits=0) for status in statuses]
     columns = (Column("op", wraps=True), Column("variant"), *numbers, Column("types", wraps=True), Column("modes", wraps=True))
-    lines, all_counts = [], Counter[str]()
-    for (op, variant), group in grouped(records, lambda r: (r.op, r.variant)).items():
-        counts = Counter[str]()
-        for rows in grouped(group, lambda r: (r.case, r.key.case)).values():  # a row per config that failed
-            counts["failed" if any(r.status == "failed" for r in rows) else rows[0].status] += 1
-        types = ", ".join(dict.fromkeys(short_dtype(r.dtype) for r in group))
-        modes = ", ".join(dict.fromkeys(r.quant for r in group))
-        lines.append(Row((op, variant, *(counts[status] for status in statuses), types, modes)))
-        all_counts += counts
-    return Table(columns, tuple(lines), tuple(_device_lines(records)), (status_counts(all_counts.elements()),), repeated=1)
+    noted, lines = Counter(line.partition(" ")[0].rstrip(":") for line in to_read), []
+    for op, rows in grouped(records, lambda record: record.op).items():
+        for variant, group in grouped(rows, lambda record: record.variant).items():
+            counts = case_statuses(group)
+            types = ", ".join(dict.fromkeys(short_dtype(r.dtype) for r in group))
+            modes = ", ".join(dict.fromkeys(r.quant for r in group))
+            lines.append(Row((op, variant, *(counts[status] for status in statuses), types, modes)))
+        if noted[op]:
+            lines[-1] = lines[-1]._replace(note=f"{counted(noted[op], 'line')} to read")
+    return Table(columns, tuple(lines), tuple(_device_lines(records)), repeated=1)
+
+
+def case_statuses(records: Iterable[Record]) -> Counter[str]:
+    """Return how often each status occurs among the checks of a variant on a case; a check fails if any of its configs fails."""
+    checks = grouped(records, lambda record: (record.op, record.variant, record.case, record.key.case)).values()
+    return Counter("failed" if any(row.status == "failed" for row in rows) else rows[0].status for rows in checks)
 
 
 def case_columns(records: Iterable[Record], *first: Column, sizes_first: bool = False) -> tuple[list[Column], list[CaseName]]:
@@ -332,4 +341,4 @@ def _device_lines(records: Iterable[Record]) -> list[str]:
 
 def status_counts(statuses: Iterable[str]) -> str:
     """Return how often each status occurs: `12 passed, 1 failed`."""
-    return ", ".join(f"{count} {status}" for status, count in Counter(statuses).items()) or "nothing to show"
+    return ", ".join(f"{count} {status}" for status, count in Counter(map(status_word, statuses)).items()) or "nothing to show"

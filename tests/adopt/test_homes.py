@@ -163,7 +163,7 @@ def test_kernel_whose_source_a_module_writes_is_found_in_the_module(tmp_path: Pa
     write_capture_sweep(read_capture(tmp_path / "cap"))
     command = [sys.executable, "-m", "kerneltune", "sweep", str(tmp_path / "cap"), "--check-only"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "2 checked" in done.stdout, done.stdout + done.stderr
+    assert "passed: 2 checks" in done.stdout, done.stdout + done.stderr
 
 
 def forget(package: str) -> None:

@@ -330,8 +330,8 @@ def test_ab_table_text_cuts_longer_reasons(width: int) -> None:
 def test_sweep_table_of_the_interpreter_has_no_times() -> None:
     text = tables.sweep_table([checked(), checked(variant="optimized")]).text(120)
     assert text.startswith("device: interpreter (no GPU): correctness is checked, no timing\n")
-    assert text.count("checked, not timed") == 2
-    assert text.endswith("\n2 checked\n")
+    assert text.count("passed, not timed") == 2
+    assert text.endswith("\n2 passed\n")
 
 
 def test_tables_show_options_if_they_differ_between_rows() -> None:

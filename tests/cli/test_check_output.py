@@ -1,0 +1,155 @@
+"""Test the output of checks: failures, lines to read, the verdict."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import record, run
+from literal_records import NO_TIMES
+
+from kerneltune.sweep_run import SweepResult
+from kerneltune.task import Outcome
+
+
+def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(engine: dict[str, Any], tmp_path: Path) -> None:
+    fault = "load outside of x_ptr, for rmsnorm_fwd M=8192 N=4096 bfloat16 fp8"
+    failed: dict[str, Any] = {"status": "failed", "reason": fault, **NO_TIMES}
+    blocks = [record(variant="optimized", config={"block": 2**at}, **failed) for at in range(4)]
+    engine["answer"] = [record(config=None, **failed), record(config=None, **failed), *blocks]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert result.stderr.splitlines()[-2:] == [
+        "failed: baseline, optimized (block=1), optimized (block=2) and 2 more: te-8192x4096 rmsnorm_fwd",
+        "  M=8192 N=4096 bfloat16 fp8 cold: load outside of x_ptr",
+    ]
+
+
+def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(engine: dict[str, Any], tmp_path: Path) -> None:
+    failed: dict[str, Any] = {
+        "variant": "optimized",
+        "status": "failed",
+        "reason": "the launch failed: k.py:5: KeyError",
+        **NO_TIMES,
+    }
+    rows = [record(axes={"M": 2**at, "N": 64}, **failed) for at in range(3)]
+    engine["answer"] = [*rows, record(axes={"M": 9, "N": 64}, **{**failed, "reason": "y: 3 of 4 wrong"})]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert result.stderr.splitlines()[-3:] == [
+        "failed: optimized: te-8192x4096 rmsnorm_fwd M=1 N=64 bfloat16 fp8 cold and 2 more cases: the launch",
+        "  failed: k.py:5: KeyError",
+        "failed: optimized: te-8192x4096 rmsnorm_fwd M=9 N=64 bfloat16 fp8 cold: y: 3 of 4 wrong",
+    ]
+
+
+def test_sweep_failures_of_one_mistake_are_told_once(engine: dict[str, Any], tmp_path: Path) -> None:
+    """The place of a Python error is the mistake, whatever stands around; without a place, reasons may differ in numbers."""
+    reasons = ["the launch failed: k.py:5: KeyError", "does not compile for sm_90: k.py:5: CompilationError", "k.py:6: KeyError"]
+    reasons += [f"y: {number} of {4 * number} wrong, at most {number / 2}" for number in (3, 40, 500)]
+    rows = [
+        record(
+            variant="optimized", axes={"M": 2**at, "N": 64}, config={"block": 2**at}, status="failed", reason=reason, **NO_TIMES
+        )
+        for at, reason in enumerate(reasons)
+    ]
+    engine["answer"] = rows
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    lines = " ".join(result.stderr.split()).split("failed: optimized ")[1:]
+    case = "te-8192x4096 rmsnorm_fwd M={} N=64 bfloat16 fp8 cold"
+    assert [line.strip() for line in lines] == [
+        f"(block=1), optimized (block=2): {case.format(1)} and 1 more case: {reasons[0]}",
+        f"(block=4): {case.format(4)}: {reasons[2]}",
+        f"(block=8), optimized (block=16), optimized (block=32): {case.format(8)} and 2 more cases: {reasons[3]}",
+    ]
+
+
+@pytest.mark.usefixtures("engine")
+def test_strict_check_fails_for_lines_that_no_text_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        Outcome("checked", "rmsnorm_fwd baseline: 12 configs on 1,024 cases, 48 of 60 pairs"),
+        Outcome("noted", "rmsnorm_fwd: no check has two programs of k"),
+        Outcome("noted", "rmsnorm_fwd optimized: equal rows"),
+    ]
+    checked = [record(**{**NO_TIMES, "status": "checked"})]
+    monkeypatch.setattr("kerneltune.sweep_run.run_sweep", lambda *_: SweepResult(checked, [], lines))
+    command = ["sweep", "rmsnorm", "--check-only", "--results", tmp_path]
+    result = run(*command)
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        0,
+        [
+            "device: NVIDIA H200",
+            "",
+            "op           variant   passed  failed  skipped  types  modes",
+            "rmsnorm_fwd  baseline       1       0        0  bf16   fp8  2 lines to read",
+            "",
+            "rmsnorm_fwd baseline: 12 configs on 1,024 cases, 48 of 60 pairs",
+            "to read: rmsnorm_fwd: no check has two programs of k",
+            "to read: rmsnorm_fwd optimized: equal rows",
+            "passed: 1 check, 2 lines to read (--strict fails)",
+        ],
+    )
+    for accepted, left in (([], "2 lines"), (["two programs"], "1 line"), (["two programs", "no such"], "1 line")):
+        result = run(*command, "--strict", *(word for text in accepted for word in ("--accept", text)))
+        assert (result.exit_code, result.stdout.splitlines()[-1]) == (1, f"FAILED: {left} to read (--strict); 1 check passed")
+        assert ("--accept 'no such': no line has this text" in result.stderr) is ("no such" in accepted)
+    result = run(*command, "--strict", "--accept", "rmsnorm")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "passed: 1 check")
+    lines[:] = lines[:1]
+    assert run(*command, "--strict").exit_code == 0
+
+
+def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(engine: dict[str, Any], tmp_path: Path) -> None:
+    reasons = ["needs 9 bytes, 8 are free", "no fp8"]
+    engine["answer"] = [record(variant=reason[:2], **{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert "passed" not in result.stdout.splitlines()[-1]
+    last = result.stderr.splitlines()[-1]
+    assert last.endswith("sweeps/rmsnorm.yaml: nothing checked: 2 rows skipped: needs 9 bytes, 8 are free and 1 more")
+    assert result.exit_code == 2
+
+
+def test_check_says_why_cases_are_skipped(engine: dict[str, Any], tmp_path: Path) -> None:
+    reasons = ["N=33 is odd", "N=35 is odd", "N=35 is odd"]
+    skipped = [record(**{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
+    engine["answer"] = [record(**{**NO_TIMES, "status": "checked"}), *skipped]
+    result = run("sweep", "rmsnorm", "--check-only", "--results", tmp_path)
+    assert "rmsnorm_fwd baseline: skipped 3 cases: N=33 is odd, N=35 is odd\n" in result.stdout
+
+
+def test_sweep_exits_with_1_if_an_own_variant_fails(engine: dict[str, Any], tmp_path: Path) -> None:
+    failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
+    engine["answer"] = [record(), record(variant="optimized", **failed)]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    label = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
+    assert result.stderr.splitlines()[-1] == f"failed: optimized: te-8192x4096 {label}: y: 3 of 4 wrong"
+    assert result.exit_code == 1
+    engine["answer"] = [record(), record(variant="eager", **failed)]
+    assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
+
+
+def test_last_line_of_checks_says_whether_own_variants_passed(engine: dict[str, Any], tmp_path: Path) -> None:
+    checked, failed = {**NO_TIMES, "status": "checked"}, {**NO_TIMES, "status": "failed", "reason": "y: 3 of 4 wrong"}
+    for failing, last in (
+        ("optimized", "FAILED: 1 of 2 checks"),
+        ("eager", "passed: 1 check, 1 of other packages failed"),
+    ):
+        configs = [record(variant=failing, config={"block": block}, **failed) for block in (1, 2)]
+        engine["answer"] = [record(**checked), record(variant=failing, **checked), *configs]
+        result = run("sweep", "rmsnorm", "--check-only", "--results", tmp_path)
+        assert (result.exit_code, result.stdout.splitlines()[-1]) == (int(failing == "optimized"), last)
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("mine.py:3: reference: RuntimeError: no, for rmsnorm_fwd M=8192", 2),
+        ("run 2: mine.py:3: reference: changes its input x", 2),
+        ("reference: NoneType: expected a dict of output -> tensor", 2),
+        ("my own.py:3: inputs: RuntimeError: no", 2),
+        ("inputs: x was overwritten, and is no output", 1),
+        ("mine.py:3: compare: None: expected a list of lines", 1),
+        ("outputs: the reference gives z, the variant does not", 1),
+    ],
+)
+def test_sweep_exits_with_2_if_inputs_or_reference_fail(reason: str, code: int, engine: dict[str, Any], tmp_path: Path) -> None:
+    failed: dict[str, Any] = {"status": "failed", "reason": reason, **NO_TIMES}
+    engine["answer"] = [record(**failed), record(variant="optimized", **failed | {"reason": "mine.py:9: y: 3 of 4 wrong"})]
+    assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == code
