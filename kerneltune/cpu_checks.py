@@ -14,7 +14,7 @@ from kerneltune.checking.addresses import largest_cases
 from kerneltune.checking.check import host_folder, is_foreign, meta_inputs
 from kerneltune.checking.covering import settings
 from kerneltune.checking.derived import derived_cases
-from kerneltune.checking.jobs import Job, address_job, case_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
+from kerneltune.checking.jobs import CaseJob, Job, address_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.checking.pairs import facts_by_config
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import read_sources
@@ -64,63 +64,67 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
 
 @dataclass(slots=True)
 class _JobRunner:
-    """Run jobs, and hold their records.
+    """Run jobs, and hold what they found.
 
     Attributes:
-        records: the records of each job in the order of the checks; of a case that the journal has, the journal's.
-        others: the outcomes of each job that are no records: coverage and notes.
-        kept: the jobs of cases that the journal has.
+        records: the records of each case in the order of the checks; of a case that the journal has, the journal's.
+        outcomes: the outcomes of each other job: failures, coverage and notes.
+        has_kept: whether the journal has a case.
     """
 
     plan: Plan
     progress: Progress
-    records: dict[Job, list[Record]] = field(default_factory=dict)
-    others: dict[Job, list[Outcome]] = field(default_factory=dict)
-    kept: list[Job] = field(default_factory=list)
+    records: dict[CaseJob, list[Record]] = field(default_factory=dict)
+    outcomes: dict[Job, list[Outcome]] = field(default_factory=dict)
+    has_kept: bool = False
 
-    def case_jobs(self, sweep_cases: Sequence[SweepCase]) -> list[Job]:
+    def case_jobs(self, sweep_cases: Sequence[SweepCase]) -> list[CaseJob]:
         """Return a job for each case, with default configs of own variants; a peer is checked if the selection names variants."""
         jobs = []
         for sweep_case in sweep_cases:
             tasks = self.plan.check_tasks(*sweep_case, with_peers=bool(self.plan.selection.variants))
-            jobs += [case_job([Run(task, task.default) for task in tasks])] if tasks else []
+            jobs += [CaseJob.of([Run(task, task.default) for task in tasks])] if tasks else []
         return jobs
 
     def run(self, stage: str, jobs: Sequence[Job]) -> None:
         """Run jobs whose cases the journal lacks, and keep the records of each case in the journal."""
-        journal, family = Journal(self.plan.scratch_file("check.journal")), self.plan.family
-        lacking = list[Job]()
-        for job in jobs:
-            rows = journal.finished(job.runs) if job.runs else None
-            self.records[job] = rows or []
-            (lacking if rows is None else self.kept).append(job)
+        journal = Journal(self.plan.scratch_file("check.journal"))
+        kept = {job: journal.finished(job.runs) for job in jobs if isinstance(job, CaseJob)}
+        self.records |= {job: rows or [] for job, rows in kept.items()}
+        lacking = [job for job in jobs if not isinstance(job, CaseJob) or kept[job] is None]
+        self.has_kept |= len(lacking) < len(jobs)
         self.progress.stage(stage, len(jobs), len(jobs) - len(lacking), sum(job.cost for job in lacking))
         for job, outcomes in run_jobs(lacking):
-            recorded = [outcome for outcome in outcomes if job.runs or outcome.status == "failed"]
-            self.others[job] = [outcome for outcome in outcomes if outcome not in recorded]
-            runs = job.runs or [Run(replace(job.task, case=each.case or job.task.case), each.config) for each in recorded]
-            self.records[job] = [make_record(family, run, outcome) for run, outcome in zip(runs, recorded, strict=True)]
-            if job.runs:
+            if isinstance(job, CaseJob):
+                self.records[job] = [make_record(self.plan.family, *pair) for pair in zip(job.runs, outcomes, strict=True)]
                 journal.add(self.records[job])
+            else:
+                self.outcomes[job] = outcomes
             self.progress.advance(job.label, job.cost)
 
     def case_records(self) -> list[Record]:
         """Return the records of all cases."""
-        return [row for job, rows in self.records.items() if job.runs for row in rows]
+        return [row for rows in self.records.values() for row in rows]
 
     def failures(self, jobs: Sequence[Job]) -> list[Record]:
         """Return the failures of jobs that no record of a case has: a default config that fails at first fails in two jobs."""
-        known = [_failure_key(row) for row in self.case_records()]
-        return [row for job in jobs for row in self.records[job] if _failure_key(row) not in known]
+        known, rows = [_failure_key(row) for row in self.case_records()], list[Record]()
+        for job in jobs:
+            for failed in (outcome for outcome in self.outcomes[job] if outcome.status == "failed"):
+                run = Run(replace(job.task, case=failed.case or job.task.case), failed.config)
+                rows.append(make_record(self.plan.family, run, failed))
+        return [row for row in rows if _failure_key(row) not in known]
 
     def coverage(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Return the coverage and the notes of jobs and, if all cases ran now, notes about facts that no job reached.
 
         After a failure of an operator, its other cases may not have run.
         """
-        others = [outcome for job in jobs for outcome in self.others[job]]
-        failed = {row.op for rows in self.records.values() for row in rows if row.status == "failed"}
-        return others if self.kept else [*others, *map(partial(Outcome, "noted"), coverage_lines(list(self.records), failed))]
+        others = [outcome for job in jobs for outcome in self.outcomes[job] if outcome.status != "failed"]
+        if self.has_kept:
+            return others
+        failed = {row.op for row in [*self.case_records(), *self.failures(jobs)] if row.status == "failed"}
+        return [*others, *map(partial(Outcome, "noted"), coverage_lines([*self.records, *self.outcomes], failed))]
 
     def compile_refusals(self) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.

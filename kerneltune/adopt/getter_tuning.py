@@ -69,12 +69,12 @@ def _tuned_call(task: Task, case: getter.CallCase, found: SearchResult) -> Tuned
 
 def check_getter(root: Path) -> list[Outcome]:
     """Check calls, then pairs of call and override, without a GPU; return a call's failure, else what `check_pairs` returns."""
-    from kerneltune.checking.jobs import case_job, pairs_job, run_jobs
+    from kerneltune.checking.jobs import CaseJob, pairs_job, run_jobs
 
     spec, (op,) = getter.read_spec(root), getter.operators(str(root))
     cases = [getter.call_case(spec, case) for case in spec.cases if case.is_searched]
     tasks = [Task(op, case, op.variants[0], op.policy) for case in cases]
-    for job, (outcome,) in run_jobs([case_job([Run(task, task.default)]) for task in tasks]):
+    for job, (outcome,) in run_jobs([CaseJob.of([Run(task, task.default)]) for task in tasks]):
         if outcome.status == "failed":
             return [replace(outcome, config=job.task.default, case=job.task.case)]
     ((_, outcomes),) = run_jobs([pairs_job(tasks[0], cases)])

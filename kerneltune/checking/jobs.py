@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
+from typing import Self
 
 from kerneltune.checking.addresses import address_errors
 from kerneltune.checking.blind_spots import blind_spots
@@ -44,8 +45,6 @@ class Job:
         task: the variant, and the case of the outcomes that name no case.
         work: function that runs the checks. Before each check it passes `tell` the outcome that the check has if it ends the
             process; the cause is appended to the reason.
-        runs: the runs of a case that the job checks, with an outcome for each; empty for other checks. If a run ends the process,
-            each run is checked in a process of its own.
         is_largest: whether the job checks addresses of a largest case, whose facts the other jobs should have.
         cost: cost of the job, in checks of a case.
         needed: bytes of memory of the largest case.
@@ -55,18 +54,24 @@ class Job:
     label: str
     task: Task
     work: Callable[[], list[Outcome]]
-    runs: Sequence[Run] = ()
     is_largest: bool = False
     cost: int = 1
     needed: int = 0
     facts: set[Fact] = field(default_factory=set)
 
 
-def case_job(runs: Sequence[Run]) -> Job:
-    """Return the job that checks the runs of a case, with an outcome for each."""
-    task = runs[0].task
-    needed = needed_bytes(task.op, task.case)
-    return Job(task.key.of_case.label, task, partial(check_runs, runs), runs, cost=len(runs), needed=needed)
+@dataclass(eq=False, slots=True)
+class CaseJob(Job):
+    """Describe the check of the runs of a case, with an outcome for each run. A run that ends the process costs no other run."""
+
+    runs: Sequence[Run] = ()
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Self:
+        """Return the job that checks runs."""
+        task = runs[0].task
+        needed = needed_bytes(task.op, task.case)
+        return cls(task.key.of_case.label, task, partial(check_runs, runs), cost=len(runs), needed=needed, runs=runs)
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
@@ -197,10 +202,10 @@ def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
     try:
         outcomes, facts = fork.result()
     except ForkCrashedError as error:
-        if len(job.runs) < 2:
+        if not isinstance(job, CaseJob) or len(job.runs) == 1:
             crashed = fork.last_note or Outcome("failed")
             return [replace(crashed, reason=f"{crashed.reason}{error}")]
-        alone = [case_job([run]) for run in job.runs]
+        alone = [CaseJob.of([run]) for run in job.runs]
         outcomes = [outcome for part in alone for outcome in _outcomes(Fork(partial(_work, part)), part)]
         facts = _facts(alone)
     job.facts.update(facts)
@@ -227,6 +232,6 @@ def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[st
         lines += [f"{op}: {fact}" for fact in sorted(checked) if fact.kind in ("same draw", "no barrier", "promise")]
         lines += [
             f"{op}: the largest case {fact}, as all checks do: a {'grid or loop' if 'loaded' in fact.kind else 'grid'} cut short?"
-            for fact in cut_short(_facts(job for job in op_jobs if job.runs), largest)
+            for fact in cut_short(_facts(job for job in op_jobs if isinstance(job, CaseJob)), largest)
         ]
     return lines

@@ -16,7 +16,7 @@ from mistaken_ops import CASES, LARGE, Knobs, Mistaken, case_of, rows_of, values
 from row_sums import BENCH, summing, sums_of_rows
 
 from kerneltune.checking.addresses import address_errors, largest_cases
-from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, run_jobs
 from kerneltune.interpreter import undefined
 from kerneltune.interpreter.facts import noting
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
@@ -38,7 +38,7 @@ def test_address_check_names_a_grid_or_loop_cut_short_in_the_largest_case(bench:
     op = summing(mistake)
     jobs = [
         address_job(Task(op, bench, op.variants[0])),
-        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+        *(CaseJob.of([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
     ]
     assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
     lines = [line for line in coverage_lines(jobs) if "last element" in line]
@@ -72,7 +72,7 @@ def test_address_check_names_a_grid_of_fixed_size_where_a_kernel_loads_whole_num
     op = replace(op, variants=(replace(op.variants[0], run=partial(sums_of_chosen_rows, num_programs, to_chosen)),))
     jobs = [
         address_job(Task(op, BENCH[1], op.variants[0])),
-        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+        *(CaseJob.of([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
     ]
     assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
     assert any("no last element of y_ptr" in line for line in coverage_lines(jobs)) == is_named
@@ -169,7 +169,7 @@ def test_grid_that_reaches_the_last_element_is_not_named_as_cut_short(run: Calla
     op = replace(op, variants=(replace(op.variants[0], run=partial(run, mistake)),))
     jobs = [
         address_job(Task(op, BENCH[1], op.variants[0])),
-        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
+        *(CaseJob.of([Run(Task(op, it, op.variants[0]), None)]) for it in CASES),
     ]
     assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
     assert jobs[0].facts

@@ -14,7 +14,7 @@ from row_sums import summing
 from test_pairs import op_with
 
 from kerneltune.checking.declarations import wrong_flops
-from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, run_jobs
 from kerneltune.checking.pairs import check_cost, check_pairs
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 from kerneltune.task import Run, Task
@@ -233,7 +233,7 @@ def test_cast_that_changes_places_of_the_largest_case_alone_is_named(kind: tl.dt
     variant = Variant("optimized", partial(shifted, kind))
     op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
     checked = case_of("checked", 2000 if rows == 2000 else 3, 64)
-    jobs = [case_job([Run(Task(op, checked, variant), None)]), address_job(Task(op, case_of("large", rows + 1, 64), variant))]
+    jobs = [CaseJob.of([Run(Task(op, checked, variant), None)]), address_job(Task(op, case_of("large", rows + 1, 64), variant))]
     assert not [outcome for _job, outcomes in run_jobs(jobs) for outcome in outcomes if outcome.reason]
     named = f"integers that {kind.name} does not hold at test_declaration_mistakes.py:"
     assert (named in " ".join(coverage_lines(jobs))) == is_named

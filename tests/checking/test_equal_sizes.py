@@ -10,7 +10,7 @@ from mistaken_ops import case_of
 from row_sums import findings, summing
 
 from kerneltune.checking.derived import derived_cases
-from kerneltune.checking.jobs import case_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, coverage_lines, run_jobs
 from kerneltune.spec import Inputs, Outputs, Variant
 from kerneltune.task import Run, Task
 
@@ -50,7 +50,7 @@ def test_equal_sizes_of_1_do_not_count_as_equal_sizes(form: str, text: str) -> N
     op = replace(summing(""), variants=(variant,))
     checks = [case_of("one", 1, 1), case_of("odd", 7, 70)]
     assert findings(op, checks) == []
-    jobs = [case_job([Run(Task(op, case, variant), None)]) for case in checks]
+    jobs = [CaseJob.of([Run(Task(op, case, variant), None)]) for case in checks]
     dict(run_jobs(jobs))
     (line,) = coverage_lines(jobs)
     assert f"equal sizes above 1 at {text}" in line

@@ -20,9 +20,9 @@ from kerneltune import ops
 from kerneltune.checking import jobs
 from kerneltune.checking.derived import derived_cases
 from kerneltune.checking.jobs import (
+    CaseJob,
     Job,
     address_job,
-    case_job,
     compare_job,
     coverage_lines,
     mutation_job,
@@ -51,7 +51,7 @@ def outcomes(*jobs: Job) -> list[list[Outcome]]:
 def test_job_that_needs_more_than_its_share_of_the_memory_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     monkeypatch.setattr(jobs, "host_free_bytes", lambda: 300)
-    (job,) = [case_job([Run(task_of(""), Rows(1, 1))])]
+    (job,) = [CaseJob.of([Run(task_of(""), Rows(1, 1))])]
     log = tmp_path / "log"
 
     def note(line: str) -> None:
@@ -81,7 +81,7 @@ def test_jobs_give_the_outcomes_of_every_check(cores: set[int], monkeypatch: pyt
     small = Case("small", (("M", 3), ("N", 40)), "bfloat16")
     addresses = address_job(Task(op, small, op.variant("optimized")))
     right, wrong = pairs_job(task_of(""), CASES), pairs_job(task_of("maximum of the whole tile"), CASES)
-    case = case_job([Run(task_of(""), Rows(1, 1)), Run(task_of("no row mask"), Rows(2, 1))])
+    case = CaseJob.of([Run(task_of(""), Rows(1, 1)), Run(task_of("no row mask"), Rows(2, 1))])
     results = outcomes(addresses, right, wrong, case)
     assert results[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 19 of 48 pairs")]]
     assert [outcome.status for outcome in results[2]] == ["failed", "failed", "failed", "checked"]
@@ -105,7 +105,7 @@ def test_check_that_ends_its_process_fails_alone(how: str, reason: str) -> None:
     runs = [Run(task, Rows(1, 1)), Run(ending(task, how, 1), Rows(1, 1)), Run(task, Rows(2, 1))]
     pairs, mutations, addresses = (ending(task, how, rows) for rows in (2, 1, 1))
     results = outcomes(
-        case_job(runs), pairs_job(pairs, CASES), mutation_job(mutations, CASES), address_job(addresses), case_job(runs[:1])
+        CaseJob.of(runs), pairs_job(pairs, CASES), mutation_job(mutations, CASES), address_job(addresses), CaseJob.of(runs[:1])
     )
     assert results[0] == [Outcome("checked"), Outcome("failed", reason), Outcome("checked")]
     (pair,) = results[1]
@@ -176,7 +176,7 @@ def shifted(name: str, M: int, N: int, shift: int = 0) -> Case:
 def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, largest: Case, missing: set[str]) -> None:
     op = summing()
     tasks = [Task(op, case, op.variants[0]) for case in (checked, largest)]
-    work = [case_job([Run(tasks[0], None)]), address_job(tasks[1])]
+    work = [CaseJob.of([Run(tasks[0], None)]), address_job(tasks[1])]
     assert outcomes(*work) == [[Outcome("checked")], []]
     named = "; ".join(coverage_lines(work))
     assert named.startswith("summed: no check has ") == bool(missing)
@@ -189,7 +189,7 @@ def test_coverage_names_nothing_that_parts_of_a_crashed_job_reached() -> None:
     op = summing()
     checked, large = shifted("rows", 2, 65), shifted("large", 100, 4096)
     crashing = replace(op.variants[0], run=lambda _inputs, _config: os._exit(1))
-    case = case_job([Run(Task(op, checked, variant), None) for variant in (op.variants[0], crashing)])
+    case = CaseJob.of([Run(Task(op, checked, variant), None) for variant in (op.variants[0], crashing)])
     work = [case, address_job(Task(op, large, op.variants[0]))]
     assert [outcome.status for outcome in outcomes(*work)[0]] == ["checked", "failed"]
     assert coverage_lines(work) == []
@@ -209,7 +209,7 @@ def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     costly = replace(summing(), traffic=lambda case: Traffic(20_000_000 if case.option("shift") else 4, 0))
     assert derived_cases(costly, check, bench)[:2] == ([], ["shift=5 (too costly)", "shift=9 (too costly)"])
     task = Task(summing(shift=1.0), derived[0], summing(shift=1.0).variants[0])
-    ((outcome,),) = outcomes(case_job([Run(task, None)]))
+    ((outcome,),) = outcomes(CaseJob.of([Run(task, None)]))
     assert outcome.status == "failed"
 
 

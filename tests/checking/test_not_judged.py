@@ -13,7 +13,7 @@ from row_sums import BENCH, summing
 from test_pairs import op_with
 
 from kerneltune.checking.derived import derived_cases
-from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, run_jobs
 from kerneltune.interpreter.facts import Fact
 from kerneltune.spec import Inputs, Outputs, Variant
 from kerneltune.task import Run, Task
@@ -92,7 +92,7 @@ def test_autotuner_takes_its_first_config_without_a_gpu_and_coverage_names_the_o
 
     variant = Variant("optimized", tuned)
     op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
-    jobs = [*(case_job([Run(Task(op, case, variant), None)]) for case in CASES), address_job(Task(op, BENCH[0], variant))]
+    jobs = [*(CaseJob.of([Run(Task(op, case, variant), None)]) for case in CASES), address_job(Task(op, BENCH[0], variant))]
     assert [outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes] == [""] * len(CASES)
     line = "scaled: not judged: configs of the autotuner of _tuned other than the first"
     assert [it for it in coverage_lines(jobs) if "not judged" in it] == [line]

@@ -10,7 +10,7 @@ import triton.language as tl
 from mistaken_ops import CASES, Knobs, Mistaken, mistakes_of, rows_of, values
 from row_sums import summing
 
-from kerneltune.checking.jobs import case_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, coverage_lines, run_jobs
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 from kerneltune.task import Run, Task
@@ -246,7 +246,7 @@ def noisy(step: int, inputs: Inputs, _config: None) -> Outputs:
 def test_programs_that_draw_the_same_random_numbers_are_named(step: int) -> None:
     variant = Variant("optimized", partial(noisy, step))
     op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
-    job = case_job([Run(Task(op, CASES[1], variant), None)])
+    job = CaseJob.of([Run(Task(op, CASES[1], variant), None)])
     assert [outcome.reason for _job, outcomes in run_jobs([job]) for outcome in outcomes] == [""]
     text = "summed: two programs draw the same random numbers, test_order_mistakes.py:"
     assert any(line.startswith(text) for line in coverage_lines([job])) == (step == 0)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from mistaken_ops import all_close, case_of, values
 
-from kerneltune.checking.jobs import case_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, coverage_lines, run_jobs
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 from kerneltune.task import Run, Task
 
@@ -45,7 +45,7 @@ def checked(mistake: str) -> tuple[list[str], list[str]]:
         name="maxima", axes=("M", "N"), dtypes=("float32",), inputs=inputs, reference=reference, compare=all_close,
         traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"]), variants=(variant,), module=__name__,
     )  # fmt: skip
-    job = case_job([Run(Task(op, case_of("odd", 3, 343), variant), None)])
+    job = CaseJob.of([Run(Task(op, case_of("odd", 3, 343), variant), None)])
     outcomes = [outcome for _job, found in run_jobs([job]) for outcome in found]
     return [outcome.reason for outcome in outcomes if outcome.status == "failed"], coverage_lines([job])
 

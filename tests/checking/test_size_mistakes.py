@@ -13,7 +13,7 @@ from row_sums import BENCH, findings, summing, sums_of_rows
 from test_pairs import op_with
 
 from kerneltune.checking.derived import derived_cases
-from kerneltune.checking.jobs import address_job, case_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, run_jobs
 from kerneltune.checking.pairs import check_cost, check_pairs
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import unlaunched
@@ -95,7 +95,7 @@ def test_coverage_names_a_size_too_costly_for_a_check(mistake: str, named: str) 
     derived, _, facts = derived_cases(op, CASES[:2], BENCH)
     assert [case for case in derived if case["N"] == 3000] == []
     variant = op.variants[0]
-    checks = [case_job([Run(Task(op, case, variant), None)]) for case in (*CASES[:2], case_of("long", 2, 3000))]
+    checks = [CaseJob.of([Run(Task(op, case, variant), None)]) for case in (*CASES[:2], case_of("long", 2, 3000))]
     addresses = address_job(Task(op, BENCH[0], variant), facts)
     dict(run_jobs([*checks, addresses]))
     line, *others = coverage_lines([*checks[:2], addresses])
@@ -224,7 +224,7 @@ def sums_with_conditions(long: int, value: float, inputs: Inputs, _config: None)
 def test_coverage_names_a_side_of_a_condition_that_no_check_takes(long: int, value: float, named: list[str]) -> None:
     variant = Variant("optimized", partial(sums_with_conditions, long, value))
     op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
-    checks = [case_job([Run(Task(op, case, variant), None)]) for case in (*CASES, case_of("long", 2, 3000))]
+    checks = [CaseJob.of([Run(Task(op, case, variant), None)]) for case in (*CASES, case_of("long", 2, 3000))]
     addresses = address_job(Task(op, BENCH[0], variant), derived_cases(op, CASES, BENCH)[2])
     assert not [outcome for _job, outcomes in run_jobs([*checks, addresses]) for outcome in outcomes if outcome.reason]
     lines = " ".join(coverage_lines([*checks, addresses]))
@@ -428,7 +428,7 @@ def test_minimum_of_a_loaded_value_whose_other_operand_no_check_takes_is_named(m
     variant = Variant("optimized", partial(limited_sums, mistake))
     op = replace(summing(""), variants=(variant,))
     for cases, is_named in ((CASES[:2], bool(mistake)), (CASES, False)):
-        checks = [case_job([Run(Task(op, case, variant), None)]) for case in cases]
+        checks = [CaseJob.of([Run(Task(op, case, variant), None)]) for case in cases]
         addresses = address_job(Task(op, BENCH[0], variant), derived_cases(op, cases, BENCH)[2])
         dict(run_jobs([*checks, addresses]))
         named = "250)` at test_size_mistakes.py:"
