@@ -166,7 +166,7 @@ class _SweepStages:
         checked = self.check(plan.cases("check"))
         self._warn_if_all_variants_fail(checked)
         failed = [record for record in checked if record.status == "failed"]
-        for line in failure_lines(failed):
+        for line in failure_lines(checked):
             self.progress.note(f"failed its check: {line}")
         for record in failed:
             if (record.config or {}) == knobs_of(plan.ops[record.op].variant(record.variant).default_config(record.key.case)):

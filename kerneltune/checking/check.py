@@ -5,6 +5,7 @@ nothing and records nothing.
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ _NEAR = 2.0**-16
 """Relative difference of outputs that inexact divisions of fp32, 2^-22 each, explain."""
 _MOST_CHANGEABLE = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
+_FIRST_AT = re.compile(r"first at \([^)]*\)")
 _RESTORED_BYTES = 1 << 24
 """Largest input, in bytes, that is restored before each run: check cases are smaller, measured cases are larger."""
 
@@ -190,7 +192,9 @@ class Checker:
         if isinstance(lines, list | tuple) and all(isinstance(line, str) and line for line in lines):
             if outputs and not self.expected:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
-            return list(lines)
+            unplaced = [_FIRST_AT.sub("", line) for line in lines]  # `q scale: …` may repeat `scale: …`
+            repeated = {text for text in unplaced for other in unplaced if text.endswith(f" {other}")}
+            return [line for line, text in zip(lines, unplaced, strict=True) if text not in repeated]
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
 
     def _overwritten(self, outputs: object) -> list[str]:

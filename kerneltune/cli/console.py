@@ -86,8 +86,9 @@ def end_if_failed(records: Iterable[Record], verdict: str = "") -> None:
 
     verdict: the last line before the end.
     """
+    records = list(records)
     failed = [record for record in records if record.status == "failed"]
-    for line in failure_lines(failed):
+    for line in failure_lines(records):
         show_wrapped(" ".join(f"failed: {line}".split()), target=messages)
     if failed:
         if verdict:

@@ -14,22 +14,40 @@ _RUN = ("device", "driver", "torch", "triton", "commit")
 """Fields of a record that state its run."""
 _PLACE = re.compile(r"[\w.-]+\.py:\d+(?=: )")
 _NUMBER = re.compile(r"(?<![\w.:])[-+]?\d[\w.,+-]*")
-_SHOWN_CONFIGS = 3
+_SHOWN = 3
 
 
-def failure_lines(failed: Iterable[Record]) -> list[str]:
-    """Return a line for each mistake of failed records, with its first case.
+def failure_lines(records: Iterable[Record]) -> list[str]:
+    """Return a line for each mistake of the failed records: its variants, its first case, its reason, its configs.
 
-    Reasons that share FILE:LINE, or that differ in numbers alone, are one mistake.
+    Reasons that share FILE:LINE, or that differ in numbers alone, are one mistake. Records that passed tell configs apart.
     """
+    by_variant = grouped(records, lambda record: (record.op, record.variant))
+    failed = [row for rows in by_variant.values() for row in rows if row.status == "failed"]
     lines = []
-    for records in grouped(failed, lambda record: (record.op, _mistake(record))).values():
-        first = records[0]
-        configs = dict.fromkeys(row.variant + (f" ({row.config_label})" if row.config else "") for row in records)
-        cases = dict.fromkeys(_case_of(row) for row in records)
+    for rows in grouped(failed, lambda record: (record.op, _mistake(record))).values():
+        first, cases = rows[0], dict.fromkeys(map(_case_of, rows))
+        variants = grouped(rows, lambda record: record.variant)
         more = f" and {counted(len(cases) - 1, 'more case')}" if len(cases) > 1 else ""
-        lines.append(f"{first_of(configs, _SHOWN_CONFIGS)}: {_case_of(first)}{more}: {_reason_of(first)}")
+        configs = [_configs_of(part, by_variant[first.op, variant]) for variant, part in variants.items()]
+        with_configs = f"; with {', '.join(filter(None, configs))}" if any(configs) else ""
+        where = f"{first.op} {first_of(variants, _SHOWN)}: {_case_of(first)}{more}"
+        lines.append(f"{where}: {_reason_of(first)}{with_configs}")
     return lines
+
+
+def _configs_of(failed: Iterable[Record], of_variant: Iterable[Record]) -> str:
+    """Return the knobs whose values no config that passed has; else the config, or the number of configs."""
+    configs = [row.config for row in {row.config_label: row for row in failed}.values() if row.config]
+    passed = [row.config for row in of_variant if row.config and row.status in ("passed", "checked")]
+    new = dict[str, str]()
+    for knob in configs[0] if configs and passed else ():
+        values = dict.fromkeys(config.get(knob) for config in configs)
+        if not any(config.get(knob) in values for config in passed):
+            new[knob] = "/".join([*map(str, values)][:_SHOWN]) + "/…" * (len(values) > _SHOWN)
+    if new or len(configs) == 1:
+        return assignments(new or configs[0])
+    return counted(len(configs), "config") if configs else ""
 
 
 def _mistake(record: Record) -> str:
@@ -38,8 +56,10 @@ def _mistake(record: Record) -> str:
 
 
 def _case_of(record: Record) -> str:
-    is_launch = "launch" in record.options  # of a capture: its name holds kernel and digest
-    return f"{record.case} {assignments(record.axes) if is_launch else record.label}".rstrip()
+    if "launch" in record.options:  # of a capture: its name holds kernel and digest
+        return f"{record.case} {assignments(record.axes)}".rstrip()
+    settings = [word for word in (record.quant, record.policy) if word not in ("none", "cold")]
+    return " ".join([record.case, assignments({**record.axes, **record.options}), record.dtype, *settings])
 
 
 def _reason_of(record: Record) -> str:

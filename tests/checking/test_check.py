@@ -59,6 +59,16 @@ def test_code_compiled_under_poisoned_memory_is_compiled_anew_for_timing() -> No
     assert modes == [1, 0]
 
 
+def test_line_of_compare_that_repeats_another_output_is_left_out() -> None:
+    lines = [
+        "scale: 1 of 9 wrong, first at (5,): 0, expected 1", "q scale: 1 of 9 wrong, first at (5, 0): 0, expected 1",
+        "k scale: 2 of 9 wrong, first at (5, 0): 0, expected 1", "q: 1 of 9 wrong, first at (5, 0): 0, expected 1",
+    ]  # fmt: skip
+    op = replace(op_with(""), compare=lambda *_: lines)
+    case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
+    assert check.Checker(op, case, DEVICE).run(variant, variant.default_config(case))[1] == [lines[0], *lines[2:]]
+
+
 @pytest.mark.parametrize("result", [True, None, [None], [False], [""], "wrong", 0])
 def test_check_with_compare_that_returns_no_list_fails_with_its_name(result: object) -> None:
     op = replace(op_with(""), compare=lambda *_: result)

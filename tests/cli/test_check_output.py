@@ -7,6 +7,7 @@ import pytest
 from command_line import record, run
 from literal_records import NO_TIMES
 
+from kerneltune.reporting.naming import failure_lines
 from kerneltune.sweep_run import SweepResult
 from kerneltune.task import Outcome
 
@@ -18,8 +19,8 @@ def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(engine: d
     engine["answer"] = [record(config=None, **failed), record(config=None, **failed), *blocks]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr.splitlines()[-2:] == [
-        "failed: baseline, optimized (block=1), optimized (block=2) and 2 more: te-8192x4096 rmsnorm_fwd",
-        "  M=8192 N=4096 bfloat16 fp8 cold: load outside of x_ptr",
+        "failed: rmsnorm_fwd baseline, optimized: te-8192x4096 M=8192 N=4096 bfloat16 fp8: load outside of",
+        "  x_ptr; with 4 configs",
     ]
 
 
@@ -34,9 +35,9 @@ def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(engine: d
     engine["answer"] = [*rows, record(axes={"M": 9, "N": 64}, **{**failed, "reason": "y: 3 of 4 wrong"})]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr.splitlines()[-3:] == [
-        "failed: optimized: te-8192x4096 rmsnorm_fwd M=1 N=64 bfloat16 fp8 cold and 2 more cases: the launch",
+        "failed: rmsnorm_fwd optimized: te-8192x4096 M=1 N=64 bfloat16 fp8 and 2 more cases: the launch",
         "  failed: k.py:5: KeyError",
-        "failed: optimized: te-8192x4096 rmsnorm_fwd M=9 N=64 bfloat16 fp8 cold: y: 3 of 4 wrong",
+        "failed: rmsnorm_fwd optimized: te-8192x4096 M=9 N=64 bfloat16 fp8: y: 3 of 4 wrong",
     ]
 
 
@@ -52,13 +53,41 @@ def test_sweep_failures_of_one_mistake_are_told_once(engine: dict[str, Any], tmp
     ]
     engine["answer"] = rows
     result = run("sweep", "rmsnorm", "--results", tmp_path)
-    lines = " ".join(result.stderr.split()).split("failed: optimized ")[1:]
-    case = "te-8192x4096 rmsnorm_fwd M={} N=64 bfloat16 fp8 cold"
+    lines = " ".join(result.stderr.split()).split("failed: rmsnorm_fwd optimized: te-8192x4096 ")[1:]
     assert [line.strip() for line in lines] == [
-        f"(block=1), optimized (block=2): {case.format(1)} and 1 more case: {reasons[0]}",
-        f"(block=4): {case.format(4)}: {reasons[2]}",
-        f"(block=8), optimized (block=16), optimized (block=32): {case.format(8)} and 2 more cases: {reasons[3]}",
+        f"M=1 N=64 bfloat16 fp8 and 1 more case: {reasons[0]}; with 2 configs",
+        f"M=4 N=64 bfloat16 fp8: {reasons[2]}; with block=4",
+        f"M=8 N=64 bfloat16 fp8 and 2 more cases: {reasons[3]}; with 3 configs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("failing", "passing", "shown"),
+    [
+        ([(512, 2), (512, 8)], [(1024, 4), (2048, 8)], "block=512"),
+        ([(512, 2), (256, 2)], [(1024, 4)], "block=512/256 warps=2"),
+        ([(1, 1), (2, 1), (4, 1), (8, 1)], [(16, 1)], "block=1/2/4/…"),
+        ([(512, 2), (1024, 4)], [(512, 4)], "2 configs"),
+        ([(512, 2)], [(512, 4), (1024, 2)], "block=512 warps=2"),
+    ],
+)
+def test_failure_names_knobs_in_which_its_configs_differ_from_those_that_passed(
+    failing: list[tuple[int, int]], passing: list[tuple[int, int]], shown: str
+) -> None:
+    failed: dict[str, Any] = {**NO_TIMES, "status": "failed", "reason": "y: 3 of 4 wrong"}
+    passed = {**NO_TIMES, "status": "checked"}
+    rows = [record(config={"block": block, "warps": warps}, **failed) for block, warps in failing]
+    rows += [record(config={"block": block, "warps": warps}, **passed) for block, warps in passing]
+    (line,) = failure_lines([*rows, record(variant="optimized", config={"block": 512, "warps": 2}, **passed)])
+    assert line == f"rmsnorm_fwd baseline: te-8192x4096 M=8192 N=4096 bfloat16 fp8: y: 3 of 4 wrong; with {shown}"
+
+
+def test_failure_leaves_out_the_default_mode_and_policy() -> None:
+    failed: dict[str, Any] = {**NO_TIMES, "status": "failed", "reason": "y: 3 of 4 wrong", "config": None}
+    assert failure_lines([record(quant="none", **failed)])[0].startswith(
+        "rmsnorm_fwd baseline: te-8192x4096 M=8192 N=4096 bfloat16: y"
+    )
+    assert " bfloat16 fp8 hot: y" in failure_lines([record(policy="hot", **failed)])[0]
 
 
 @pytest.mark.usefixtures("engine")
@@ -118,8 +147,8 @@ def test_sweep_exits_with_1_if_an_own_variant_fails(engine: dict[str, Any], tmp_
     failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
     engine["answer"] = [record(), record(variant="optimized", **failed)]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
-    label = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
-    assert result.stderr.splitlines()[-1] == f"failed: optimized: te-8192x4096 {label}: y: 3 of 4 wrong"
+    label = "te-8192x4096 M=8192 N=4096 bfloat16 fp8"
+    assert result.stderr.splitlines()[-1] == f"failed: rmsnorm_fwd optimized: {label}: y: 3 of 4 wrong"
     assert result.exit_code == 1
     engine["answer"] = [record(), record(variant="eager", **failed)]
     assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
