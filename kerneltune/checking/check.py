@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.memory import out_of_memory_reason, why_too_large, within_memory
@@ -51,10 +52,21 @@ def poisoned_memory() -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
+def on_device(device: str, function: Callable[..., Any], *values: Any) -> Any:
+    """Call a function of an operator. If it mixes devices, call it again and make its tensors without `device=` on the device."""
+    try:
+        return function(*values)
+    except RuntimeError as error:
+        if device == "cpu" or "device" not in str(error):
+            raise
+    with torch.device(device):
+        return function(*values)
+
+
 class Checker:
     """Check the variants of one case; inputs and expected outputs are made once.
 
-    Inputs that a variant changes, such as an accumulated amax, are restored before every run.
+    Inputs that a variant changes, such as an accumulated amax or a parameter that is updated, are restored before every run.
 
     Args:
         first_seen: how variants gave their outputs in the cases checked so far; checkers of several cases share it.
@@ -82,7 +94,7 @@ class Checker:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
             self.inputs_before = {name: tensor.clone() for name, tensor in self._restorable()}
             asked, field = op.reference, "reference"
-            self.expected: Outputs = op.reference(self.inputs)
+            self.expected: Outputs = on_device(device, op.reference, self.inputs)
         except CaseError:
             raise
         except Exception as error:  # of a plug-in's code, or of the CPU's allocator
@@ -94,6 +106,7 @@ class Checker:
             given = type(self.expected).__name__
             text = f"{given}: expected a dict of output -> tensor, {where}"
             raise CaseError.of_contract(place_of(op.reference), "reference", text)
+        self.expected = tree_map_only(torch.Tensor, lambda value: value.to(device), dict(self.expected))
         for name in self.inputs_before:
             if self._is_changed(name):
                 raise CaseError.of_contract(place_of(op.reference), "reference", f"changes its input {name}, {where}")
@@ -177,12 +190,22 @@ class Checker:
             outputs = variant.run(self.inputs, config)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        self._keep_written(outputs)
         return outputs
+
+    def _keep_written(self, outputs: object) -> None:
+        """Keep the values that large inputs had, which a run gives as outputs, so that the next run has them."""
+        storages = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
+        tensors = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
+        written = [name for name, value in tensors.items() if value.untyped_storage().data_ptr() in storages]
+        if not self.inputs_before.keys() >= set(written):
+            made = self.op.inputs(self.case, device=self._device, seed=self._seed)
+            self.inputs_before |= {name: made[name] for name in written}
 
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
-            lines: object = self.op.compare(self.case, self._compared, outputs, self.expected)
+            lines: object = on_device(self._device, self.op.compare, self.case, self._compared, outputs, self.expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if out_of_memory_reason(error):
                 raise

@@ -16,6 +16,7 @@ from warm_python import python
 from kerneltune.checking import check
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.task import Outcome
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -131,6 +132,51 @@ def test_check_names_an_input_that_torch_changes_in_place_even_if_no_value_chang
     variant = replace(op.variants[0], run=clamped)
     checker = check.Checker(op, Case("small", (("M", 7), ("N", 100)), "bfloat16"), DEVICE)
     assert checker.run(variant, variant.default_config(checker.case))[1] == ["inputs: x was overwritten, and is no output"]
+
+
+def test_large_inputs_that_a_variant_updates_are_restored_before_each_run() -> None:
+    def inputs(_case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"x": torch.full((5 << 20,), 1.0 + seed, device=device), "of": torch.ones(5 << 20, device=device)}
+
+    def added(values: Inputs, _config: Any) -> Outputs:
+        values["x"].add_(values["of"])
+        return {"x": values["x"]}
+
+    op = replace(
+        op_with(""),
+        inputs=inputs,
+        reference=lambda values: {"x": values["x"] + 1},
+        compare=lambda _case, _inputs, outputs, expected: same_bits("x", outputs["x"], expected["x"]),
+    )
+    variant, checker = (
+        replace(op.variants[0], run=added),
+        check.Checker(op, Case("large", (("M", 1), ("N", 1)), "bfloat16"), DEVICE),
+    )
+    assert [checker.check(variant, None, runs=2) for _ in range(3)] == [Outcome("checked")] * 3
+
+
+def test_reference_that_mixes_devices_makes_its_tensors_on_the_device() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(3)
+
+    assert check.on_device("meta", doubled, torch.ones(3, device="meta")).is_meta
+    with pytest.raises(RuntimeError, match="broadcast"):
+        check.on_device("meta", doubled, torch.ones(2, device="meta"))
+
+
+@pytest.mark.parametrize("of", ["reference", "compare"])
+def test_check_passes_if_a_function_of_the_operator_makes_tensors_without_their_device(of: str) -> None:
+    op, case = op_with(""), Case("small", (("M", 7), ("N", 100)), "bfloat16")
+
+    def added(values: Outputs) -> Outputs:
+        return {name: value + torch.zeros(value.shape, dtype=value.dtype) for name, value in values.items()}
+
+    planted = {
+        "reference": replace(op, reference=lambda inputs: added(op.reference(inputs))),
+        "compare": replace(op, compare=lambda of, inputs, outputs, expected: op.compare(of, inputs, added(outputs), expected)),
+    }[of]
+    (variant,) = planted.variants
+    assert check.Checker(planted, case, DEVICE).check(variant, variant.default_config(case)) == Outcome("checked")
 
 
 @pytest.mark.parametrize(
