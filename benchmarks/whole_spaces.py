@@ -2,8 +2,8 @@
 
 python benchmarks/whole_spaces.py benchmarks/untuned_int4.yaml --op int4_fp8_gemm [--seconds 200] [--trials benchmarks/trials]
 
-`kerneltune tune --exhaustive` measures the same spaces with five samples of each config; here a config has up to three, so that
-four minutes of a GPU time 10,000 configs. Cases come in random order, and the times of a case are kept when all are known.
+A config has up to three samples, so that four minutes of a GPU time 10,000 configs. Cases come in random order, and the times of
+a case are kept when all are known.
 """
 
 import argparse

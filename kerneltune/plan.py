@@ -86,7 +86,6 @@ class Options:
         workers: number of compile processes; None for the number of cores.
         retune: which cached configs are searched again: none if empty; `stale` and outdated configs, see `tune.run`; or `all`,
             which also evaluates configs with transient failures again.
-        exhaustive: measure every config of a space, and choose none.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
     """
 
@@ -98,7 +97,6 @@ class Options:
     results: Path = field(default_factory=lambda: sweep_file.results_root(None))
     workers: int | None = None
     retune: Literal["", "stale", "all"] = ""
-    exhaustive: bool = False
     gpus: str = ""
 
     @property

@@ -1,6 +1,7 @@
 """Run the search on a measured space: every trial is known, so that a search takes no GPU."""
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, make_dataclass
 from typing import Any
@@ -37,20 +38,33 @@ def known_times(trials: Mapping[Config, Evaluation]) -> StandIn:
     return StandIn(begin, lambda _config, begun: begun)
 
 
-def replay(space: TrialBlock, sampler: str, seeds: int, evaluations: int = 200) -> NDArray[np.float64]:
+def replay(space: TrialBlock, seeds: int, evaluations: int = 200) -> NDArray[np.float64]:
     """Return the (seeds, evaluations) gaps of the best time so far to the optimum; infinite before the first time."""
-    return np.array([search_once(space, sampler, evaluations, seed) for seed in range(seeds)])
+    return np.array([search_once(space, evaluations, seed) for seed in range(seeds)])
 
 
-def search_once(space: TrialBlock, sampler: str, evaluations: int, seed: int) -> NDArray[np.float64]:
+def by_chance(space: TrialBlock, seeds: int, evaluations: int = 200) -> NDArray[np.float64]:
+    """Return the gaps of a search that tries the default, then configs in random order."""
+    others = [trial for knobs, trial in space.trials.items() if knobs != space.default]
+    gaps = []
+    for rng in map(random.Random, range(seeds)):
+        order = [space.trials[space.default], *sorted(others, key=lambda _: rng.expovariate(1.0))]
+        gaps.append(_gaps(space, order[:evaluations]))
+    return np.array(gaps)
+
+
+def _gaps(space: TrialBlock, trials: Iterable[Evaluation]) -> NDArray[np.float64]:
+    times = [np.inf if trial.time_us is None else trial.time_us for trial in trials]
+    return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
+
+
+def search_once(space: TrialBlock, evaluations: int, seed: int) -> NDArray[np.float64]:
     """Return the gap after each evaluation of a search."""
     make = make_dataclass("Knobs", [name for name, _ in space.default], frozen=True, slots=True)
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
-    search = SearchLimits(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
+    search = SearchLimits(trials=min(evaluations, len(trials)), seed=seed)
     candidates = Candidates(list(trials), [make(**dict(space.default))])
-    trials_of_search = explore(candidates, search, known_times(trials))
-    times = [np.inf if trial.time_us is None else trial.time_us for trial in trials_of_search.values()]
-    return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
+    return _gaps(space, explore(candidates, search, known_times(trials)).values())
 
 
 def gap_at(gaps: NDArray[np.float64], evaluations: int) -> Interval | None:

@@ -15,7 +15,6 @@ from kerneltune.cache import CONFIGS
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, decode
 from kerneltune.plan import Selection
-from kerneltune.search import SAMPLERS
 from kerneltune.spec import Variant
 from kerneltune.wording import dtype_name
 
@@ -150,7 +149,6 @@ Budget = Annotated[float | None, seconds("Tuning time per case; of a capture, of
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
 Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar=CONFIGS)]
 Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
-Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]
 Workers = Annotated[int | None, count("--workers", "Processes that compile; one per CPU core if not given.")]
 Output = Annotated[Path | None, option("--output -o", "FILE", "Write to this file instead.")]
 

@@ -37,11 +37,9 @@ class Search:
     policy: o.PolicyName = None
     trials: o.Trials = None
     stale: Annotated[bool, o.flag("--stale", "Search again what was chosen with another source, driver or packages.")] = False
-    sampler: o.Sampler = None
     until_gain: Annotated[
         str | None, o.option("--until-gain", "PERCENT", "Stop when the rest is expected to gain less: 1%, or off.")
     ] = None
-    exhaustive: Annotated[bool, o.flag("--exhaustive", "Measure every config, keep the trials, choose none.")] = False
     gpus: Annotated[str, o.option("--gpus", "all|N", "GPUs of this host; each tunes one case at a time.")] = ""
 
 

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from kerneltune.search.samplers import FiniteGPSampler, ListSampler
 
 __all__ = ["FiniteGPSampler", "ListSampler"]
-SAMPLERS = ("ours", "random")
-"""Names of the command line: `ours` is FiniteGPSampler. `random` draws every config with the same probability."""
 
 
 def __getattr__(name: str) -> Any:

@@ -26,8 +26,6 @@ MOST_IN_FLIGHT = 8
 
 The sampler decides without the times of the configs in flight.
 """
-_AHEAD_BLIND = 48
-"""Configs in flight of a search that tries its configs in a fixed order."""
 _FIRST = 8
 """Configs that are tried after `Candidates.first` before the sampler's model chooses."""
 _LESS_LIKELY = 2.0
@@ -52,7 +50,6 @@ class SearchLimits:
     Attributes:
         budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
         trials: largest number of configs, with the configs of earlier searches of the task.
-        sampler: a name of search.SAMPLERS.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.
         until: time of the monotonic clock in s at which the search ends once a config has a time; the same for all cases.
@@ -60,7 +57,6 @@ class SearchLimits:
 
     budget_s: float | None = None
     trials: int | None = None
-    sampler: str = "ours"
     seed: int = 0
     until_gain: float = 0.0
     until: float = math.inf
@@ -89,7 +85,7 @@ class Candidates:
         After the first configs comes a random order, in which a config that differs little from one of them probably comes early.
         """
         first, rng = dict.fromkeys(self.first), random.Random(limits.seed)
-        guesses = [knobs_of(guess).values() for guess in first] if limits.sampler != "random" else []
+        guesses = [knobs_of(guess).values() for guess in first]
 
         def draw_time(config: Config) -> float:
             values = knobs_of(config).values()
@@ -170,15 +166,11 @@ class SearchState:
 
     def __init__(self, candidates: Candidates, limits: SearchLimits, evaluator: Evaluator) -> None:
         """Set up the sampler of a search."""
-        from kerneltune.search.samplers import FiniteGPSampler, ListSampler
+        from kerneltune.search.samplers import FiniteGPSampler
 
         self._order, self._evaluator = candidates.in_order(limits), evaluator
         knobs = [knobs_of(config) for config in self._order]
-        is_blind = limits.sampler == "random"
-        self._ahead = _AHEAD_BLIND if is_blind else MOST_IN_FLIGHT
-        self.sampler = ListSampler(knobs)
-        if not is_blind:
-            self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, limits.seed)
+        self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, limits.seed)
         self._least_gain, self._seed = limits.until_gain, limits.seed
         self._index = {config: index for index, config in enumerate(self._order)}
         self._compiling: list[tuple[Config, Future[Any]]] = []
@@ -192,7 +184,7 @@ class SearchState:
     def compile_next(self) -> bool:
         """Begin to compile the next config; return False if enough configs are in flight, or all were tried."""
         is_busy = len(self._waiting) > _READY or len(self._compiling) >= self._evaluator.compilers
-        index = None if self.num_in_flight >= self._ahead and is_busy else self.sampler.ask()
+        index = None if self.num_in_flight >= MOST_IN_FLIGHT and is_busy else self.sampler.ask()
         if index is not None:
             config = self._order[index]
             self._compiling.append((config, self._evaluator.compile(config)))

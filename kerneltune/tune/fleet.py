@@ -1,8 +1,8 @@
 """Tune on several GPUs of this host, each with a process of its own.
 
-The processes share the folders of the run: each stores its trials, configs and measured spaces where a single process stores
-them, under the same locks. If a process dies over a task, another process performs the task and finds the stored trials. As on
-one GPU, an error that `TuningSession.perform` raises ends the run.
+The processes share the folders of the run: each stores its trials and configs where a single process stores them, under the
+same locks. If a process dies over a task, another process performs the task and finds the stored trials. As on one GPU, an
+error that `TuningSession.perform` raises ends the run.
 """
 
 import os

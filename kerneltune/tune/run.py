@@ -1,6 +1,6 @@
 """Tune a plan, on the GPU of this process or on several GPUs of this host: list the tasks to search, and search each task.
 
-A task, a variant on a case, is the unit of work on every GPU: its config is searched, or its whole space is measured.
+A task, a variant on a case, is the unit of work on every GPU: its config is searched.
 """
 
 import os
@@ -35,7 +35,7 @@ _NOTES_OF_KEPT = {
 
 
 def run_tune(plan: Plan, progress: Progress) -> list[TuningResult]:
-    """Search the selected bench cases, or measure their whole spaces, and return a result for each task.
+    """Search the selected bench cases, and return a result for each task.
 
     On this GPU no further task begins when `until` of the limits has passed; several GPUs perform all tasks.
     """
@@ -56,13 +56,11 @@ def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     A task is searched if the cache lacks its config, or with `retune` if the config is stale or outdated. All spaces and config
     files are checked before anything is measured or written.
     """
-    options, tasks = plan.options, _tasks(plan)
-    if not options.exhaustive:
-        gpu = device.current().slug
-        for path in sorted({cache.path_of(task.op.name, gpu) for task in tasks}):
-            cache.load_strict(path)
+    options, tasks, gpu = plan.options, _tasks(plan), device.current().slug
+    for path in sorted({cache.path_of(task.op.name, gpu) for task in tasks}):
+        cache.load_strict(path)
     chosen = tasks
-    if options.retune != "all" and not options.exhaustive:
+    if options.retune != "all":
         states = list(map(_state, tasks))
         for state, text in () if options.retune else _NOTES_OF_KEPT.items():
             if state in states:
@@ -75,18 +73,15 @@ def tasks_to_search(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
 
 
 def _tasks(plan: Plan) -> list[Task]:
-    """Return for every case its variants on the case as calls look it up, then its ceiling task; bf16 before other types.
-
-    If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
-    """
-    exhaustive, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
+    """Return for every case its variants on the case as calls look it up, then its ceiling task; bf16 before other types."""
+    tasks = dict[TaskKey, Task]()
     for sweep_case in sorted(plan.cases(), key=lambda sweep_case: sweep_case.case.dtype != "bfloat16"):
         op = plan.ops[sweep_case.op]
-        case = sweep_case.case if exhaustive else op.case_of_call(sweep_case.case)
+        case = op.case_of_call(sweep_case.case)
         with_knobs = [task for task in plan.tasks(sweep_case.op, case) if task.variant.config is not None]
         supported = [task for task in with_knobs if task.variant.unsupported(case) is None]
         tasks |= {task.key: task for task in supported}
-        ceiling = None if exhaustive else ceiling_task(plan.ops, op, case, plan.policy(sweep_case.op))
+        ceiling = ceiling_task(plan.ops, op, case, plan.policy(sweep_case.op))
         if ceiling is not None:
             tasks.setdefault(ceiling.key, ceiling)
     return list(tasks.values())
@@ -116,10 +111,8 @@ class ExpectedWork(NamedTuple):
 def expected_work(task: Task, options: Options) -> ExpectedWork:
     """Estimate the search of a task."""
     search, space = options.search, len(checked_space(task))
-    num_configs = space if options.exhaustive else min(space, search.trials or space)
+    num_configs = min(space, search.trials or space)
     all_s = num_configs * (_COMPILE_S / (options.workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
-    if options.exhaustive:
-        return ExpectedWork(num_configs, all_s)
     return ExpectedWork(num_configs, min(all_s, _SEARCH_S if search.until_gain else all_s, search.budget_s or all_s))
 
 
@@ -127,7 +120,7 @@ def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress) -> l
     """Perform tasks on the GPU of this process."""
     release_memory()  # the GPU worker needs the memory
     results: list[TuningResult] = []
-    progress.stage("measure spaces" if options.exhaustive else "tune", len(tasks))
+    progress.stage("tune", len(tasks))
     with TuningSession(options) as session:
         for number, task in enumerate(tasks, start=1):
             if results and options.search.is_time_over:

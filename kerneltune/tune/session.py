@@ -19,7 +19,6 @@ from kerneltune.plan import Options
 from kerneltune.processes.start import WorkerStoppedError, start_server
 from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.progress import Progress
-from kerneltune.search.loop import times_of
 from kerneltune.task import Run, Task
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
@@ -35,18 +34,18 @@ _CASES_AHEAD = 6
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """Hold the result of a task in a run, which searches it, measures its space, renews its config or keeps it.
+    """Hold the result of a task in a run, which searches it, renews its config or keeps it.
 
     Attributes:
-        status: `tuned`; `measured`: the whole space was timed; `kept`: the cache has a config; `skipped`: this GPU cannot run
-            the task; `failed`; `dropped`: a stale config left the cache because it does not run.
+        status: `tuned`; `kept`: the cache has a config; `skipped`: this GPU cannot run the task; `failed`; `dropped`: a stale
+            config left the cache because it does not run.
         entry: entry that is now in the config cache, of a tuned task.
-        best: best config, or best time of a measured space, in a few words.
+        best: best config, in a few words.
         reason: why the task was skipped or failed, or its config dropped.
         label: the task that failed before a config could be tried.
     """
 
-    status: Literal["tuned", "measured", "kept", "skipped", "failed", "dropped"]
+    status: Literal["tuned", "kept", "skipped", "failed", "dropped"]
     entry: cache.CacheEntry | None = None
     best: str = ""
     reason: str = ""
@@ -112,7 +111,7 @@ class TuningSession:
         return self.perform(task, following)
 
     def perform(self, task: Task, following: Sequence[Task]) -> TuningResult:
-        """Search a task, or measure its whole space.
+        """Search a task.
 
         `following` are the tasks that this session will probably perform next, in order. A task whose operator or kernels fail is
         `failed`.
@@ -127,7 +126,7 @@ class TuningSession:
             if reason is not None:
                 return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
             with self.off_worker_core():
-                return self._measured(tuner) if self.options.exhaustive else self._tuned(tuner, following)
+                return self._tuned(tuner, following)
         except (UnwritableError, WorkerStoppedError):  # not the task's fault
             raise
         except NothingPassedError as error:
@@ -150,16 +149,6 @@ class TuningSession:
         for task in tasks:
             with suppress(Exception):
                 yield from self.tuner(task).first_runs()
-
-    def _measured(self, tuner: Tuner) -> TuningResult:
-        """Measure the space of a case; the result says how many configs have a time, and the best time."""
-        evaluations = tuner.measure_space()
-        times = times_of(evaluations)
-        if not times:
-            where = f"{tuner.task.op.name} {tuner.task.variant.name}"
-            raise NothingPassedError(f"{where}: no config has a time for {tuner.task.case.label}")
-        best = f"{len(times)} of {len(evaluations)} configs have a time, best {min(times.values()):.2f} µs"
-        return TuningResult("measured", best=best)
 
     @contextmanager
     def off_worker_core(self) -> Iterator[None]:

@@ -19,19 +19,17 @@ from kerneltune.measuring.assembly import TARGETS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.plan import Options
 from kerneltune.processes.worker import WorkerCrashedError
-from kerneltune.search.loop import Candidates, SearchLimits, explore, times_of
+from kerneltune.search.loop import explore, times_of
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.task import Evaluation, Run, Task, knobs_of, provenance
-from kerneltune.tune.candidates import candidates, checked_space
+from kerneltune.tune.candidates import candidates
 from kerneltune.tune.gpu_worker import GpuWorker
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
 
 _POLL_S = 0.001
-_REFUSED = ("spills", "occupancy")
-"""Statuses of configs that a search drops without a measurement."""
 SMALL_SPILL = 32
 """Spilled bytes of a thread up to which a config is measured. In 68 of 356 cases of `int4_fp8_grouped_gemm` the fastest of all
 configs spills 8 to 32 bytes, in five more (H200, 2026-11-28, benchmarks/trials)."""
@@ -121,18 +119,17 @@ class Tuner:
             WorkerStoppedError: the worker was stopped.
         """
         with self:
-            explored = self._explored(candidates(self.task, self.store, self.options), self.options.search)
+            offered = candidates(self.task, self.store, self.options)
+            stored = self._evaluations(offered.pool)
+            if len(stored) < len(offered.pool):
+                self.prepare()
+            explored = explore(offered, self.options.search, self, stored)
             times = times_of(explored)
             before = self.task.chooser.find(self.task.op.case_of_call(self.task.case))
             if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
                 evaluation = self.evaluate(before.config, self.compile(before.config)).result()
                 times |= times_of({before.config: evaluation})
             return self._decide(before, times, len(explored))
-
-    def measure_space(self) -> dict[Config, Evaluation]:
-        """Evaluate all valid configs in random order, and store nothing in the cache."""
-        with self:
-            return self._explored(Candidates(checked_space(self.task)), SearchLimits(sampler="random"))
 
     def first_runs(self) -> Iterator[Run]:
         """Yield the configs that the search would try first; nothing if the task was searched before."""
@@ -144,12 +141,6 @@ class Tuner:
     def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
         trials = {config: self.stored_trial(config) for config in pool}
         return {config: evaluation for config, evaluation in trials.items() if evaluation is not None}
-
-    def _explored(self, offered: Candidates, limits: SearchLimits) -> dict[Config, Evaluation]:
-        stored = self._evaluations(offered.pool)
-        if len(stored) < len(offered.pool):
-            self.prepare()
-        return explore(offered, limits, self, stored)
 
     def _decide(self, before: cache.Choice, times: dict[Config, float], num_trials: int) -> cache.CacheEntry:
         """Time the fastest configs against the incumbent, and store the winner. The default stands in for a failed incumbent."""
@@ -203,7 +194,7 @@ class Tuner:
     @cached_property
     def drops_unfit(self) -> bool:
         """Return whether configs that spill much or do not fit an SM are dropped without a measurement."""
-        return not self.options.exhaustive and sum(1 for _ in self.task.variant.configs(self.task.case)) > _MAX_UNPRUNED_CONFIGS
+        return sum(1 for _ in self.task.variant.configs(self.task.case)) > _MAX_UNPRUNED_CONFIGS
 
     def compile(self, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config."""
@@ -227,11 +218,9 @@ class Tuner:
         self.queue.fill()
 
     def stored_trial(self, config: Config) -> Evaluation | None:
-        """Return the stored evaluation of a config; None if there is none, or if it refused a config that is to be measured."""
+        """Return the stored evaluation of a config; None if there is none."""
         evaluation = self.store.get(self.task, config)
-        if evaluation is None or (self.options.exhaustive and evaluation.status in _REFUSED):
-            return None
-        return self._remember(config, evaluation)
+        return None if evaluation is None else self._remember(config, evaluation)
 
     def stored_or_measured(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
         """Return the stored evaluation of a config; if there is none, measure the config unless it is refused, and store it."""
@@ -266,8 +255,8 @@ class Tuner:
         return None
 
     def measure_config(self, config: Config) -> Evaluation:
-        """Check and time a config on the GPU; if the whole space is measured, with all samples also far behind the best."""
-        return self.worker.measure(self.task, config, None if self.options.exhaustive else self._best_us)
+        """Check and time a config on the GPU, with fewer samples far behind the best."""
+        return self.worker.measure(self.task, config, self._best_us)
 
     def prepare(self) -> None:
         """Let the worker make inputs and the reference while the first configs compile; a measurement tells why it cannot."""

@@ -237,7 +237,7 @@ def test_tune_of_a_capture_with_dry_run_counts_configs(tmp_path: Path) -> None:
         (("--trials", "5"), "trials: 5"),
         (("--case", "a"), "case: 'a'"),
         (("--policy", "hot"), "policy: 'hot'"),
-        (("--exhaustive",), "exhaustive"),
+        (("--stale",), "stale"),
     ],
 )
 def test_tune_of_a_capture_with_options_that_it_ignores_fails(tmp_path: Path, option: tuple[str, ...], message: str) -> None:

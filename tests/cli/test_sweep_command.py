@@ -55,10 +55,10 @@ def test_sweep_names_only_files_that_it_wrote(tmp_path: Path, monkeypatch: pytes
 
 
 def test_tune_passes_all_options_on(engine: dict[str, Any], tmp_path: Path) -> None:
-    result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
+    result = run("tune", "rmsnorm", "--force", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
     options = engine["options"]
-    assert (options.retune, options.search.sampler, options.search.trials, engine["configs"]) == ("all", "random", 5, tmp_path)
+    assert (options.retune, options.search.trials, engine["configs"]) == ("all", 5, tmp_path)
 
 
 @pytest.mark.usefixtures("engine")
@@ -100,11 +100,10 @@ def test_tune_with_options_without_effect_fails(option: str, value: str, message
     assert refused("tune", "rmsnorm", option, value) == f"error: {message}"
 
 
-def test_tune_passes_exhaustive_and_gain_on(engine: dict[str, Any], tmp_path: Path) -> None:
-    arguments = ["--exhaustive", "--until-gain", "1%", "--configs", tmp_path]
+def test_tune_passes_the_gain_on(engine: dict[str, Any], tmp_path: Path) -> None:
+    arguments = ["--until-gain", "1%", "--configs", tmp_path]
     assert run("tune", "rmsnorm", *arguments).exit_code == 0
     options = engine["options"]
-    assert options.exhaustive
     assert options.search.until_gain == pytest.approx(0.01)
 
 
@@ -119,10 +118,6 @@ def test_tune_without_a_bench_case_fails(engine: dict[str, Any], tmp_path: Path,
     path = tmp_path / "checks.yaml"
     path.write_text("family: checks\nops: [stream]\ncheck: [{name: one, read: 8, write: 8}]\n")
     assert refused("tune", path, *options) == f"error: {path}: no bench case selected"
-
-
-def test_tune_with_an_unknown_sampler_fails() -> None:
-    assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of ours, random"
 
 
 def test_sweep_with_an_unwritable_folder_fails_before_it_checks(tmp_path: Path, engine: dict[str, Any]) -> None:
@@ -330,7 +325,7 @@ def test_tune_dry_run_counts_configs_of_a_family_and_of_a_model(tmp_path: Path) 
         assert re.search(r"about [1-9]\d* s for 2 cases on a GPU like H200; no GPU here: cases that have", result.stdout)
     assert re.search(r"about [12] s for 2 cases, each at most 0.5 s on a GPU", run(*one_case, *wanted, "--budget", "0.5").stdout)
     whole, few = (
-        re.search(r"about (\d+) s for 1 case ", run(*one_case, *wanted, "--exhaustive", "--workers", workers).stdout)
+        re.search(r"about (\d+) s for 2 cases ", run(*one_case, *wanted, "--until-gain", "off", "--workers", workers).stdout)
         for workers in ("1", "100")
     )
     assert whole is not None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kept_trials import whole_spaces
 from numpy.typing import NDArray
-from replayed_search import gap_at, known_times, replay
+from replayed_search import by_chance, gap_at, known_times, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kerneltune.search.loop import Candidates, SearchLimits, explore, times_of
@@ -27,17 +27,16 @@ def test_shipped_spaces_are_all_replayed() -> None:
 
 def test_replay_of_a_whole_space_ends_at_the_optimum() -> None:
     small = replace(SPACE, rows=SPACE.rows[:60])
-    for sampler in ("ours", "random"):
-        gaps = replay(small, sampler, 2)
-        assert gaps.shape == (2, 60)
-        assert np.all(gaps[:, -1] == 0.0)
-        assert np.all(np.diff(gaps, axis=1) <= 0)
-        assert gap_at(gaps, 61) is None
+    gaps = replay(small, 2)
+    assert gaps.shape == (2, 60)
+    assert np.all(gaps[:, -1] == 0.0)
+    assert np.all(np.diff(gaps, axis=1) <= 0)
+    assert gap_at(gaps, 61) is None
 
 
 def test_replay_begins_with_the_default() -> None:
     default = SPACE.feasible[SPACE.default] / min(SPACE.feasible.values()) - 1
-    assert replay(SPACE, "ours", 2, 1) == pytest.approx(np.array([[default], [default]]))
+    assert replay(SPACE, 2, 1) == pytest.approx(np.array([[default], [default]]))
 
 
 def worse_than(chance: NDArray[np.float64], gaps: NDArray[np.float64], budgets: Sequence[int]) -> list[int]:
@@ -49,13 +48,13 @@ def worse_than(chance: NDArray[np.float64], gaps: NDArray[np.float64], budgets: 
 @pytest.mark.parametrize("seed", range(3))
 def test_search_of_simulated_spaces_beats_chance(seed: int) -> None:
     space = landscapes.space(seed)
-    chance, ours = replay(space, "random", 6, 100), replay(space, "ours", 3, 100)
+    chance, ours = by_chance(space, 6, 100), replay(space, 3, 100)
     assert worse_than(chance, ours, (25,)) == []
     for evaluations, bound in ((50, 0.05), (100, 0.03)):
-        gap, by_chance = gap_at(ours, evaluations), gap_at(chance, evaluations)
+        gap, of_chance = gap_at(ours, evaluations), gap_at(chance, evaluations)
         assert gap is not None
-        assert by_chance is not None
-        assert gap.median <= min(bound, by_chance.median / 2)
+        assert of_chance is not None
+        assert gap.median <= min(bound, of_chance.median / 2)
 
 
 @pytest.mark.parametrize("number", range(NUM_SHIPPED))
@@ -63,13 +62,13 @@ def test_search_of_shipped_spaces_comes_within_3_percent_in_50_evaluations(numbe
     """The median gap is at most 3 % at 50 evaluations, 1 % at a quarter of the space, and never above that of random search."""
     space = shipped()[number]
     quarter = len(space.trials) // 4
-    early, late, chance = replay(space, "ours", 8, 50), replay(space, "ours", 1, quarter), replay(space, "random", 12, quarter)
+    early, late, chance = replay(space, 8, 50), replay(space, 1, quarter), by_chance(space, 12, quarter)
     assert worse_than(chance, early, (10, 25)) == []
     for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
-        gap, by_chance = gap_at(gaps, evaluations), gap_at(chance, evaluations)
+        gap, of_chance = gap_at(gaps, evaluations), gap_at(chance, evaluations)
         assert gap is not None
-        assert by_chance is not None
-        assert gap.median <= min(by_chance.median, bound), evaluations
+        assert of_chance is not None
+        assert gap.median <= min(of_chance.median, bound), evaluations
 
 
 def test_sampler_draws_configs_near_a_guess_first() -> None:
@@ -77,17 +76,15 @@ def test_sampler_draws_configs_near_a_guess_first() -> None:
     pool = [make(**dict(knobs)) for knobs in SPACE.trials]
     guess = pool[7]
 
-    def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
+    def drawn(seed: int, first: Sequence[object]) -> list[int]:
         """Return in how many knobs each of the first configs differs from the guess."""
-        asked = Candidates(pool, first).in_order(SearchLimits(sampler=sampler, seed=seed))[:9]
+        asked = Candidates(pool, first).in_order(SearchLimits(seed=seed))[:9]
         return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked]
 
-    near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("ours", "random"))
-    assert drawn("ours", 3, [guess])[0] == 0
+    near, far = (np.mean([drawn(seed, first)[1:] for seed in range(20)]) for first in ([guess], []))
+    assert drawn(3, [guess])[0] == 0
     assert near < far - 0.5
-    assert drawn("ours", 3, [guess]) == drawn("ours", 3, [guess]) != drawn("ours", 4, [guess])
-    without = np.mean([drawn("ours", seed, []) for seed in range(20)])
-    assert abs(without - far) < 0.3
+    assert drawn(3, [guess]) == drawn(3, [guess]) != drawn(4, [guess])
 
 
 def test_surrogate_computes_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,16 +210,6 @@ def test_fleet_without_a_gpu_raises(options: Options, log: Path) -> None:
         Fleet([""], options, Progress()).run(WORKS)
 
 
-def test_fleet_of_whole_spaces_keeps_trials_and_stores_no_config(log: Path, tmp_path: Path) -> None:
-    cache.use_root(tmp_path / "configs")
-    options = Options(results=tmp_path / "results", exhaustive=True)
-    run = fleet_of(["0", "1"], options)
-    run.run(WORKS[:2])
-    trials = history(trials_file(tmp_path / "results", "nvidia_h200", "fake"))
-    assert Counter(trial.key.case.name for trial in trials) == {work.case.name: 20 for work in WORKS[:2]}
-    assert not (tmp_path / "configs").exists()
-
-
 def test_visible_gpus_beyond_those_present_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^gpus: '3': expected all or a number of GPUs, 2 here$"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

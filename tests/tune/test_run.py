@@ -28,7 +28,7 @@ from kerneltune.progress import Progress
 from kerneltune.search.loop import SearchLimits
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
-from kerneltune.task import Run, Task, knob_pairs, trials_file
+from kerneltune.task import Run, Task, trials_file
 from kerneltune.tune.run import renew_configs, run_tune
 from kerneltune.tune.tuner import Tuner
 
@@ -295,19 +295,6 @@ def test_run_tune_compiles_for_the_next_case_while_it_measures(
     assert happened[0] == ("prepare", 1 << 20)
     assert happened.index(("compile", 2 << 20)) < happened.index(("prepare", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
-
-
-def test_run_tune_exhaustive_measures_each_config_once_and_stores_none(selection: Selection, options: Options) -> None:
-    whole = replace(options, exhaustive=True)
-    assert options.results is not None
-    path = trials_file(options.results, "nvidia_h200", "stream")
-    for _ in range(2):
-        assert entries_of(run_tune(load_plan(OPS, selection, whole), Progress())) == []
-        trials = history(path)
-        configs = OPS["stream"].variants[0].configs(trials[0].key.case)
-        assert {trial.knobs for trial in trials} == {knob_pairs(config) for config in configs}
-        assert len({trial.knobs for trial in trials}) == len(trials)
-    assert not (options.results.parent / "configs").exists()
 
 
 def test_renewal_times_stale_entries_of_this_gpu_again(
