@@ -1,15 +1,13 @@
-"""`kerneltune report`: an HTML page of records and configs; a picture and Markdown for a pull request."""
+"""`kerneltune report`: an HTML page of records and configs; a picture for a pull request."""
 
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from kerneltune import cache
 from kerneltune.cli import options as o
-from kerneltune.cli.console import STDOUT, deliver, note
+from kerneltune.cli.console import deliver, note
 from kerneltune.cli.files import record_files, selected, tables_of_devices
 from kerneltune.device import slug
 from kerneltune.plan import Selection
@@ -18,8 +16,6 @@ from kerneltune.reporting.naming import by_family, source
 from kerneltune.reporting.page import Sources, page
 from kerneltune.reporting.pairing import default_pair, family_pairs, paired
 from kerneltune.reporting.picture import speedups
-from kerneltune.reporting.tables import ab_table
-from kerneltune.table import join_tables
 
 _PAGE = Path("report.html")
 _LARGE = 3_000_000
@@ -33,21 +29,18 @@ def command(
     a: Annotated[str | None, o.option("--a", "NAME", "The variant or peer that is A at first.")] = None,
     b: Annotated[str | None, o.option("--b", "NAME", "The variant or peer that is B at first.")] = None,
     svg: Annotated[Path | None, o.option("--svg", "FILE", "Write a picture of all speed-ups instead; - prints it.")] = None,
-    markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write A/B tables as Markdown; - prints them.")] = None,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
     """Write an HTML page that needs no network: every family's speed-up, A against B by case, charts, and the gain of tuning.
 
-    A is the fastest peer of every case unless it is named. With --svg or --markdown the page is written only if -o is given.
+    A is the fastest peer of every case unless it is named. With --svg the page is written only if -o is given.
     """
     o.read_configs(configs)
     sources = _sources(files or record_files(results), selection, (a, b))
     if svg is not None:
         deliver(_picture(sources), svg)
-    if markdown is not None:
-        deliver(_markdown(sources, None if svg == STDOUT else svg, markdown.parent), markdown)
-    if output is None and (svg or markdown):
+    if output is None and svg:
         return
     path, text = output or _PAGE, page(sources)
     deliver(text, path)
@@ -87,19 +80,3 @@ def _short(path: Path) -> str:
     """Return the path relative to the current folder, or the file's name alone: a page names no folder of this machine."""
     whole = path.absolute()
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
-
-
-def _markdown(sources: Sources, picture: Path | None, folder: Path) -> str:
-    """Return the A/B table of every family, the tables of workloads, and a link to the picture."""
-    tables = []
-    families = by_family(sources.records)
-    for family, (a, b) in family_pairs(families, sources.pair).items():
-        rows = paired(families[family], a, b)
-        if rows:
-            tables.append(ab_table(rows, a, b, title=f"{family}: {a} (A) against {b} (B)"))
-        for table in sources.own.get(family, ()):
-            tables.append(replace(table, title=f"{family}{': ' if table.title else ''}{table.title}"))
-    text = join_tables(tables, "markdown", 0)
-    if picture is not None:
-        text += f"\n![speed-up of every family]({Path(os.path.relpath(picture, folder)).as_posix()})"
-    return text.rstrip() + "\n"

@@ -154,7 +154,7 @@ KINDS = {
     "sweep": Kind("sweep tiny.yaml --check-only --results results", a_sweep, 6),
     "search": Kind("search", nothing, 6, searched),
     "compare": Kind("compare --from records.jsonl --format csv -o table.csv", some_records, 3),
-    "report": Kind("report records.jsonl -o page.html --markdown table.md", some_records, 3),
+    "report": Kind("report records.jsonl -o page.html", some_records, 3),
     "gate": Kind("gate --allow-stale HEAD records.jsonl --junit junit.xml --markdown gate.md", a_repository, 3),
     "revision": Kind("revision", a_repository, 3),
 }

@@ -199,15 +199,6 @@ def test_report_of_a_family_named_as_a_path_writes_only_its_output(tmp_path: Pat
     assert "<b>" not in re.sub(r"<script>.*?</script>", "", (out / "r.html").read_text(), flags=re.S)
 
 
-def test_report_to_a_dash_prints_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    append(tmp_path / "a.jsonl", experts())
-    result = run("report", "a.jsonl", "--results", tmp_path, "--markdown", "-")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("### scale: baseline (A) against optimized (B)")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 def test_report_of_bad_files_or_names_fails_with_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"op": 1}\n')
@@ -223,34 +214,6 @@ def test_report_of_bad_files_or_names_fails_with_one_line(tmp_path: Path) -> Non
     )
     (tmp_path / "file").write_text("")
     assert run("report", RECORDED, "-o", tmp_path / "file" / "x.html").stderr.splitlines()[-1].startswith("error: cannot write ")
-
-
-def test_report_markdown_has_table_source_and_picture(tmp_path: Path) -> None:
-    rows = tmp_path / "scale.jsonl"
-    append(rows, experts())
-    picture = ("--svg", tmp_path / "pictures" / "s.svg", "--a", "baseline")
-    result = run("report", rows, "--results", tmp_path, "--markdown", tmp_path / "pr.md", *picture)
-    assert result.exit_code == 0, result.output
-    lines = (tmp_path / "pr.md").read_text().splitlines()
-    assert lines[0] == "### scale: baseline (A) against optimized (B)"
-    assert any(line.startswith("- NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc, 2026-") for line in lines)
-    (row,) = (line for line in lines if line.startswith("| scale | bfloat16 | none | 4 | 256 |"))
-    assert row.startswith("| scale | bfloat16 | none | 4 | 256 | 40.00 | 20.00 | 2.00x | + | 5000 | 10000 |")
-    assert lines[-1] == "![speed-up of every family](pictures/s.svg)"
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_report_markdown_has_a_table_per_family(tmp_path: Path) -> None:
-    result = run("report", *sorted(RECORDED.parent.glob("fp8_t*.jsonl")), "--markdown", tmp_path / "pr.md")
-    assert result.exit_code == 0, result.output
-    lines = (tmp_path / "pr.md").read_text().splitlines()
-    heads = [line for line in lines if line.startswith("###")]
-    assert heads == [
-        "### fp8_tensorwise: best-peer (A) against optimized (B)",
-        "### fp8_transpose: best-peer (A) against optimized (B)",
-    ]
-    columns = [line for line in lines if line.startswith("| kind")]
-    assert ["layout" in line for line in columns] == [True, False]
 
 
 @pytest.fixture(scope="module")
