@@ -126,9 +126,7 @@ def getter_command(
     if not device.current().is_gpu:
         return _check_calls(out, names, spec.cases, table.export is not None)
     share = budget / sum(case.is_searched for case in spec.cases)
-    options = loading.make_options(
-        policy=policy, budget_s=share, trials=trials, retune="all" if force else None, until_gain=0.01, workers=workers
-    )
+    options = loading.make_options(policy=policy, budget_s=share, trials=trials, retune="all" if force else None, workers=workers)
     with Reporter() as progress:
         calls = tune_getter(out, options, progress)
     _show_calls(names, calls, time.monotonic() - began)

@@ -24,8 +24,6 @@ from kerneltune.wording import counted
 if TYPE_CHECKING:
     from kerneltune.tune.session import TuningResult
 
-_MODEL_GAIN = "1%"
-"""Default of `--until-gain` for the many cases of a model."""
 _CALLED_VARIANT = "optimized"
 """Variant that a call of an operator runs, the only variant whose configs a model uses."""
 
@@ -66,8 +64,8 @@ def command(
     """Search the best config of every case of a family, or of every launch in the folder of a capture.
 
     A config replaces the present config only if it is measurably faster. Every trial is kept, so an interrupted search resumes.
-    The command ends with a summary of the trials; `kerneltune trials` says more. --until-gain 1% stops a search when a model of
-    the times expects the untried configs to be less than 1 % faster. With --model the cases are the output of
+    The command ends with a summary of the trials; `kerneltune trials` says more. A search stops when the
+    untried configs are expected to be less than 1 % faster; --until-gain changes that. With --model the cases are the output of
     `kerneltune cases`, and only the variant that calls run is tuned, unless --variant names another. Exit code 1 where a case
     that this GPU can run was not tuned.
     """
@@ -76,7 +74,6 @@ def command(
         raise ValueError(f"family: {repr(family) if family else 'missing'}: expected either a family or --model FILE")
     if model is not None:
         family = str(cases.write_sweep(results_root(results), model, work))
-        search = replace(search, until_gain=search.until_gain or _MODEL_GAIN)
         selection = replace(selection, variants=selection.variants or (_CALLED_VARIANT,))
     else:
         o.refuse("expected only with --model", **o.given(work))
