@@ -19,6 +19,7 @@ from kerneltune.spec import Case, Inputs, Outputs
 from kerneltune.task import Outcome
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 POISONED = """
 import sys
@@ -134,7 +135,8 @@ def test_check_names_an_input_that_torch_changes_in_place_even_if_no_value_chang
     assert checker.run(variant, variant.default_config(checker.case))[1] == ["inputs: x was overwritten, and is no output"]
 
 
-def test_large_inputs_that_a_variant_updates_are_restored_before_each_run() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_inputs_that_a_variant_updates_are_restored_before_each_run(device: str) -> None:
     def inputs(_case: Case, *, device: str, seed: int = 0) -> Inputs:
         return {"x": torch.full((5 << 20,), 1.0 + seed, device=device), "of": torch.ones(5 << 20, device=device)}
 
@@ -150,7 +152,7 @@ def test_large_inputs_that_a_variant_updates_are_restored_before_each_run() -> N
     )
     variant, checker = (
         replace(op.variants[0], run=added),
-        check.Checker(op, Case("large", (("M", 1), ("N", 1)), "bfloat16"), DEVICE),
+        check.Checker(op, Case("large", (("M", 1), ("N", 1)), "bfloat16"), device),
     )
     assert [checker.check(variant, None, runs=2) for _ in range(3)] == [Outcome("checked")] * 3
 
@@ -164,8 +166,9 @@ def test_reference_that_mixes_devices_makes_its_tensors_on_the_device() -> None:
         check.on_device("meta", doubled, torch.ones(2, device="meta"))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("of", ["reference", "compare"])
-def test_check_passes_if_a_function_of_the_operator_makes_tensors_without_their_device(of: str) -> None:
+def test_check_passes_if_a_function_of_the_operator_makes_tensors_without_their_device(of: str, device: str) -> None:
     op, case = op_with(""), Case("small", (("M", 7), ("N", 100)), "bfloat16")
 
     def added(values: Outputs) -> Outputs:
@@ -176,7 +179,7 @@ def test_check_passes_if_a_function_of_the_operator_makes_tensors_without_their_
         "compare": replace(op, compare=lambda of, inputs, outputs, expected: op.compare(of, inputs, added(outputs), expected)),
     }[of]
     (variant,) = planted.variants
-    assert check.Checker(planted, case, DEVICE).check(variant, variant.default_config(case)) == Outcome("checked")
+    assert check.Checker(planted, case, device).check(variant, variant.default_config(case)) == Outcome("checked")
 
 
 @pytest.mark.parametrize(
