@@ -174,23 +174,16 @@ def iterations_of(loop: range) -> Iterator[int]:
 
 
 def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
-    """Return loops without two iterations in any check, axes without two programs in any check, and facts of bench cases alone.
+    """Return a text for each fact that checks should have and lack, then for each condition of which checks reach a single side.
 
-    Loops and axes with one iteration or program in the largest cases are left out. Because launches without memory load zeros, a
-    loop without an iteration there may have any number of iterations. Sizes that are compared and are equal in checks, but never
-    above 1, are returned if they are unequal in another check, or equal above 1 in the largest cases. Of several sizes above the
+    Of a launch or a call that no check has, no branch is named, and beside such a launch no call. Of several sizes above the
     limit of an expression, one size is named.
     """
-    loops = (fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS)
-    wanted = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}
-    at_1 = [fact for fact in checks if fact.kind == "equal at 1"]
-    wanted |= {fact._replace(kind="equal") for fact in at_1 if fact._replace(kind="unequal") in checks}
-    wanted |= largest & {fact._replace(kind="equal") for fact in at_1}
-    few = (wanted | {fact for fact in largest if fact.kind in ("two programs", "lossy cast", *_OF_CODE)}) - checks
-    unknown = {fact.text for fact in few if fact.kind in ("launch", "call")}
-    hidden = "call" if any(fact.kind == "launch" for fact in few) else ""
-    few = {fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.where in unknown)}
-    named = {fact._replace(text=_SIZE_ABOVE.sub("", fact.text)): fact for fact in sorted(few, reverse=True)}
+    lacking = _due(checks, largest) - checks
+    unknown = {fact.text for fact in lacking if fact.kind in ("launch", "call")}
+    hidden = "call" if any(fact.kind == "launch" for fact in lacking) else ""
+    lacking = {fact for fact in lacking if fact.kind != hidden and not (fact.kind == "branch" and fact.where in unknown)}
+    named = {fact._replace(text=_SIZE_ABOVE.sub("", fact.text)): fact for fact in sorted(lacking, reverse=True)}
     lines = [str(fact) for fact in sorted(named.values(), key=lambda fact: (fact.kind in _OF_CODE, str(fact)))]
     for fact in sorted(fact for fact in largest if fact.kind in ("condition", "choice")):
         sides = [side for side in ("true", "false") if Fact(side, "", fact.where) in checks]
@@ -198,6 +191,24 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
             other = f"equal to its {'first' if sides == ['true'] else 'second'} operand"
             lines.append(f"{fact} {other if fact.kind == 'choice' else f'other than {sides[0]}'}")
     return lines
+
+
+def _due(checks: Set[Fact], largest: Set[Fact]) -> set[Fact]:
+    """Return the facts that checks should have.
+
+    - Two iterations of each loop, but for loops with a single iteration in the largest cases. A loop without an iteration there
+      may have any number of iterations, because launches without memory load zeros.
+    - The facts of the largest cases that tell of two programs, of lossy casts and of code.
+    - Equal sizes above 1 where checks compare sizes that are both 1, if the sizes differ in another check, or are equal above 1
+      in the largest cases.
+    """
+    loops = {fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS}
+    due = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}
+    due |= {fact for fact in largest if fact.kind in ("two programs", "lossy cast", *_OF_CODE)}
+    for fact in (fact for fact in checks if fact.kind == "equal at 1"):
+        equal = fact._replace(kind="equal")
+        due |= {equal} if equal in largest or fact._replace(kind="unequal") in checks else set()
+    return due
 
 
 def cut_short(checks: Set[Fact], largest: Set[Fact]) -> list[Fact]:
