@@ -23,7 +23,9 @@ from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
+from kerneltune.interpreter.garbage import INTEGER_GARBAGE
 from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
+from kerneltune.kernel_lib.check_values import kind_of_row
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
@@ -170,7 +172,8 @@ class Checker:
             causes = ["tf32", "vector"]
             if any(fact.kind == "division" for fact in facts) and self._nearly_agree(given):
                 causes.append("division")
-            return given, [*lines, *self._other_kinds(given), *sorted(str(fact) for fact in facts if fact.kind in causes)]
+            hints = [*_undefined(given, self.expected), *self._other_kinds(given), *self._kinds_of_rows(given, lines)]
+            return given, [*lines, *hints, *sorted(str(fact) for fact in facts if fact.kind in causes)]
         seen = self._first_seen
         lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
@@ -267,6 +270,20 @@ class Checker:
                 lines.append(f"{name} is {got.dtype}, the reference gives {expected.dtype}")
         return lines
 
+    def _kinds_of_rows(self, outputs: Outputs, lines: Iterable[str]) -> Iterator[str]:
+        """Yield the kind of the first wrong row, if `vary_rows` made it in an input with such rows."""
+        for line in lines:
+            output, first = outputs.get(line.partition(": ")[0]), _FIRST_AT.search(line)
+            if first and isinstance(output, torch.Tensor):
+                for name, value in self.inputs_before.items():
+                    shape = value.shape[:-1]
+                    if value.is_floating_point() and value.numel() and shape and output.shape[: len(shape)] == shape:
+                        place = list(map(int, re.findall(r"\d+", first[0])))[: len(shape)]
+                        row = int(torch.arange(shape.numel()).view(shape)[tuple(place)])
+                        if kind := kind_of_row(value, row):
+                            yield f"row {row} of {name}: {kind}"
+                return
+
     def _placement_of_outputs(self, outputs: Outputs) -> dict[str, bool]:
         """Return output -> whether it shares an input's storage; leave out inputs that are unchanged, or not restored."""
         input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
@@ -276,6 +293,23 @@ class Checker:
                 if not owner or (owner in self.inputs_before and self._is_changed(owner)):
                     are_over_inputs[name] = owner is not None
         return are_over_inputs
+
+
+def _undefined(outputs: Outputs, expected: Outputs) -> Iterator[str]:
+    """Yield the likely cause for an output of integers whose wrong elements mostly hold the value of an undefined element."""
+    for name, want in expected.items():
+        got = outputs.get(name)
+        if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor) or got.shape != want.shape:
+            continue
+        if got.is_floating_point() or got.is_complex() or got.dtype == torch.bool:
+            continue
+        wrong = got[got != want]
+        for value, cause in (
+            (INTEGER_GARBAGE, "a cast of NaN or of a value out of range, or a load under a mask without `other`"),
+            (torch.iinfo(got.dtype).max, "an element that is never written: checks fill memory with it"),
+        ):
+            if 2 * int((wrong == value).sum()) > wrong.numel():
+                yield f"{name}: {value} may be {cause}"
 
 
 def _not_dense(outputs: object) -> list[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-_INTEGER_GARBAGE = 90
+INTEGER_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
 """Largest value, NaN and least value, as bits, of the types that the interpreter stores as integers."""
@@ -17,7 +17,7 @@ def garbage(mask: Any, kind: Any, dtype: Any) -> Any:
     if kind.is_floating() and dtype.kind == "f":
         values = (np.finfo(dtype).max, np.nan, np.finfo(dtype).min)
     else:
-        values = _FLOAT_GARBAGE.get(kind.name, (_INTEGER_GARBAGE,) * 3)
+        values = _FLOAT_GARBAGE.get(kind.name, (INTEGER_GARBAGE,) * 3)
     values_of_all = np.zeros(mask.shape, dtype)
     left_out = np.flatnonzero(~mask)
     for first, value in enumerate(values):
@@ -34,5 +34,5 @@ def cast_to_integer(builder: Any, source: Any, target: Any) -> Any:
     whole = np.trunc(values.astype(np.float64))
     is_defined = (whole >= kind.get_int_min_value()) & (whole <= kind.get_int_max_value())
     if kind.int_bitwidth > 1 and not is_defined.all():
-        result.data = np.where(is_defined, result.data, np.array(_INTEGER_GARBAGE, result.data.dtype))
+        result.data = np.where(is_defined, result.data, np.array(INTEGER_GARBAGE, result.data.dtype))
     return result

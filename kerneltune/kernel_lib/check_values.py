@@ -13,6 +13,8 @@ _OFFSET, LARGE = 4.0, 48.0
 """The exponential of a large row overflows unless its maximum is subtracted; products of two fit in fp16."""
 _BELOW_ZERO = 3.2
 """Distance of a negative row from zero, in products of the large row's factor and the mean magnitude: exp(-123) is 0 in fp32."""
+_KINDS = ("", "equal values", "tiny values", "values far from 0", "negative values", "large values", "zeros", "")
+"""What `vary_rows` makes of each of eight rows."""
 
 
 def draw(method: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, *bounds: Any) -> torch.Tensor:
@@ -43,3 +45,10 @@ def vary_rows(x: torch.Tensor, large: float = LARGE) -> torch.Tensor:
     rows[5::_EVERY] *= large
     rows[6::_EVERY] = 0
     return x
+
+
+def kind_of_row(x: torch.Tensor, row: int) -> str:
+    """Return what `vary_rows` made of a row: `large values`; empty for a row that it kept, and for a tensor without its rows."""
+    rows, kind = x.reshape(-1, max(1, x.shape[-1])), _KINDS[row % _EVERY]
+    is_varied = rows[1::_EVERY].numel() > 0 and bool((rows[1::_EVERY] == _CONSTANT).all())
+    return kind if is_varied and (kind != "negative values" or bool((rows[row] < 0).all())) else ""

@@ -1,4 +1,4 @@
-"""The switch that poisons memory for checks: its effect and its cost."""
+"""Test the check of a run: poisoned memory, lines of `compare`, causes of wrong values."""
 
 import re
 import subprocess
@@ -14,8 +14,9 @@ from subprocesses import environment
 from warm_python import python
 
 from kerneltune.checking import check
-from kerneltune.kernel_lib.agreement import same_bits
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.kernel_lib.agreement import all_same_bits, same_bits
+from kerneltune.kernel_lib.check_values import vary_rows
+from kerneltune.spec import Case, Inputs, Outputs, Variant
 from kerneltune.task import Outcome
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,6 +70,42 @@ def test_line_of_compare_that_repeats_another_output_is_left_out() -> None:
     op = replace(op_with(""), compare=lambda *_: lines)
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     assert check.Checker(op, case, DEVICE).run(variant, variant.default_config(case))[1] == [lines[0], *lines[2:]]
+
+
+UNDEFINED = {
+    "cast": "q: 90 may be a cast of NaN or of a value out of range, or a load under a mask without `other`",
+    "unwritten": "q: 127 may be an element that is never written: checks fill memory with it",
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "hints"),
+    [("cast", [UNDEFINED["cast"]]), ("unwritten", [UNDEFINED["unwritten"]]), ("large row", ["row 5 of x: large values"])],
+)
+def test_failure_explains_undefined_values_and_kinds_of_rows(mistake: str, hints: list[str]) -> None:
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        q = torch.empty(9, 16, dtype=torch.int8)
+        if mistake != "unwritten":
+            q.copy_(inputs["x"] > 0)
+        if mistake == "cast":
+            q[7] = 90
+        if mistake == "large row":
+            q[5] -= 1
+        return {"q": q}
+
+    variant = Variant("baseline", run)
+    op = replace(
+        op_with(""),
+        inputs=lambda case, *, device, seed=0: {
+            "x": torch.empty(9, 16, device=device) if device == "meta" else vary_rows(torch.randn(9, 16))
+        },
+        reference=lambda inputs: {"q": (inputs["x"] > 0).to(torch.int8)},
+        compare=all_same_bits,
+        variants=(variant,),
+    )
+    (line, *rest) = check.Checker(op, Case("small", (("M", 9), ("N", 16)), "float32"), "cpu").run(variant, None)[1]
+    assert line.startswith("q: ")
+    assert rest == hints
 
 
 @pytest.mark.parametrize("result", [True, None, [None], [False], [""], "wrong", 0])

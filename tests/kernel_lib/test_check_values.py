@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerneltune.kernel_lib.check_values import vary_rows
+from kerneltune.kernel_lib.check_values import kind_of_row, vary_rows
 
 
 @pytest.mark.parametrize("largest", [448.0, 57344.0])
@@ -18,3 +18,21 @@ def test_constant_rows_have_a_scale_that_is_a_power_of_two(largest: float) -> No
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)])
 def test_rows_without_elements_stay_empty(shape: tuple[int, ...]) -> None:
     assert vary_rows(torch.empty(shape)).shape == shape
+
+
+def test_kinds_name_the_rows_of_vary_rows_alone() -> None:
+    kinds = [
+        "",
+        "equal values",
+        "tiny values",
+        "values far from 0",
+        "negative values",
+        "large values",
+        "zeros",
+        "",
+        "",
+        "equal values",
+    ]
+    signed, positive = vary_rows(torch.randn(2, 5, 8)), vary_rows(torch.rand(10, 8))
+    assert [kind_of_row(signed, row) for row in range(10)] == kinds
+    assert kind_of_row(positive, 4) == kind_of_row(torch.randn(10, 8), 1) == kind_of_row(torch.ones(1, 8), 0) == ""
