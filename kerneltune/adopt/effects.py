@@ -198,10 +198,9 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
             if text := _difference(replay, expected, tensor, replay.noise.get(name, 0.0), replay.has_reference):
                 lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
             elif name in replay.overflows:
-                count = f"{int(replay.overflows[name].sum())} of {tensor.numel()} elements"
-                lines.append(
-                    f"{name}: {count} are NaN or infinite, unlike the reference, where rows are {LARGE:g} times as large"
-                )
+                places = replay.overflows[name]
+                text = f"{int(places.sum())} of {tensor.numel()} elements, first at {_place(places)}, are NaN or infinite"
+                lines.append(f"{name}: {text}, unlike the reference, where rows are {LARGE:g} times as large")
         elif name in changed:
             lines.append(f"{name}: is written, which the author's first config does not do")
     guards, before = replay.guards(replay.storages), replay.guards(replay.before or ())
@@ -218,8 +217,17 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
 def _difference(replay: Replay, expected: torch.Tensor, found: torch.Tensor, noise: float, has_reference: bool) -> str:
     """Return how a result differs, by the author's tolerance or else as `disagreement` does; empty if it agrees."""
     if replay.tolerance is not None:
-        return "; ".join(line.removeprefix(": ") for line in close("", found, expected, *replay.tolerance))
+        return _unnamed(close("", found, expected, *replay.tolerance))
     return disagreement(expected, found, noise, replay.launch_class.dtypes, has_reference)
+
+
+def _unnamed(lines: Sequence[str]) -> str:
+    return "; ".join(line.removeprefix(": ") for line in lines)
+
+
+def _place(values: torch.Tensor) -> tuple[int, ...]:
+    """Return the place of the largest value, the first of several."""
+    return tuple(map(int, torch.unravel_index(values.float().argmax(), values.shape)))
 
 
 def _has_same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -237,7 +245,7 @@ def _unwritten(expected: torch.Tensor, found: torch.Tensor, before: torch.Tensor
     if not bool((never == wrong).all()):
         never &= (held == _POISON).all(dim=1)  # a wrong result is no NaN by chance
     count = int(never.sum())
-    return f"{count} of {found.numel()} elements never written" if count else ""
+    return f"{count} of {found.numel()} elements never written, first at {_place(never.view(found.shape))}" if count else ""
 
 
 def _tensors(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -268,10 +276,10 @@ def disagreement(
     dtypes: names of the element types of all arguments.
     """
     if not (expected.is_floating_point() or expected.is_complex()):
-        wrong = int((expected != found).sum())
-        return f"{wrong} of {expected.numel()} integers differ" if wrong and not noise else ""
-    if other := int((torch.isnan(expected.float()) != torch.isnan(found.float())).sum()):
-        return f"NaN in other places: {other} of {expected.numel()} elements"
+        return _unnamed(close("", found, expected, 0.0, 0.0)) if not noise else ""
+    is_other = torch.isnan(expected.float()) != torch.isnan(found.float())
+    if other := int(is_other.sum()):
+        return f"NaN in other places: {other} of {expected.numel()} elements, first at {_place(is_other)}"
     if expected.element_size() == 1 and expected.numel() and not noise:
         a, b = expected.float(), found.float()
         is_cancelled = (a - b).abs() <= _CANCELLED * a.nan_to_num(0.0, 0.0, 0.0).abs().max()
@@ -286,7 +294,9 @@ def disagreement(
         return leaning(found, expected, by_rows=has_reference) if expected.element_size() == 2 else ""
     of_largest = "an element, or of the rms if larger" if has_reference else "the largest"
     largest_text = f"{largest:.2e} of {of_largest} (allowed {allowed_largest:.2e})"
-    return f"differs by {rms:.2e} of the rms (allowed {allowed:.2e}), at most {largest_text}"
+    most = _place((found.float() - expected.float()).abs().nan_to_num(0.0, torch.inf))
+    values = f"most at {most}: {found[most].item():.6g}, expected {expected[most].item():.6g}"
+    return f"differs by {rms:.2e} of the rms (allowed {allowed:.2e}), at most {largest_text}, {values}"
 
 
 def relative_difference(expected: torch.Tensor, found: torch.Tensor, by_element: bool = False) -> tuple[float, float]:

@@ -127,7 +127,7 @@ def test_replay_poisons_outputs_and_reports_unwritten_elements(tmp_path: Path) -
     launch.restore()
     assert torch.isnan(launch.named["y_ptr"]).all()
     launch.run(wrong)
-    assert wrong_results(launch, {}) == ["y_ptr: 64 of 128 elements never written"]
+    assert wrong_results(launch, {}) == ["y_ptr: 64 of 128 elements never written, first at (64,)"]
 
 
 def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_replay_has_the_memory_behind_the_first_row_of_a_buffer(tmp_path: Path) 
     assert meta.named["x_ptr"].untyped_storage().nbytes() >= 400 * 4
 
 
-@pytest.mark.parametrize(("dtype", "wrong_line"), [(torch.float32, "differs by"), (torch.int32, "integers differ")])
+@pytest.mark.parametrize(("dtype", "wrong_line"), [(torch.float32, "differs by"), (torch.int32, " wrong, first at (")])
 def test_sums_in_another_order_behind_an_argument_agree(tmp_path: Path, dtype: torch.dtype, wrong_line: str) -> None:
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) + (3 if dtype.is_floating_point else 3000)
     launch, (first, other_order, wrong) = replayed(tmp_path, summed, x, torch.zeros(4, dtype=dtype)[:2], 4, 128)
@@ -196,7 +196,12 @@ def test_replay_of_damaged_values_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("factor", "noise", "text"),
-    [(1.0, 0.0, ""), (1.001, 0.0, "differs by 1.00e-03"), (1.001, 5e-4, ""), (float("nan"), 0.0, "NaN in other places")],
+    [
+        (1.0, 0.0, ""),
+        (1.001, 0.0, "differs by 1.00e-03"),
+        (1.001, 5e-4, ""),
+        (float("nan"), 0.0, "NaN in other places: 128 of 128 elements, first at (0,)"),
+    ],
 )
 def test_disagreement_within_noise_and_rounding_is_empty(tmp_path: Path, factor: float, noise: float, text: str) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
@@ -213,9 +218,10 @@ def test_disagreement_with_a_reference_finds_one_wrong_element(tmp_path: Path) -
     assert disagreement(expected.to(torch.bfloat16), result, 0.0, launch.launch_class.dtypes, has_reference=True) == ""
     result[7] += 0.2
     text = disagreement(expected.to(torch.bfloat16), result, 0.0, launch.launch_class.dtypes, has_reference=True)
-    assert re.match(r"differs by .* of the rms \(allowed 7.81e-03\), at most .* of an element, or of the rms if larger", text), (
-        text
-    )
+    assert re.match(
+        r"differs by .* of the rms \(allowed 7.81e-03\), at most .* of an element, or of the rms if larger .*, most at \(7,\): ",
+        text,
+    ), text
 
 
 @pytest.mark.parametrize(
@@ -259,7 +265,9 @@ def test_disagreement_finds_16_bit_results_rounded_towards_zero(tmp_path: Path, 
 
 def test_disagreement_of_integers_is_exact(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
-    assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch_class.dtypes) == "1 of 4 integers differ"
+    assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch_class.dtypes) == (
+        "1 of 4 wrong, first at (3,): 4, expected 3"
+    )
 
 
 @triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["N"])
