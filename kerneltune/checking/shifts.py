@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,9 +93,10 @@ def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
                     if (kind, variant.name) in lines or time.thread_time() > end_s:
                         break
                     with suppress(Exception):  # values that the operator refuses
-                        for where, line in _wrong(op, case, variant, change):
-                            if not any(found for other in of_torch for found in _wrong(op, case, other, change)):
-                                lines[kind, variant.name] = f"{variant.name} is wrong where {where}, in case {case.name}: {line}"
+                        found = _wrong(op, case, variant, change)
+                        if found is not None and not any(_wrong(op, case, other, change) for other in of_torch):
+                            where, line = found
+                            lines[kind, variant.name] = f"{variant.name} is wrong where {where}, in case {case.name}: {line}"
     return [*lines.values(), *_repeated_draws(op, cases)]
 
 
@@ -135,52 +136,85 @@ def _few(op: Op, cases: Sequence[Case]) -> list[Case]:
     return [*dict.fromkeys([*sorted(first.values(), key=smallest.index), *smallest])][:_MOST_CASES]
 
 
-def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> Iterator[tuple[str, str]]:
-    """Yield values and a line if a variant is wrong with other values of inputs, and right without the change."""
+class _Outputs(NamedTuple):
+    """Hold outputs of the reference and of a variant: with changed inputs, `want` and `got`, and without, `near` and `right`."""
+
+    want: Outputs
+    got: Outputs
+    near: Outputs
+    right: Outputs
+
+
+def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> tuple[str, str] | None:
+    """Return values and a line if a variant is wrong with other values of inputs, and right without the change; else None."""
 
     def checker(*which: int) -> Checker:
         return Checker(replace(op, inputs=lambda *args, **named: change.inputs(op.inputs(*args, **named), *which)), case, "cpu")
 
-    near, moved = checker(0, 0), checker(1, 0)
-    judged, where, is_fault = change.judged(moved.expected, near.expected), change.where, False
-    outputs, lines = moved.run(variant, variant.default_config(case)) if judged else ({}, [])
-    right, others = near.run(variant, variant.default_config(case)) if lines else ({}, [])
-    if not lines or others:
-        return
+    near, moved, config = checker(0, 0), checker(1, 0), variant.default_config(case)
+    judged = change.judged(moved.expected, near.expected)
+    got, lines = moved.run(variant, config) if judged else ({}, [])
+    if not lines:
+        return None
+    right, others = near.run(variant, config)
+    if others:
+        return None
+    outputs, is_fault = _Outputs(moved.expected, got, near.expected, right), False
     if change.has_outliers:
-        wrong = [
-            name
-            for name in judged
-            if name in outputs and _is_broken(outputs[name], moved.expected[name], right[name], near.expected[name])
-        ]
-        where += f", and {wrong[0]} is not finite where the reference is" if wrong else ""
-        if not wrong and outputs and change.judged is _new_nan:
-            kept = _new_nan(outputs, right)
-            if not kept:
-                wrong, where = judged, f"{where}, which no output has"
-            elif set(judged) <= set(kept):  # scales of fp8 values lose each NaN, and the values keep it alone
-                huge = checker(1, 1).expected
-                loses = partial(_loses_rows, moved.expected, near.expected, huge, outputs)
-                wrong = [name for name in judged if loses(name)]
-                where += f", which some rows of {wrong[0]} lose" if wrong else ""
+        wrong, how = _broken_outputs(judged, outputs)
+        if not wrong and got and change.judged is _new_nan:
+            wrong, how = _outputs_without_nan(judged, outputs, checker(1, 1))
     else:
-        blurred = checker(1, 1)
-        wrong = [
-            name
-            for name in judged
-            if _is_far(
-                outputs.get(name), moved.expected[name], blurred.expected[name], _is_same(right.get(name), near.expected[name])
-            )
-            and not _is_far(right.get(name), near.expected[name], near.expected[name])  # as a dropout's elements are
-        ]
-        for name in judged if change.has_exact_bytes and outputs else ():
-            got, want = outputs.get(name), moved.expected[name]
-            if isinstance(got, torch.Tensor) and got.itemsize == 1 and not have_same_bits(got, want):
-                wrong += [name] * _is_same(right[name], near.expected[name])
+        wrong, how = _far_outputs(judged, outputs, checker(1, 1)), ""
+        if change.has_exact_bytes and got:
+            wrong += _other_bytes(judged, outputs)
         is_in_host = lines[0].startswith(LAUNCH_FAILURE) and not (change.has_exact_bytes and _IN_KERNEL in lines[0])
-        is_fault = not outputs and not is_in_host
-    if wrong or is_fault:
-        yield where, next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
+        is_fault = not got and not is_in_host
+    if not wrong and not is_fault:
+        return None
+    return change.where + how, next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
+
+
+def _broken_outputs(judged: Sequence[str], outputs: _Outputs) -> tuple[list[str], str]:
+    """Return the outputs that are not finite where the reference is, and a text about the first."""
+    want, got, near, right = outputs
+    broken = [name for name in judged if name in got and _is_broken(got[name], want[name], right[name], near[name])]
+    return broken, f", and {broken[0]} is not finite where the reference is" if broken else ""
+
+
+def _outputs_without_nan(judged: list[str], outputs: _Outputs, huge: Checker) -> tuple[list[str], str]:
+    """Return all outputs if none has a new NaN, or the outputs some rows of which have none, and a text about the first.
+
+    huge: a checker of inputs with a huge value in place of each NaN.
+    """
+    kept = _new_nan(outputs.got, outputs.right)
+    if not kept:
+        return judged, ", which no output has"
+    if not set(judged) <= set(kept):  # scales of fp8 values lose each NaN, and the values keep it alone
+        return [], ""
+    losing = [name for name in judged if _loses_rows(outputs.want, outputs.near, huge.expected, outputs.got, name)]
+    return losing, f", which some rows of {losing[0]} lose" if losing else ""
+
+
+def _far_outputs(judged: Sequence[str], outputs: _Outputs, blurred: Checker) -> list[str]:
+    """Return the outputs that are far off with the change, and were not without, as a dropout's elements are.
+
+    blurred: a checker of inputs that differ from the changed inputs by a step.
+    """
+    want, got, near, right = outputs
+    is_same = {name: _is_same(right.get(name), near[name]) for name in judged}
+    far = [name for name in judged if _is_far(got.get(name), want[name], blurred.expected[name], is_same[name])]
+    return [name for name in far if not _is_far(right.get(name), near[name], near[name])]
+
+
+def _other_bytes(judged: Sequence[str], outputs: _Outputs) -> list[str]:
+    """Return the outputs of 8 bits with a wrong bit that were exact without the change."""
+    wrong, (want, got, near, right) = list[str](), outputs
+    for name in judged:
+        value = got.get(name)
+        if isinstance(value, torch.Tensor) and value.itemsize == 1 and not have_same_bits(value, want[name]):
+            wrong += [name] * _is_same(right[name], near[name])
+    return wrong
 
 
 def _far_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
