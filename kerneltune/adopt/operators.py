@@ -142,17 +142,15 @@ def _axes(classes: Sequence[LaunchClass]) -> tuple[str, ...]:
 
 
 def _knobs(classes: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
-    """Return the names and types of the knobs of a kernel's configs."""
+    """Return the names and types of the knobs of a kernel's configs; `_NUMBERED` where these differ, or are of no plain type."""
     configs = [candidate.config for launch_class in classes for candidate in launch_class.candidates]
-    types = {knob: type(value) for knob, value in configs[0].kwargs.items()}
-    uniform = all(
-        list(config.kwargs) == list(types)
-        and all(type(value) is types[knob] and types[knob] in _KNOB_TYPES for knob, value in config.kwargs.items())
-        and not config.ir_override
-        and not types.keys() & _OPTIONS.keys()
-        for config in configs
-    )
-    return (*types.items(), *((option, int) for option in _OPTIONS)) if uniform else _NUMBERED
+    types = [(knob, type(value)) for knob, value in configs[0].kwargs.items()]
+    for config in configs:
+        if [(knob, type(value)) for knob, value in config.kwargs.items()] != types or config.ir_override:
+            return _NUMBERED
+    if any(knob in _OPTIONS or kind not in _KNOB_TYPES for knob, kind in types):
+        return _NUMBERED
+    return (*types, *((option, int) for option in _OPTIONS))
 
 
 @cache
