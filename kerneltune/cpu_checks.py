@@ -49,7 +49,7 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     if plan.options.quick:
         judged = _compare_jobs(plan, sweep_cases, quick=True)
         runner.run("check", [*runner.case_jobs(sweep_cases), *judged])
-        return [*runner.case_records(), *runner.failures(judged), *runner.compile_refusals()], []
+        return [*runner.case_records(), *runner.failures(judged), *runner.compile_refusals()], runner.without_reference()
     deriving = Fork(partial(_derived_checks, plan))
     try:
         runner.run("check", runner.case_jobs(sweep_cases))
@@ -59,7 +59,7 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     further = _further_jobs(plan, [*sweep_cases, *derived], facts)
     runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
     found = [*runner.case_records(), *runner.failures(further), *runner.compile_refusals()]
-    return found, [*runner.coverage(further), *map(partial(Outcome, "noted"), unchecked)]
+    return found, [*runner.coverage(further), *runner.without_reference(), *map(partial(Outcome, "noted"), unchecked)]
 
 
 @dataclass(slots=True)
@@ -125,6 +125,12 @@ class _JobRunner:
             return others
         failed = {row.op for row in [*self.case_records(), *self.failures(jobs)] if row.status == "failed"}
         return [*others, *map(partial(Outcome, "noted"), coverage_lines([*self.records, *self.outcomes], failed))]
+
+    def without_reference(self) -> list[Outcome]:
+        """Return an outcome that names the captured kernels whose author gives no reference."""
+        names = sorted({fact.text for job in self.records for fact in job.facts if fact.kind == "no reference"})
+        text = f"no reference: {', '.join(names)}: configs are compared with the first config, and the first with nothing"
+        return [Outcome("checked", text)] if names else []
 
     def compile_refusals(self) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.

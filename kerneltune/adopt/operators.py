@@ -236,11 +236,14 @@ def _run(inputs: Inputs, stored: StoredConfig) -> Outputs:
 def reference(inputs: Inputs) -> Outputs:
     """Learn from the author's first config which arguments a launch writes, and how much their values vary."""
     from kerneltune.adopt.effects import learn
+    from kerneltune.interpreter.facts import Fact, note_facts
     from kerneltune.interpreter.modes import corrected
 
     replay = inputs[_LAUNCH]
     with corrected():
         learn(replay, replay.launch_class.first_config)
+    if not replay.has_reference:
+        note_facts(Fact("no reference", replay.launch_class.kernel.text))
     return dict(replay.expected)
 
 

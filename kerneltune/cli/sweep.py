@@ -36,7 +36,7 @@ def command(
     policy: o.PolicyName = None,
     tune: Annotated[bool, o.flag("--tune/--no-tune", "Tune cases that the config cache lacks.")] = True,
     peers: Annotated[bool, o.flag("--peers/--no-peers", "Measure the operators of other packages, too.")] = True,
-    quick: Annotated[bool, o.flag("--quick", "Ten headline cases with configs at hand: check and tune nothing.")] = False,
+    quick: Annotated[bool, o.flag("--quick", "Ten cases, untuned: only times; with --check-only only checks.")] = False,
     stale: Annotated[bool, o.flag("--stale", "Measure again what other code measured: FAMILY, or all families.")] = False,
     budget: Annotated[float | None, o.seconds("Tuning time per case; with --stale time of all.")] = None,
     trials: o.Trials = None,

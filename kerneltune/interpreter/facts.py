@@ -19,7 +19,7 @@ Kind = Literal[
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
-    "promise", "vector",
+    "promise", "vector", "no reference",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -76,6 +76,7 @@ class Fact(NamedTuple):
     | promise | a promise about a tensor, other than of `max_contiguous`, that does not hold | promise | PATH:LINE |
     | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
     | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
+    | no reference | a captured kernel's author gives no reference | kernel | |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
 

@@ -176,6 +176,7 @@ def test_sweep_of_a_capture_with_numbers_in_tuples_checks_all_pairs(folder: Path
     checked = run("sweep", "cap", "--check-only")
     assert checked.exit_code == 0, checked.output
     assert "optimized: 2 configs on 2 cases, all pairs" in checked.stdout
+    assert "\nno reference: __main__.weighted: " in checked.stdout
     assert run("tune", "cap", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
 
 
