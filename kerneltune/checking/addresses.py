@@ -1,7 +1,9 @@
 """Check the addresses of a case of any size, without memory."""
 
+import itertools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch
+from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch, poisoned_memory
 from kerneltune.errors import first_line, is_own, statement_in
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.modes import replaced, strict
+from kerneltune.interpreter.modes import read_sources, replaced, strict, unlaunched
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.task import CaseError
 
@@ -50,7 +52,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     """
     try:
         inputs = meta_inputs(op, case)
-        largest = _largest_numbers(op, case, inputs, checks)
+        largest = _largest_numbers(op, case, variant, inputs, checks)
         with strict(host_folder(op), largest), noting() as facts:
             variant.run(inputs, config)
         if any(fact.kind == "on the CPU" for fact in facts):
@@ -88,28 +90,29 @@ def _made_without_device(folder: str, variant: Variant, inputs: Inputs, config: 
     return []
 
 
-def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
-    """Return the largest number of each input of integers, by the input's `id`, if it grows with a size in the check cases.
+def _largest_numbers(op: Op, case: Case, variant: Variant, inputs: Inputs, checks: Sequence[Case]) -> dict[tuple[str, str], int]:
+    """Return the largest number of each kernel's argument of integers, if it grows with a size in the check cases.
 
-    Sizes are axes, axes of inputs and inputs that are integers. If several sizes limit an input, the least limit is taken.
+    Sizes are axes, axes of inputs and inputs that are integers. If several sizes limit an argument, the least limit is taken.
     """
-    wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
-    of_checks: list[tuple[dict[str, int], Inputs]] = []
-    for check in checks if wanted else ():
-        with suppress(Exception):  # the record of the check says why a case has no inputs
+    read_sources(host_folder(op))  # as names that are added to the kernels' modules within `unlaunched` are forgotten
+    known = defaultdict[tuple[str, str], list[tuple[dict[str, int], int, int]]](list)
+
+    def integers(of_case: Inputs, config: Config) -> dict[tuple[str, str], tuple[int, int]]:
+        with poisoned_memory(), unlaunched(host_folder(op)) as launches:  # integers that a kernel writes are the largest
+            variant.run(of_case, config)
+        return launches.integers
+
+    for check in checks if integers(inputs, variant.default_config(case)) else ():
+        with suppress(Exception):  # the record of the check says why a case has no inputs, or why host code fails
             of_check = op.inputs(check, device="cpu")
-            of_checks.append((_sizes(check, of_check), of_check))
-    largest: dict[int, int] = {}
-    for name, value in wanted.items():
-        numbers = [
-            (sizes, int(known.max()), known.numel())
-            for sizes, its in of_checks
-            if isinstance(known := its.get(name), torch.Tensor) and known.numel()
-        ]
-        for size_name, size in _sizes(case, inputs).items():
-            limit = _limit(size, [(sizes.get(size_name, 0), *number) for sizes, *number in numbers])
-            if limit is not None:
-                largest[id(value)] = min(limit, largest.get(id(value), limit))
+            for argument, numbers in integers(of_check, variant.default_config(check)).items():
+                known[argument].append((_sizes(check, of_check), *numbers))
+    largest: dict[tuple[str, str], int] = {}
+    for argument, (size_name, size) in itertools.product(known, _sizes(case, inputs).items()):
+        limit = _limit(size, [(sizes.get(size_name, 0), *numbers) for sizes, *numbers in known[argument]])
+        if limit is not None:
+            largest[argument] = min(limit, largest.get(argument, limit))
     return largest
 
 

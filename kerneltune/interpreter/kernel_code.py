@@ -23,6 +23,7 @@ _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": m
 _CHOICES, _OPERANDS = ("min", "max", "minimum", "maximum"), 2
 _LARGEST = {"int8": 2**8 - 1, "uint8": 2**8 - 1, "int16": 2**16 - 1, "uint16": 2**16 - 1}
 """Numbers above which half of all places do not fit a small type."""
+_INDICES = ("torch.int32", "torch.int64")
 _CALLED = re.compile(r"([\w.\])]+)\(")
 _OF_MODULE = re.compile(rf"\b[\w.]+\.({'|'.join(_FUNCTIONS)})\(")
 
@@ -53,6 +54,15 @@ def floats_of(bound: Mapping[str, Any]) -> list[Fact]:
     """Return a fact for each finite float among the arguments of a launch that runs."""
     floats = [value for value in bound.values() if isinstance(value, float)]
     return [Fact("float", repr(value)) for value in floats if math.isfinite(value)]
+
+
+def integers_of(kernel: str, bound: Mapping[str, Any]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the largest number of each tensor of integers among the arguments of a launch, and how many numbers it holds.
+
+    Without memory the largest number is 0.
+    """
+    tensors = {name: value for name, value in bound.items() if str(getattr(value, "dtype", "")) in _INDICES and value.numel()}
+    return {(kernel, name): (0 if value.is_meta else int(value.max()), value.numel()) for name, value in tensors.items()}
 
 
 def cpu_tensors_of(kernel: str, bound: Mapping[str, Any]) -> list[Fact]:

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from kerneltune.interpreter.barriers import barrier_parts
 from kerneltune.interpreter.corrections import correct_interpreter
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.host_code import limits_of, noting_host, untraced
-from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
+from kerneltune.interpreter.kernel_code import bound_arguments, facts_of, integers_of
 from kerneltune.interpreter.promises import promise_parts
 from kerneltune.interpreter.undefined import strict_parts
 from kerneltune.interpreter.wrapping import wrapping_parts
@@ -39,11 +39,13 @@ class LaunchFacts:
         facts: facts of the launches, and of the host code that launches.
         num_programs: number of their programs.
         ones: (kernel, argument) of integers that are 1, which Triton makes constants.
+        integers: (kernel, argument) of tensors of integers -> their largest number, and how many they hold.
     """
 
     facts: set[Fact]
     num_programs: int = 0
     ones: frozenset[tuple[str, str]] = frozenset()
+    integers: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def corrected() -> Iterator[None]:
 
 
 @contextmanager
-def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterator[None]:
+def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = None) -> Iterator[None]:
     """Correct the interpreter, and raise KernelFaultError if a kernel has undefined behaviour.
 
     The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
@@ -68,8 +70,8 @@ def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterat
 
     Args:
         folder: folder of host code whose branches are noted.
-        largest: `id` of a tensor on device `meta` -> its largest integer. Offsets that are computed from its values must
-            not overflow if the values rise along the tensor from 0 to the largest.
+        largest: kernel and argument, a tensor on device `meta` -> its largest integer. Offsets that are computed from its values
+            must not overflow if the values rise along the tensor from 0 to the largest.
     """
     from triton import knobs
 
@@ -97,6 +99,7 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
             integers = bound.keys() - set(executor.constexprs)
             ones = {name for name in integers if type(bound[name]) is int and bound[name] == 1}
             launches.ones |= {(executor.fn.__name__, name) for name in ones}
+            launches.integers |= integers_of(executor.fn.__name__, bound)
 
     uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
     with noting() as facts, uncalled, _forgetting(folder), noting_host(folder):

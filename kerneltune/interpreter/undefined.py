@@ -49,6 +49,8 @@ LAUNCH_SECONDS = 2.0
 _LOADED = (0, 1 << 24)
 """Values that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits a
 kernel that searches the group of a row: with 0 every group would end at row 0."""
+_MORE = 3
+"""Value of further loads without memory, by which loops from 1 to a loaded end have iterations."""
 _NARROW = 16
 """Bits of the largest elements whose casts of integers are judged."""
 
@@ -74,7 +76,7 @@ class NotJudgedError(Exception):
     """Report that a launch without memory cannot be judged: it takes too long, waits for values, or loads addresses."""
 
 
-def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
+def strict_parts(largest: Mapping[tuple[str, str], int]) -> dict[tuple[Any, str], Any]:
     """Return the parts of the interpreter, (owner, name), that are replaced in the mode `modes.strict`."""
     from triton.language import random
     from triton.runtime import interpreter
@@ -115,7 +117,7 @@ class _Guard:
     Public methods stand for methods of the interpreter, which they take, or for functions of Triton's native module.
     """
 
-    def __init__(self, interpreter: Any, largest: Mapping[int, int]) -> None:
+    def __init__(self, interpreter: Any, largest: Mapping[tuple[str, str], int]) -> None:
         self._interpreter, self._native, self._largest = interpreter, interpreter._interpreter, largest
         self._convert: Callable[[Any], Any] = interpreter._implicit_cvt
         self._names: dict[int, str] = {}
@@ -128,7 +130,7 @@ class _Guard:
         self._loads_index = False
         self._unjudged = ""
         self._loading = _Loading()
-        self._load_gives, self._load_rises = 0, False
+        self._load_gives, self._load_rises, self._most_unknown, self._loads_unknown = 0, -1.0, 0, False
         self.deadline = 0.0
 
     def name_arguments(self, arguments: Any, args: Any, kwargs: Any) -> Any:
@@ -230,7 +232,7 @@ class _Guard:
         Return why the launch was not judged, empty if it was. A launch that was not judged raises no error.
         """
         faults: list[Exception] = []
-        if not self._largest.keys().isdisjoint(self._names):
+        if any((self._kernel, name) in self._largest for name in bound):
             self._judge_offsets(executor, bound)
         for loaded in _LOADED:
             self._load_gives = loaded
@@ -251,16 +253,31 @@ class _Guard:
         raise faults[0]
 
     def _judge_offsets(self, executor: Any, bound: dict[str, Any]) -> None:
-        """Run the programs at the corners with integers up to the largest; raise the error of an overflow alone."""
-        try:
-            self._run_corners(executor, bound, load_rises=True)
-        except Exception as error:  # Triton raises its own error from a fault
-            if _OVERFLOW in str(fault := fault_of(error)):
-                numbers = " and ".join(f"{each.name} up to {each.largest}" for each in self._regions if each.largest is not None)
-                raise KernelFaultError(f"{fault}, with {numbers}") from error
+        """Run the programs at the corners with integers up to the largest; raise the error of an overflow alone.
 
-    def _run_corners(self, executor: Any, bound: dict[str, Any], load_rises: bool = False) -> None:
-        self._load_rises = load_rises  # loads give integers that rise along the tensor, in place of `_load_gives`
+        Other integers are 0; then counts, tensors of one integer, are large; then all are large: programs may end by them. If an
+        overflow also occurs where the integers with a limit are 0, it is due to the other integers, and no error.
+        """
+        self._loads_unknown = False
+        for self._most_unknown in (0, 1, _MOST_PROGRAMS[0]):
+            fault, numbers = self._overflow(executor, bound, 1.0)
+            if fault and not (self._most_unknown and self._overflow(executor, bound, 0.0)[0]):
+                raise KernelFaultError(f"{fault}, with {numbers}")
+            if not self._loads_unknown:
+                return
+
+    def _overflow(self, executor: Any, bound: dict[str, Any], rises: float) -> tuple[str, str]:
+        """Return the error of an overflow at the corners and the integers that have limits; empty without an overflow."""
+        try:
+            self._run_corners(executor, bound, rises)
+        except Exception as error:  # Triton raises its own error from a fault
+            if _OVERFLOW in (fault := str(fault_of(error))):
+                limited = [each for each in self._regions if each.largest is not None]
+                return fault, " and ".join(f"{each.name} up to {each.largest}" for each in limited)
+        return "", ""
+
+    def _run_corners(self, executor: Any, bound: dict[str, Any], load_rises: float = -1.0) -> None:
+        self._load_rises = load_rises  # factor of integers that rise along a tensor; -1: `_load_gives`
         self._regions.clear()
         self.deadline = time.thread_time() + LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
@@ -275,7 +292,7 @@ class _Guard:
 
     def _with_other_numbers(self, executor: Any, bound: dict[str, Any]) -> LastElements:
         """Return the accesses of the corners where loads give other integers; none if this run cannot end."""
-        self._load_gives = 1
+        self._load_gives = _MORE
         try:
             with noting(passes_on=False):
                 self._run_corners(executor, bound)
@@ -291,7 +308,7 @@ class _Guard:
             return argument
         tensor = getattr(value, "base", value) if type(value).__name__ == "TensorWrapper" else value
         name = self._names.get(id(value), f"argument {len(self._regions)}")
-        region = Region.of(tensor, len(self._regions), name, self._largest.get(id(tensor)))
+        region = Region.of(tensor, len(self._regions), name, self._largest.get((self._kernel, name)))
         self._regions.append(region)
         argument.handle.data = np.array([region.start], dtype=np.uint64)
         follow_argument(argument)
@@ -332,13 +349,15 @@ class _Guard:
 
     def _values_without_memory(self, addresses: Any, is_index: bool) -> Any:
         """Return the values that a load without memory gives: `_load_gives`, or numbers that rise from 0 to the largest."""
-        if not self._load_rises:
+        if self._load_rises < 0:
             return self._load_gives if is_index else 0
         region = self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
         if region.largest is None:
-            return 0
+            self._loads_unknown |= is_index
+            return _LOADED[-1] if is_index and region.count <= self._most_unknown else 0
         places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
-        return places * (region.largest / max(1, region.count - 1))
+        share = places / (region.count - 1) if region.count > 1 else 1.0
+        return self._load_rises * region.largest * share
 
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:
         """Store to checked addresses."""
