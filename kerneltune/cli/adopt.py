@@ -15,7 +15,7 @@ from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.captures import show_capture, time_cells
 from kerneltune.cli.cases import Ep, sizes_of
-from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
+from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped, unaccepted
 from kerneltune.cli.progress import Reporter
 from kerneltune.wording import assignments, counted
 from kerneltune.yaml_fields import read_integers
@@ -45,19 +45,20 @@ def list_command(folder: Folder) -> None:
 
 
 @app.command("lint")
-def lint_command(folder: Folder) -> None:
+def lint_command(folder: Folder, accept: o.Accept = None) -> None:
     """Show suspicious kernels: keys that name no argument or omit sizes, configs that never win, results that vary.
 
-    Exit code 1 if a kernel is suspicious.
+    Exit code 1 if a line has no text of an --accept.
     """
     from kerneltune.adopt.overview import findings, read_capture
 
     texts = findings(read_capture(folder))
+    left = unaccepted(texts, accept or ())
     for text in texts:
-        show_wrapped(text)
-    if texts:
+        show_wrapped(text if text in left else f"accepted: {text}")
+    if left:
         raise typer.Exit(1)
-    show("nothing to report")
+    show("nothing else to report" if texts else "nothing to report")
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ def command(
     target: Annotated[
         list[str] | None, o.option("--target", "ARCH|all", "With --static: compile for it alone; may be repeated.")
     ] = None,
+    accept: o.Accept = None,
     workers: o.Workers = None,
     configs: o.Configs = None,
     results: o.Results = None,
@@ -82,7 +83,8 @@ def command(
     nothing compared, or not comparable. 3: ambiguous, measure more. A run measures suspects again by itself, up to twice. A
     first baseline: gate FILE --run FAMILY --update.
 
-    With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
+    With --static 1 means new spills, narrower accesses of memory, or over a limit of the target, in a line without the text of
+    an --accept.
     """
     context.meta[ANNOTATED] = forms.annotations
     o.read_configs(configs)
@@ -91,8 +93,8 @@ def command(
         o.refuse("expected without --static", **refused, **o.given(measuring))
         if len(selection.ops) > 1:
             raise ValueError(f"op: {selection.ops[1]!r}: expected one operator, or all, with --static")
-        return _report(inspect.judge(baseline, selection, target, workers), forms)
-    o.refuse("expected only with --static", target=target, workers=workers)
+        return _report(inspect.judge(baseline, selection, target, workers, accept or ()), forms)
+    o.refuse("expected only with --static", target=target, accept=accept, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 from kerneltune.cache import readable
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
-from kerneltune.cli.console import messages, note, show, show_table, show_wrapped
+from kerneltune.cli.console import messages, note, show, show_table, show_wrapped, unaccepted
 from kerneltune.cli.files import swept_cases
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import in_checkout
@@ -124,11 +125,17 @@ def _spilled_bytes(row: StaticRow) -> int:
     return max((kernel.spill_bytes for kernel in row.kernels), default=0)
 
 
-def judge(baseline: str, selection: Selection, target: list[str] | None, workers: int | None) -> "Verdict":
-    """Return the gate's verdict on the cached configs against a file of `--save` or a git revision."""
+def judge(
+    baseline: str, selection: Selection, target: list[str] | None, workers: int | None, accepted: Sequence[str] = ()
+) -> "Verdict":
+    """Return the gate's verdict on the cached configs against a file of `--save` or a git revision.
+
+    accepted: texts of findings that do not fail.
+    """
     from kerneltune.gating.static_gate import static_gate
     from kerneltune.inspection.revision import changes_since
 
+    refused = partial(unaccepted, accepted=accepted)
     targets = _targets(target)
     if baseline.endswith(".json") or Path(baseline).is_file():
         saved = static.load(Path(baseline))
@@ -142,7 +149,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
         new = _compiled(runs, targets, workers)
         compared = {row.key for row in new.rows}  # a case that was renamed since is compared, too
         selected = tuple(row for row in rows if row.key in compared or _is_selected(row, selection))
-        return static_gate(replace(saved, rows=selected), new)
+        return static_gate(replace(saved, rows=selected), new, refused=refused)
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
@@ -156,7 +163,7 @@ def judge(baseline: str, selection: Selection, target: list[str] | None, workers
         earlier, changed = changes_since(baseline, runs, _GPU, arguments, progress)
     unchanged = len(runs) - len(changed)
     note(f"{unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
-    return static_gate(earlier, _compiled(changed, targets, workers), unchanged * len(targets))
+    return static_gate(earlier, _compiled(changed, targets, workers), unchanged * len(targets), refused)
 
 
 def _targets(names: list[str] | None) -> list[str]:

@@ -150,6 +150,7 @@ Trials = Annotated[int | None, count("--trials", "Most configs to try per case."
 Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar=CONFIGS)]
 Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
 Workers = Annotated[int | None, count("--workers", "Processes that compile; one per CPU core if not given.")]
+Accept = Annotated[list[str] | None, option("--accept", "TEXT", "Let findings that have TEXT pass; may be repeated.")]
 Output = Annotated[Path | None, option("--output -o", "FILE", "Write to this file instead.")]
 
 

@@ -43,9 +43,7 @@ def command(
     check_only: Annotated[bool, o.flag("--check-only", "Check against the reference and stop there.")] = False,
     mutate: Annotated[bool, o.flag("--mutate", "With --check-only: perturb right outputs; `compare` must refuse them.")] = False,
     strict: Annotated[bool, o.flag("--strict", "With --check-only: fail where a line of the checks asks to be read.")] = False,
-    accept: Annotated[
-        list[str] | None, o.option("--accept", "TEXT", "With --strict: accept lines with TEXT; may be repeated.")
-    ] = None,
+    accept: o.Accept = None,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
@@ -65,7 +63,7 @@ def command(
     case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a
     tolerance may allow.
 
-    --strict is for CI without a GPU. A line that --accept names leaves the exit code at 0.
+    --strict is for CI without a GPU. A line to read with the text of an --accept leaves the exit code at 0.
 
     Exit code 1 if one of our own variants fails, a stale config no longer runs, or --strict finds a line; 2 if an operator's
     inputs or reference fail, if every row is skipped, or if --stale finds no records.
@@ -141,7 +139,8 @@ def _show_checks(plan: Plan, asked: str, capture: str, swept: "SweepResult", to_
     if plan.options.extent != "check":
         _show_recorded(plan, asked)
     for outcome in swept.coverage:
-        show_wrapped(f"to read: {outcome.reason}" if outcome.reason in to_read else outcome.reason)
+        word = "to read: " if outcome.reason in to_read else "accepted: " if outcome.status == "noted" else ""
+        show_wrapped(f"{word}{outcome.reason}")
 
 
 def _end_checks(own: Sequence[Record], statuses: Counter[str], num_to_read: int, strict: bool) -> None:

@@ -1,7 +1,7 @@
 """Judge configs by the facts that compiling alone gives, against the configs of a file or a revision."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kerneltune.gating.verdict import PASS, REGRESSION, UNUSABLE, Verdict
 from kerneltune.inspection.static import Survey, numbered
@@ -9,7 +9,7 @@ from kerneltune.measuring.assembly import Kernel, narrowed_bits, typical_bits
 from kerneltune.wording import differing
 
 
-def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
+def static_gate(baseline: Survey, new: Survey, unchanged: int = 0, refused: Callable[[list[str]], list[str]] = list) -> Verdict:
     """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
 
     An access is narrower if the width that carries most bits of a kernel's loads, or of its stores, is less than before, or if
@@ -17,13 +17,15 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
     A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared. Rows whose two
     sides have other knobs are compared, counted and named: a new config may be the reason of a spill.
 
-    unchanged: number of rows in neither set, because code and config are unchanged.
+    Args:
+        unchanged: number of rows in neither set, because code and config are unchanged.
+        refused: function that returns the findings that are not accepted.
     """
     if baseline.triton != new.triton:
         return Verdict((), UNUSABLE, f"not comparable: baseline made with triton {baseline.triton}, here {new.triton}")
     before = {row.key: row for row in baseline.rows}
     findings: list[str] = []
-    counts: Counter[str] = Counter()
+    counts, num_of_another = Counter[str](), 0
     for row in new.rows:
         old = before.pop(row.key, None)
         if row.error:
@@ -35,18 +37,23 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
         else:
             counts["compared"] += 1
             knobs = differing(row.config, old.config)
-            counts["of another config"] += knobs is not None
+            num_of_another += knobs is not None
             config = f" ({knobs[0]}, was {knobs[1]})" if knobs else ""
             findings += [f"{row.label}: {line}{config}" for line in _worse(old.kernels, row.kernels)]
     counts["gone"] = len(before)
     counts["unchanged"] = unchanged
-    names = ["compared", "new", "gone", "broken in both", *(name for name in ("of another config", "unchanged") if counts[name])]
+    names = ["compared", "new", "gone", "broken in both", *(["unchanged"] if unchanged else [])]
     text = ", ".join(f"{counts[name]} {name}" for name in names)
+    if num_of_another:
+        text = text.replace("compared", f"compared, {num_of_another} of them with another config")
     if not counts["compared"] and not counts["unchanged"]:
         return Verdict((), UNUSABLE, f"nothing compared: {text}")
-    if findings:
-        return Verdict((), REGRESSION, f"{len(findings)} found in compiled code; {text}", slower=tuple(findings))
-    return Verdict((), PASS, f"no new spills, no narrower accesses, nothing over a limit; {text}")
+    left = refused(findings)
+    notes = tuple(f"accepted: {finding}" for finding in findings if finding not in left)
+    if left:
+        return Verdict((), REGRESSION, f"{len(left)} found in compiled code; {text}", notes, slower=tuple(left))
+    none = f"{len(notes)} found and accepted" if notes else "no new spills, no narrower accesses, nothing over a limit"
+    return Verdict((), PASS, f"{none}; {text}", notes)
 
 
 def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:

@@ -147,6 +147,10 @@ def test_lint_reports_keys_and_configs_that_never_win(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "two_kernels.row_sum: key omits sizes that differ between captured launches: M, x_ptr.0, y_ptr.0" in result.stdout
     assert "two_kernels.row_sum: 5 of 6 configs never win in 2 classes: BLOCK=64; BLOCK=128 num_warps=2" in result.stdout
+    result = run("adopt", "lint", tmp_path, "--accept", "key omits sizes")
+    assert (result.exit_code, "accepted: two_kernels.row_sum: key omits sizes" in result.stdout) == (1, True)
+    result = run("adopt", "lint", tmp_path, "--accept", "key omits sizes", "--accept", "never win")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "nothing else to report")
 
 
 def test_lint_reports_lists_that_the_program_assigns_for_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,7 @@ def test_strict_check_fails_for_lines_that_no_text_accepts(tmp_path: Path, monke
         result = run(*command, "--strict", *(word for text in accepted for word in ("--accept", text)))
         assert (result.exit_code, result.stdout.splitlines()[-1]) == (1, f"FAILED: {left} to read (--strict); 1 check passed")
         assert ("--accept 'no such': no line has this text" in result.stderr) is ("no such" in accepted)
+        assert result.stdout.count("\naccepted: ") == 2 - int(left[0])
     result = run(*command, "--strict", "--accept", "rmsnorm")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "passed: 1 check")
     lines[:] = lines[:1]

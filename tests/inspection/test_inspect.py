@@ -205,6 +205,11 @@ def test_static_gate_exits_with_1_for_a_worse_kernel_and_0_else(compiled: list[A
     assert " ".join(worse.stdout.split()).startswith(f"failed: {finding} ")
     assert run(*gate, "--junit", tmp_path / "gate.xml").exit_code == 1
     assert finding in (tmp_path / "gate.xml").read_text()
+    accepted = run(*gate, "--accept", "stores are 32 bits wide", "--accept", "no such")
+    assert accepted.stderr.endswith("--accept 'no such': no line has this text\n")
+    assert (accepted.exit_code, f"note: accepted: {finding} " in " ".join(accepted.stdout.split())) == (0, True)
+    assert "\ngate: pass: 4 found and accepted; 4 compared, " in accepted.stdout
+    assert run(*gate, "--accept", "loads").exit_code == 1
     path.write_text(text.replace("te-8192x4096", "renamed"))
     assert run(*gate).exit_code == 0
     path.write_text(text.replace("M=8192", "M=8191"))
@@ -238,7 +243,7 @@ def test_static_gate_compiles_operators_and_targets_of_the_file_and_names_anothe
     judged = run("gate", path, "--static", "--quant", "none")
     runs, targets = compiled[-1]
     assert ({task.op.name for task, _ in runs}, targets) == ({"moe_permute"}, ["sm_90"])
-    assert re.search(r"[1-9]\d* of another config$", " ".join(judged.stdout.split()))
+    assert re.search(r"compared, [1-9]\d* of them with another config, ", " ".join(judged.stdout.split()))
 
 
 def test_gate_compares_a_file_of_sizes_of_an_operator_without_configs(compiled: list[Any], tmp_path: Path) -> None:
