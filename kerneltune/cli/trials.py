@@ -85,7 +85,7 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     from kerneltune.search import insight
 
     cases = [times_of(stored) for _, stored in searches]
-    near = [insight.num_to_near(insight.regret(stored.values())) for _, stored in searches]
+    near = [insight.num_to_near(stored.values()) for _, stored in searches]
     status = Counter(evaluation.status for _, stored in searches for evaluation in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
     show_wrapped(f"{title}: {counted(len(cases), 'case')}, {counted(status.total(), 'trial')} ({counts})")
@@ -117,17 +117,17 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
 
 
 def _cases_table(searches: Searches) -> Table:
-    """Return a row per case: its best time, the course of its search, and the knobs that matter."""
+    """Return a row per case: its best time, how good its search was, and the knobs that matter."""
     from kerneltune.search import insight
 
     numbers = (Column("best µs", digits=2), *(Column(name, digits=0) for name in ("trials", "to 2 %", "ties")))
-    columns = (Column("case", wraps=True), *numbers, Column("regret"), Column("knobs that matter", wraps=True))
+    columns = (Column("case", wraps=True), *numbers, Column("knobs that matter", wraps=True))
     rows = []
     for case, stored in searches:
         times = times_of(stored)
-        gaps = insight.regret(stored.values())
         matter = list(insight.importances(times).items())[:2]
         top = " ".join(f"{knob} {100 * share:.0f}%" for knob, share in matter)
-        counts = (min(times.values()), len(stored), insight.num_to_near(gaps), len(insight.ties(times)))
-        rows.append(Row((f"{case.name} {case.dtype}", *counts, insight.sparkline(gaps, 16), top)))
+        to_near = insight.num_to_near(stored.values())
+        counts = (min(times.values()), len(stored), to_near, len(insight.ties(times)))
+        rows.append(Row((f"{case.name} {case.dtype}", *counts, top)))
     return Table(columns, tuple(rows))

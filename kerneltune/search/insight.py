@@ -1,6 +1,5 @@
-"""Analyse the trials of searches: regret, importance of knobs, values that never win, ties, the fewest configs for all cases."""
+"""Analyse trials: how many a search needed, knobs that matter, values that never win, ties, the fewest configs for all cases."""
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from kerneltune.rounding import cdiv
 from kerneltune.task import Evaluation, Knobs
 
 NEAR = 0.02
@@ -17,7 +15,6 @@ TIE = 0.01
 """Fraction over the best time up to which the times of a screen cannot distinguish configs."""
 _MOST_S = 10.0
 """Seconds of the search for a set cover, after which the smallest known cover is returned."""
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 class DeadValue(NamedTuple):
@@ -42,22 +39,10 @@ class Cover(NamedTuple):
     is_exact: bool
 
 
-def regret(evaluations: Iterable[Evaluation]) -> list[float]:
-    """Return the gap of the best time so far to the best of all, after each evaluation."""
+def num_to_near(evaluations: Iterable[Evaluation]) -> int:
+    """Return the number of evaluations until a time is within 2 % of the best of all."""
     times = [math.inf if evaluation.time_us is None else evaluation.time_us for evaluation in evaluations]
-    best_so_far = list(itertools.accumulate(times, min))
-    return [time / best_so_far[-1] - 1.0 for time in best_so_far]
-
-
-def num_to_near(gaps: Iterable[float]) -> int:
-    """Return the number of evaluations until the gap is at most 2 %."""
-    return next(number for number, gap in enumerate(gaps, start=1) if gap <= NEAR)
-
-
-def sparkline(gaps: Sequence[float], width: int) -> str:
-    """Draw the curve as bars of at most `width` columns, a full bar at 50 % or more."""
-    step = max(1, cdiv(len(gaps), width))
-    return "".join(_BARS[min(len(_BARS) - 1, int(min(gap, 0.5) / 0.5 * (len(_BARS) - 1) + 0.999))] for gap in gaps[::step])
+    return next(number for number, time in enumerate(times, start=1) if time <= (1 + NEAR) * min(times))
 
 
 def importances(times: Mapping[Knobs, float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kerneltune import device, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
-from kerneltune.search.insight import dead_values, importances, num_to_near, regret, set_cover, sparkline, ties
+from kerneltune.search.insight import dead_values, importances, num_to_near, set_cover, ties
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
 from kerneltune.task import Evaluation, Task, trials_file
@@ -22,15 +22,9 @@ def knobs(block: int, warps: int) -> insight.Knobs:
     return ("block", block), ("warps", warps)
 
 
-def test_regret_is_the_gap_of_the_best_so_far() -> None:
-    times = [None, 20.0, 30.0, 10.0, 12.0]
-    gaps = regret([Evaluation("passed", time) for time in times])
-    assert (gaps, num_to_near(gaps)) == ([float("inf"), 1.0, 1.0, 0.0, 0.0], 4)
-
-
-def test_sparkline_of_falling_regrets_has_falling_bars() -> None:
-    assert sparkline([float("inf"), 0.5, 0.25, 0.01, 0.0], 40) == "██▅▂▁"
-    assert len(sparkline([0.1] * 100, 16)) <= 16
+@pytest.mark.parametrize(("best", "expected"), [(10.0, 4), (9.9, 4), (9.7, 5)])
+def test_num_to_near_counts_to_the_first_time_within_2_percent_of_the_best(best: float, expected: int) -> None:
+    assert num_to_near([Evaluation("passed", time) for time in (None, 20.0, 30.0, 10.0, best)]) == expected
 
 
 def test_importances_rank_the_knob_that_decides_first() -> None:
@@ -104,12 +98,12 @@ def test_tune_command_ends_with_a_short_form_of_trials(tmp_path: Path, monkeypat
     monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: [TuningResult("tuned", "an entry")])
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
-    title, regret_line, matter, dead, few = result.stdout.splitlines()
+    title, near_line, matter, dead, few = result.stdout.splitlines()
     trials, spilling = i + 1, (i + 1) // 5
     statuses = f"{2 * (trials - spilling)} passed, {2 * spilling} spills"
     assert title == f"rmsnorm_bwd optimized none: 2 cases, {2 * trials} trials ({statuses})"
-    assert regret_line.startswith("  within 2 % of the best after 2 ")
-    assert f" of {i + 1} trials (median; worst 2); " in regret_line
+    assert near_line.startswith("  within 2 % of the best after 2 ")
+    assert f" of {i + 1} trials (median; worst 2); " in near_line
     assert matter.startswith("  knobs that matter: stages ")
     assert dead.startswith("  never within 2 %: stages=2 (-")
     assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
