@@ -1,6 +1,5 @@
 """Print results on standard output and everything else on standard error; announce written files."""
 
-import codecs
 import io
 import os
 import sys
@@ -26,21 +25,11 @@ for _console in (console, messages):
         _console.width = _PIPED_WIDTH
 
 
-_PLAIN = {"µ": "u", "→": "->", "–": "-", "−": "-", "×": "x", "…": "...", "°": " deg ", "σ": "sigma", "γ": "gamma"}
-"""Plain text in place of characters that the encoding of the output lacks."""
-
-
 def write_any_character() -> None:
-    """Let both streams write a substitute for a character that their encoding lacks."""
-
-    def plain(error: UnicodeError) -> tuple[str, int]:
-        assert isinstance(error, UnicodeEncodeError)
-        return "".join(_PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
-
-    codecs.register_error("plain", plain)
+    """Let both streams write `?` for a character that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="plain")
+            stream.reconfigure(errors="replace")
 
 
 def width() -> int:
