@@ -105,14 +105,24 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, C
 
 
 def _interactions(config: Config, case: Case, class_names: Set[str]) -> set[Interaction]:
-    """Return each knob value with the names of classes and of relations to sizes; as `_OTHER_KNOBS`, each two knob values."""
+    """Return each knob value with the names of classes and of relations to sizes; as `_OTHER_KNOBS`, each two knob values.
+
+    Two values meet again for each axis that is longer than both: with a single tile, no mistake in the order of tiles shows.
+    """
     values = sorted(knob_values(config))
     interactions: set[Interaction] = {(name, value) for name in class_names - {_OTHER_KNOBS} for value in values}
     if class_names:
         interactions |= {(name, value) for value in values for name in _size_relations(case, value)}
-    if _OTHER_KNOBS in class_names:
-        interactions |= {(_OTHER_KNOBS, *two) for two in itertools.combinations(values, 2)}
+    for two in itertools.combinations(values if _OTHER_KNOBS in class_names else (), 2):
+        interactions |= {(_OTHER_KNOBS, axis, *two) for axis in ("", *_axes_above(case, two))}
     return interactions
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _axes_above(case: Case, knob_values: tuple[Value, ...]) -> tuple[str, ...]:
+    """Return the axes that are longer than the knob values above `_ALIGNMENT`: they have several tiles if these are blocks."""
+    blocks = [value for _knob, value in knob_values if isinstance(value, int) and value > _ALIGNMENT]
+    return tuple(axis for axis, size in case.axes if blocks and size > max(blocks))
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -411,6 +411,14 @@ def test_covering_pairs_values_of_two_knobs_in_a_case_of_several_tiles() -> None
     assert list(covering.uncovered(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
 
 
+def test_covering_pairs_values_of_two_knobs_where_an_axis_is_longer_than_both() -> None:
+    odd, tall = case_of("odd", 41, 57), case_of("tall", 70, 40)
+    configs = {case: [Rows(rows, warps) for rows in (16, 64) for warps in (1, 2, 4)] for case in (odd, tall)}
+    chosen = list(covering.covering(configs, cost_of_pair))
+    assert {config for config, case in chosen if case is tall} >= set(configs[odd][3:])
+    assert list(covering.uncovered(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
+
+
 def test_covering_pairs_a_knob_value_with_an_aligned_size_below_it_and_with_an_aligned_size_that_it_does_not_divide() -> None:
     short, even, uneven = case_of("short", 7, 64), case_of("even", 7, 256), case_of("uneven", 7, 192)
     cases = [case_of("one", 1, 1), case_of("odd", 7, 200), short, even, uneven]
