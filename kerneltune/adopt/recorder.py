@@ -72,8 +72,8 @@ class _Held:
         launch_class: the class.
         values: values from before the launch.
         effect: the effect of the launch; None if it cannot be seen.
-        awaits: the event after which the class is written with these values: the end of the launch; the sight of its effect, if
-            the class has values of a launch without one; empty if the class is written.
+        awaits: the event after which the class is written with these values. `launch`: the launch has ended. `effect`: the launch
+            has shown an effect, unlike the launch whose values the folder has. Empty: the class is written.
     """
 
     launch_class: LaunchClass
