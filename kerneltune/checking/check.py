@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.memory import out_of_memory_reason, why_too_large, within_memory
+from kerneltune.checking.quotients import AsOnGpu
 from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.facts import noting
@@ -96,7 +97,9 @@ class Checker:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
             self.inputs_before = {name: tensor.clone() for name, tensor in self._restorable()}
             asked, field = op.reference, "reference"
-            self.expected: Outputs = on_device(device, op.reference, self.inputs)
+            self._quotients = AsOnGpu(host_folder(op)) if device == "cpu" else None
+            with self._quotients or nullcontext():
+                self.expected: Outputs = on_device(device, op.reference, self.inputs)
         except CaseError:
             raise
         except Exception as error:  # of a plug-in's code, or of the CPU's allocator
@@ -172,7 +175,12 @@ class Checker:
             causes = ["tf32", "vector"]
             if any(fact.kind == "division" for fact in facts) and self._nearly_agree(given):
                 causes.append("division")
-            hints = [*_undefined(given, self.expected), *self._other_kinds(given), *self._kinds_of_rows(given, lines)]
+            hints = [
+                *self._divided(given),
+                *_undefined(given, self.expected),
+                *self._other_kinds(given),
+                *self._kinds_of_rows(given, lines),
+            ]
             return given, [*lines, *hints, *sorted(str(fact) for fact in facts if fact.kind in causes)]
         seen = self._first_seen
         lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
@@ -188,7 +196,7 @@ class Checker:
             if self._is_changed(name):
                 self.inputs[name].copy_(before)
         self._versions = {name: version(self.inputs[name]) for name in self.inputs_before}
-        with poisoned_memory(), strict(host_folder(self.op)):
+        with poisoned_memory(), strict(host_folder(self.op)), self._quotients or nullcontext():
             outputs = variant.run(self.inputs, config)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -207,7 +215,8 @@ class Checker:
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
-            lines: object = on_device(self._device, self.op.compare, self.case, self._compared, outputs, self.expected)
+            with self._quotients or nullcontext():
+                lines: object = on_device(self._device, self.op.compare, self.case, self._compared, outputs, self.expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if out_of_memory_reason(error):
                 raise
@@ -246,6 +255,15 @@ class Checker:
         for name, value in self.inputs.items():
             if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
                 yield name, value
+
+    def _divided(self, outputs: Outputs) -> list[str]:
+        """Return a line if, without a GPU, outputs would agree with a reference that divides by numbers exactly."""
+        is_over_input = not names_by_storage(outputs).keys().isdisjoint(names_by_storage(self.inputs))
+        if self._quotients is None or not self._quotients.first or is_over_input:
+            return []
+        exact = self.op.reference(self.inputs)
+        hint = f"torch multiplies by the reciprocal of {self._quotients.first}: divide by a tensor on the GPU for exact quotients"
+        return [] if self.op.compare(self.case, self._compared, outputs, exact) else [hint]
 
     def _nearly_agree(self, outputs: Outputs) -> bool:
         """Return whether all outputs have the reference's types, within `_NEAR`, as after a few inexact operations of fp32."""

@@ -1,15 +1,16 @@
 """Judge declarations of an operator for a case: the bytes of `traffic`, the operations of `flops`, inputs that are seeds."""
 
 import itertools
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerneltune.checking.check import Checker, have_same_bits
 from kerneltune.checking.consistency import holds_integers
+from kerneltune.checking.dispatch import Calls
 from kerneltune.interpreter.races import touching
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -62,17 +63,17 @@ def wrong_flops(op: Op, case: Case) -> list[str]:
     return [f"flops={declared:,} in case {case.name}, and products of the reference take {products.num_all:,}"]
 
 
-class _Products(TorchDispatchMode):
+class _Products(Calls):
     """Count the operations of products, and of products whose operands have negative elements; note the names of functions."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_all = self.num_signed = 0
         self.names = set[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call a function, and count its operations."""
-        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        result, name = func(*args, **kwargs), func.overloadpacket.__name__
         self.names.add(name)
         if (place := _FIRST_OPERAND.get(name)) is not None and result.numel():
             summed = args[1][0].numel() if name == "convolution" else args[place].shape[-1]

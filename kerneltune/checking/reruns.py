@@ -4,16 +4,16 @@ The module knows no operator.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerneltune.checking.check import Checker, smallest_cases, why_not_checked
+from kerneltune.checking.dispatch import Calls
 from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
 from kerneltune.interpreter.faults import NOT_ENDED, reverse_order
 from kerneltune.processes.forked import Fork
@@ -163,15 +163,16 @@ def _moved(value: object, place: object) -> object:
     return place.copy_(value) if is_same else value
 
 
-class _Filled(TorchDispatchMode):
+class _Filled(Calls):
     """Fill memory that torch returns unwritten with the largest numbers of its type, or with the least for sign -1."""
 
     def __init__(self, sign: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._sign = sign
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Call a function, and fill the memory that it returns."""
+        result = func(*args, **kwargs)
         if func.overloadpacket in _EMPTY and result.device.type != "meta":
             if result.is_floating_point():
                 result.fill_(self._sign * torch.finfo(result.dtype).max)
