@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from kerneltune import device
+from kerneltune.checking.memory import out_of_memory_reason
 from kerneltune.compat import sleep_on_gpu
+from kerneltune.errors import first_line, statement_in
+from kerneltune.interpreter.faults import causes
 from kerneltune.stats import Samples, ratio_interval
 from kerneltune.task import SkippedError
 
@@ -109,8 +112,13 @@ class Contender:
     def _capture(self) -> torch.cuda.CUDAGraph:
         self._outputs = [None] * self.sets
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._walk()
+        try:
+            with torch.cuda.graph(graph):
+                self._walk()
+        except Exception as error:
+            if out_of_memory_reason(error):
+                raise
+            raise RuntimeError(why_no_graph(error)) from error
         return graph
 
     def enqueue(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -130,6 +138,12 @@ class Contender:
         start, end = self.enqueue()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / self.calls
+
+
+def why_no_graph(error: BaseException) -> str:
+    """Return the cause of a failed capture, a call that waits for the GPU or copies to it, and the policy without a graph."""
+    *_, first = causes(error)
+    return f'{statement_in("", first)}no CUDA graph can hold it, policy="eager" times each launch: {first_line(first)}'
 
 
 def interleave(

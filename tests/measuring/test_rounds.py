@@ -6,7 +6,7 @@ import pynvml
 import pytest
 import torch
 
-from kerneltune.measuring.rounds import POLICIES, num_input_sets, throttled
+from kerneltune.measuring.rounds import POLICIES, num_input_sets, throttled, why_no_graph
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -80,3 +80,19 @@ def test_rotation_of_a_case_too_small_for_a_cold_l2_raises() -> None:
     assert num_input_sets(COLD, 30_721, L2, FREE) == 8193
     with pytest.raises(ValueError, match=r"^a cold L2 takes 61,440 input sets of 4,096 bytes, more than 8,192: only policy hot"):
         num_input_sets(COLD, 4096, L2, FREE)
+
+
+def test_failed_capture_is_told_by_the_call_that_no_graph_can_hold() -> None:
+    def waits() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be reported later")
+
+    line = waits.__code__.co_firstlineno + 1
+    with pytest.raises(RuntimeError, match="previous error") as failed:
+        try:
+            waits()
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    cause = "RuntimeError: operation not permitted when stream is capturing"
+    assert why_no_graph(failed.value) == (
+        f'test_rounds.py:{line}: no CUDA graph can hold it, policy="eager" times each launch: {cause}'
+    )

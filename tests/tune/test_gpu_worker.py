@@ -21,10 +21,12 @@ from unittest import mock
 import bench_jobs
 import fake_operator
 import pytest
+import torch
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, HangsInEveryRequest, Knobs, NeverOpens
 from subprocesses import environment, wait_for
 
 from kerneltune import cache, misses
+from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.processes.worker import State, Worker, WorkerCrashedError, _into, _serve
 from kerneltune.spec import Config
@@ -336,6 +338,18 @@ options = Options(results=folder)
 for row in measure_live(load_plan({"broken": broken.OPS[0]}, selection, options), Progress(), "test"):
     print(row.case, row.variant, row.status, "illegal memory access" in row.reason)
 """
+
+
+@pytest.mark.gpu
+def test_call_that_waits_for_the_gpu_is_timed_under_the_eager_policy_alone() -> None:
+    def waits(_number: int) -> object:
+        return torch.ones(4, device="cuda").sum().item()
+
+    with pytest.raises(
+        RuntimeError, match=r'test_gpu_worker\.py:\d+: no CUDA graph can hold it, policy="eager" times each launch: '
+    ):
+        Contender(waits, 1, POLICIES["hot"])
+    assert Contender(waits, 1, POLICIES["eager"]).sample_us() > 0
 
 
 @pytest.mark.gpu
