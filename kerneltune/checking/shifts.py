@@ -43,6 +43,8 @@ _FLOAT_FACTORS = (1.7, 6.8, 1 / 6.8)
 """Factors of inputs that are floats. Many floats below 1 exceed 1 after the second factor alone."""
 _IN_KERNEL = f"{LAUNCH_FAILURE}: Triton's interpreter: "
 """Beginning of an error of a kernel's code; for other numbers it is no refusal."""
+_RACE = "two programs"
+"""Beginning of the error of programs that store to an element without an order, as they may if indices are equal."""
 _POWER = 0x44800000
 """The bits of 1024 in fp32."""
 _BESIDE = {"below 1024": _POWER - 1, "above 1024": _POWER + 1}
@@ -83,7 +85,8 @@ def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     lines = dict[tuple[object, str], str]()
     few, own = _few(op, cases), [variant for variant in op.variants if not variant.is_peer]
     of_torch = [variant for variant in own[:1] if own[1:] and only_calls_torch(op, variant, few[:1])]
-    for kind in (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes, _number_changes):
+    of_floats = (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes, _number_changes)
+    for kind in (_integer_changes, *of_floats):
         end_s = time.thread_time() + KIND_SECONDS
         for case, variant in itertools.product(few, [variant for variant in own if variant not in of_torch]):
             if time.thread_time() > end_s:
@@ -169,7 +172,7 @@ def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> tuple[str, 
         if change.has_exact_bytes and got:
             wrong += _other_bytes(judged, outputs)
         is_in_host = lines[0].startswith(LAUNCH_FAILURE) and not (change.has_exact_bytes and _IN_KERNEL in lines[0])
-        is_fault = not got and not is_in_host
+        is_fault = not got and not is_in_host and _RACE not in lines[0]
     if not wrong and not is_fault:
         return None
     return change.where + how, next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
@@ -244,18 +247,31 @@ def _argument_changes(op: Op, case: Case, variant: Variant) -> Iterator[_Change]
         yield _Change(where, partial(_holding, name, held), lambda want, _near: list(want))
 
 
+def _integer_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
+    """Yield ignored rows only, if an input marks rows; and indices that are all equal, which show a counter that overflows.
+
+    Indices are integers that repeat and fall in some row. Places in ends of sequences, which rise, would be wrong places.
+    """
+    inputs = op.inputs(case, device="cpu")
+    kinds = (torch.int32, torch.int64)
+    integers = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in kinds and value.numel()}
+    for name, value in integers.items() if len(integers) == 1 else ():  # several, such as places and counts, depend on each other
+        if 1 <= len(value[value < 0].unique()) <= _MOST_IGNORED:
+            yield _Change(f"{name} is {value.min()}", partial(_replaced, [name], partial(_filled, value.min())), _floats)
+    rows = {name: value.reshape(-1, value.shape[-1] if value.ndim else 1) for name, value in integers.items()}
+    falling = [name for name, value in rows.items() if (value.diff() < 0).any() and (value.sort().values.diff() == 0).any()]
+    rising = [name for name, value in integers.items() if value.ndim == 1 and (value.diff() >= 0).all()]
+    for name in falling if not rising else ():
+        for number in integers[name][integers[name] >= 0][:1]:  # the last may be padding
+            yield _Change(f"all {name} are {number}", partial(_replaced, [name], partial(_filled, number)), _tensors)
+
+
 def _factor_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
-    """Yield inputs times each of _FACTORS, alone, together, and all but one; and ignored rows only, if an input marks rows.
+    """Yield inputs times each of _FACTORS, alone, together, and all but one.
 
     So an epsilon is found that should be less or in another place, a division by 0, and an exponential that overflows.
     """
     inputs = op.inputs(case, device="cpu")
-    kinds = (torch.int32, torch.int64)
-    marks = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dtype in kinds and value.numel()]
-    for name in marks if len(marks) == 1 else ():  # several, such as places and counts, depend on each other
-        least = inputs[name].min()
-        if 1 <= len(inputs[name][inputs[name] < 0].unique()) <= _MOST_IGNORED:
-            yield _Change(f"{name} is {least}", partial(_replaced, [name], partial(_filled, least)), _floats)
     names = [name for name, value in _wide(op, inputs).items() if value.dtype != torch.float16]  # whose range is small
     others = [[other for other in names if other != name] for name in names]
     groups = dict.fromkeys(map(tuple, [*([name] for name in names), names, *others]))

@@ -1,4 +1,4 @@
-"""Find kernels that are wrong with certain values of inputs: far from 0, floats of launches, tiny, 0, large, or ignored rows."""
+"""Find kernels that are wrong with certain values of inputs: far from 0, floats of launches, tiny, 0, equal, ignored."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from test_pairs import interpreted, op_with
 from kerneltune.checking import shifts
 from kerneltune.checking.jobs import compare_job, run_jobs
 from kerneltune.checking.shifts import wrong_by_values
-from kerneltune.kernel_lib.agreement import close, same_bits
+from kerneltune.interpreter.faults import KernelFaultError
+from kerneltune.kernel_lib.agreement import all_same_bits, close, same_bits
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 from kerneltune.task import Task
 
@@ -383,6 +384,26 @@ def test_integers_that_may_be_no_marks_stay(least: int, has_counts: bool) -> Non
 
     op = _op(partial(_mean_of_marked, "right"), partial(_mean_of_marked, "unguarded"))
     assert wrong_by_values(replace(op, inputs=inputs), CASES) == []
+
+
+@pytest.mark.parametrize("form", ["counted", "all different", "beside ends", "a race"])
+def test_counter_that_equal_indices_overflow_is_named(form: str) -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        ids = torch.arange(case["N"] * case["M"], device=device).view(case["M"], -1).flip(-1)
+        ends = {"ends": torch.arange(case["M"], device=device)} if form == "beside ends" else {}
+        return {"ids": ids if form == "all different" else ids % 8, **ends}
+
+    def counts(most: int, given: Inputs, _config: object = None) -> Outputs:
+        if form == "a race" and most == 256 and not given["ids"].diff().any():
+            raise KernelFaultError("two programs store different values to counts_ptr")
+        return {"counts": torch.stack([row.bincount(minlength=4096) for row in given["ids"]]) % most}
+
+    lines = wrong_by_values(
+        replace(_op(partial(counts, 1 << 31), partial(counts, 256)), inputs=inputs, compare=all_same_bits), CASES
+    )
+    assert [line.partition(": ")[0] for line in lines] == ["optimized is wrong where all ids are 3, in case wide"] * (
+        form == "counted"
+    )
 
 
 def test_values_that_host_code_refuses_are_no_line() -> None:
