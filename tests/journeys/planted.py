@@ -74,8 +74,8 @@ PLANTS = (
     Plant(
         "graph_captured_on_another_stream",
         "kerneltune/measuring/rounds.py",
-        "        with torch.cuda.graph(graph):\n            self._walk()",
-        "        with torch.cuda.graph(graph), torch.cuda.stream(torch.cuda.Stream()):\n            self._walk()",
+        "            with torch.cuda.graph(graph):\n                self._walk()",
+        "            with torch.cuda.graph(graph), torch.cuda.stream(torch.cuda.Stream()):\n                self._walk()",
         "sweep_family",
     ),
     Plant(
