@@ -11,7 +11,6 @@ from kerneltune.cache import default_root
 from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
-from kerneltune.inspection import proof
 from kerneltune.inspection.health import Finding, gpu_lines
 from kerneltune.inspection.ncu import find_ncu
 from kerneltune.records import grouped
@@ -19,7 +18,7 @@ from kerneltune.sweep_file import results_root
 from kerneltune.wording import first_of
 
 _NAMED = 2
-"""Operators or journeys that a line names; the rest is counted."""
+"""Operators that a line names; the rest is counted."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -28,7 +27,7 @@ def command(configs: o.Configs = None, results: o.Results = None) -> None:
     o.use_configs(configs)
     ncu = find_ncu()
     tool = Finding("ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it")
-    rows = [*_software(), *_gpu(), tool, *peer_packages(), *_folders(results), *journey_lines()]
+    rows = [*_software(), *_gpu(), tool, *peer_packages(), *_folders(results)]
     show_table(("what", "found", "means"), rows)
 
 
@@ -95,23 +94,6 @@ def peer_packages() -> Iterator[Finding]:
             yield Finding(f"peer {package}", "found")
         else:
             yield Finding(f"peer {package}", "not installed", f"left out of {first_of(users, _NAMED)}")
-
-
-def journey_lines() -> Iterator[Finding]:
-    """Yield a finding for each GPU: the number of journeys of `make gpu` that passed, and the names of the rest."""
-    files = proof.proof_files()
-    if not files:
-        yield Finding("journeys", "no proof", "nothing says that this code has run on a GPU: make gpu, in a checkout")
-    for path in files:
-        try:
-            gpu_proof = proof.load_proof(path)
-        except ValueError as error:
-            yield Finding("journeys", "no proof", str(error))
-            continue
-        unproven = dict(proof.unproven(gpu_proof))
-        count = len(gpu_proof.journeys)
-        passed = f"{count - len(unproven)} of {count} passed with this code on {gpu_proof.gpu}"
-        yield Finding("journeys", passed, f"`make proof` says why not {first_of(unproven, _NAMED)}" if unproven else "")
 
 
 def _folders(results: Path | None) -> Iterator[Finding]:

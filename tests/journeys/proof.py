@@ -1,4 +1,4 @@
-"""Keep the proof of a run of the journeys, and list the journeys without a proof; see kerneltune/inspection/proof.py."""
+"""Keep the proof of a run of the journeys, and list the journeys without a proof; see proof_file.py."""
 
 import datetime
 import os
@@ -10,21 +10,11 @@ from pathlib import Path
 
 import msgspec
 from journey import FAILED, JOURNEYS, PASSED, ROOT
+from proof_file import PROOF, SCHEMA, JourneyRun, Proof, code_of, digest_of, load_proof, proof_files, unproven
 from runner import Ending
 
 sys.path.insert(0, str(ROOT))
 from kerneltune.files import replace_text
-from kerneltune.inspection.proof import (
-    PROOF,
-    SCHEMA,
-    JourneyRun,
-    Proof,
-    code_of,
-    digest_of,
-    load_proof,
-    proof_files,
-    unproven,
-)
 from kerneltune.wording import counted
 
 DOCUMENTS = ("docs/limitations.md", "README.md")

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import msgspec
+import proof_file as proof
 import pytest
 from proof import digests, merge_proof, open_journeys, state_line
-
-from kerneltune.inspection import proof
-from kerneltune.inspection.proof import JourneyRun, load_proof, unproven
+from proof_file import JourneyRun, load_proof, unproven
 
 VERSIONS = {"driver": "580", "torch": "2.11", "triton": "3.6.0", "python": "3.12.3"}
 
@@ -125,23 +124,3 @@ def test_damaged_proof_warns_in_one_line_and_is_replaced(
     assert str(caught.value).endswith(": treated as no proof")
     write(path, ["two"], two=run())
     assert list(load_proof(path).journeys) == ["two"]
-
-
-def test_doctor_lists_journeys_without_proof(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kerneltune.cli import doctor
-
-    for name in ("nvidia_h200", "nvidia_z"):
-        (tmp_path / name).mkdir()
-    write(tmp_path / "nvidia_h200" / "proof.json", ["one", "two"], one=run(), two=run(passed=False))
-    (tmp_path / "nvidia_z" / "proof.json").write_text("[]")
-    monkeypatch.setattr(proof, "data_root", lambda _folder: tmp_path)
-    lines = list(doctor.journey_lines())
-    assert lines[0] == ("journeys", "1 of 2 passed with this code on NVIDIA H200", "`make proof` says why not two")
-    assert lines[1][:2] == ("journeys", "no proof")
-    (package / "b.py").write_text("B = 2\n")
-    proof.digest_of.cache_clear()
-    hint = "`make proof` says why not one, two"
-    assert next(doctor.journey_lines()) == ("journeys", "0 of 2 passed with this code on NVIDIA H200", hint)
-    (tmp_path / "nvidia_h200" / "proof.json").unlink()
-    (tmp_path / "nvidia_z" / "proof.json").unlink()
-    assert [line[1] for line in doctor.journey_lines()] == ["no proof"]

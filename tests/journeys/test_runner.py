@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from journey import HERE, ROOT, Journey
+from proof_file import code_of, load_proof
 from runner import gpus_of, parts
 from subprocesses import wait_for
-
-from kerneltune.inspection.proof import code_of, load_proof
 
 FAKES = str(HERE / "fakes.py")
 

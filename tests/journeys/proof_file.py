@@ -1,20 +1,23 @@
 """Read the proof of a GPU model: which journeys of `make gpu` have passed there, and with which code of the package.
 
 A journey's code is the modules of the package that its processes imported, each by a digest of its syntax tree. Unlike the
-digests of identity.py, it covers annotations, which declare options of commands and fields of files, and errors.
+digests of kerneltune/identity.py, it covers annotations, which declare options of commands and fields of files, and errors.
 """
 
 import ast
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import msgspec
+from journey import ROOT
 
+sys.path.insert(0, str(ROOT))
 from kerneltune import device
-from kerneltune.files import Versioned, bad, data_root, decode_versioned, read_bytes
+from kerneltune.files import Versioned, bad, decode_versioned, read_bytes
 from kerneltune.wording import first_of
 
 PROOF = "proof.json"
@@ -22,7 +25,7 @@ SCHEMA = 1
 _DIGITS = 8
 _NAMED = 4
 """Changed modules that a line names."""
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = ROOT / "kerneltune"
 _PRIVATE = re.compile(r"(?<!alias\()\b(id|name|asname)='(_[^_']\w*)'")
 """A private name in a canonical tree, but no attribute and no import: another module or package may define these."""
 
@@ -77,8 +80,8 @@ def load_proof(path: Path) -> Proof:
 
 
 def proof_files() -> list[Path]:
-    """Return the proofs that the checkout or the package has, one for each GPU model."""
-    return sorted(data_root("results").glob(f"*/{PROOF}"))
+    """Return the proofs of the checkout, one for each GPU model."""
+    return sorted((ROOT / "results").glob(f"*/{PROOF}"))
 
 
 def code_of(proof: Proof, name: str) -> dict[str, str]:
