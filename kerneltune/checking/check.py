@@ -37,6 +37,8 @@ _NEAR = 2.0**-16
 _MOST_CHANGEABLE = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
 _FIRST_AT = re.compile(r"first at \([^)]*\)")
+_HUGE, _LEAST_HUGE = re.compile(r"first at \([^)]*\): (-?(?:inf|\d+(?:\.\d+)?(?:e[+-]\d+)?))"), 1e30
+"""Value of the first wrong element; a load under a mask without `other` gives the largest and the least value of its type."""
 _RESTORED_BYTES = 1 << 24
 """Largest input, in bytes, that is restored before each run: check cases are smaller, measured cases are larger."""
 
@@ -175,12 +177,9 @@ class Checker:
             causes = ["tf32", "vector"]
             if any(fact.kind == "division" for fact in facts) and self._nearly_agree(given):
                 causes.append("division")
-            hints = [
-                *self._divided(given),
-                *_undefined(given, self.expected),
-                *self._other_kinds(given),
-                *self._kinds_of_rows(given, lines),
-            ]
+            lines = [f"{line}{self._undefined(given, line)}" for line in lines]
+            lines = [f"{line}{self._kind_of_row(given, line)}" for line in lines]
+            hints = [*self._divided(given), *self._other_kinds(given)]
             return given, [*lines, *hints, *sorted(str(fact) for fact in facts if fact.kind in causes)]
         seen = self._first_seen
         lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
@@ -288,19 +287,38 @@ class Checker:
                 lines.append(f"{name} is {got.dtype}, the reference gives {expected.dtype}")
         return lines
 
-    def _kinds_of_rows(self, outputs: Outputs, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the kind of the first wrong row, if `vary_rows` made it in an input with such rows."""
-        for line in lines:
-            output, first = outputs.get(line.partition(": ")[0]), _FIRST_AT.search(line)
-            if first and isinstance(output, torch.Tensor):
-                for name, value in self.inputs_before.items():
-                    shape = value.shape[:-1]
-                    if value.is_floating_point() and value.numel() and shape and output.shape[: len(shape)] == shape:
-                        place = list(map(int, re.findall(r"\d+", first[0])))[: len(shape)]
-                        row = int(torch.arange(shape.numel()).view(shape)[tuple(place)])
-                        if kind := kind_of_row(value, row):
-                            yield f"row {row} of {name}: {kind}"
-                return
+    def _undefined(self, outputs: Outputs, line: str) -> str:
+        """Return the likely cause of wrong elements that hold what checks, or the interpreter, put in undefined elements."""
+        is_interpreted, huge = self._device == "cpu", _HUGE.search(line)
+        if is_interpreted and huge and abs(float(huge[1])) > _LEAST_HUGE:
+            return f"; {huge[1]} may come from a load under a mask without `other`"
+        name = line.partition(": ")[0]
+        got, want = outputs.get(name), self.expected.get(name)
+        if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor) or got.shape != want.shape:
+            return ""
+        if got.is_floating_point() or got.is_complex() or got.dtype == torch.bool:
+            return ""
+        wrong, largest = got[got != want], torch.iinfo(got.dtype).max
+        if 2 * int((wrong == largest).sum()) > wrong.numel():
+            return f"; {largest} may be an element that is never written: checks fill memory with it"
+        if is_interpreted and 2 * int((wrong == INTEGER_GARBAGE).sum()) > wrong.numel():
+            return f"; {INTEGER_GARBAGE} may be a cast of NaN or of a value out of range, or a load under a mask without `other`"
+        return ""
+
+    def _kind_of_row(self, outputs: Outputs, line: str) -> str:
+        """Return what `vary_rows` made of the first wrong row in the inputs."""
+        output, first = outputs.get(line.partition(": ")[0]), _FIRST_AT.search(line)
+        if not first or not isinstance(output, torch.Tensor) or "never written" in line:
+            return ""
+        place, inputs_of = list(map(int, re.findall(r"\d+", first[0]))), dict[str, list[str]]()
+        for name, value in self.inputs_before.items():
+            shape = value.shape[:-1]
+            is_inside = len(place) >= len(shape) and all(at < size for at, size in zip(place, shape, strict=False))
+            if value.is_floating_point() and value.numel() and shape and output.shape[: len(shape)] == shape and is_inside:
+                row = int(torch.arange(shape.numel()).view(shape)[tuple(place[: len(shape)])])
+                if kind := kind_of_row(value, row):
+                    inputs_of.setdefault(kind, []).append(f"row {row} of {name}")
+        return "".join(f"; {' and '.join(names)}: {kind}" for kind, names in inputs_of.items())
 
     def _placement_of_outputs(self, outputs: Outputs) -> dict[str, bool]:
         """Return output -> whether it shares an input's storage; leave out inputs that are unchanged, or not restored."""
@@ -311,23 +329,6 @@ class Checker:
                 if not owner or (owner in self.inputs_before and self._is_changed(owner)):
                     are_over_inputs[name] = owner is not None
         return are_over_inputs
-
-
-def _undefined(outputs: Outputs, expected: Outputs) -> Iterator[str]:
-    """Yield the likely cause for an output of integers whose wrong elements mostly hold the value of an undefined element."""
-    for name, want in expected.items():
-        got = outputs.get(name)
-        if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor) or got.shape != want.shape:
-            continue
-        if got.is_floating_point() or got.is_complex() or got.dtype == torch.bool:
-            continue
-        wrong = got[got != want]
-        for value, cause in (
-            (INTEGER_GARBAGE, "a cast of NaN or of a value out of range, or a load under a mask without `other`"),
-            (torch.iinfo(got.dtype).max, "an element that is never written: checks fill memory with it"),
-        ):
-            if 2 * int((wrong == value).sum()) > wrong.numel():
-                yield f"{name}: {value} may be {cause}"
 
 
 def _not_dense(outputs: object) -> list[str]:

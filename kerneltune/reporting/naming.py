@@ -14,6 +14,8 @@ _RUN = ("device", "driver", "torch", "triton", "commit")
 """Fields of a record that state its run."""
 _PLACE = re.compile(r"[\w.-]+\.py:\d+(?=: )")
 _NUMBER = re.compile(r"(?<![\w.:])[-+]?\d[\w.,+-]*")
+_CAUSE = re.compile(r"; (row \d+ of|[^; ]+ may (be|come from)) [^;]*")
+"""Causes that checks add to a line of `compare`: they may differ between cases of a mistake."""
 _SHOWN = 3
 
 
@@ -36,10 +38,15 @@ def failure_lines(records: Iterable[Record]) -> list[str]:
     return lines
 
 
-def _configs_of(failed: Iterable[Record], of_variant: Iterable[Record]) -> str:
-    """Return the knobs whose values no config that passed has; else the config, or the number of configs."""
+def _configs_of(failed: Iterable[Record], known: Iterable[Record]) -> str:
+    """Return the knobs whose values no config that passed has; else the config, or the number of configs.
+
+    A variant with a single config has no text, because no config tells more.
+    """
     configs = [row.config for row in {row.config_label: row for row in failed}.values() if row.config]
-    passed = [row.config for row in of_variant if row.config and row.status in ("passed", "checked")]
+    passed = [row.config for row in known if row.config and row.status in ("passed", "checked")]
+    if len({row.config_label for row in known}) == 1:
+        return ""
     new = dict[str, str]()
     for knob in configs[0] if configs and passed else ():
         values = dict.fromkeys(config.get(knob) for config in configs)
@@ -52,7 +59,7 @@ def _configs_of(failed: Iterable[Record], of_variant: Iterable[Record]) -> str:
 
 def _mistake(record: Record) -> str:
     place = _PLACE.search(record.reason)
-    return place[0] if place else _NUMBER.sub("#", _reason_of(record))
+    return place[0] if place else _NUMBER.sub("#", _CAUSE.sub("", _reason_of(record)))
 
 
 def _case_of(record: Record) -> str:

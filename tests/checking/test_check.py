@@ -72,40 +72,48 @@ def test_line_of_compare_that_repeats_another_output_is_left_out() -> None:
     assert check.Checker(op, case, DEVICE).run(variant, variant.default_config(case))[1] == [lines[0], *lines[2:]]
 
 
-UNDEFINED = {
-    "cast": "q: 90 may be a cast of NaN or of a value out of range, or a load under a mask without `other`",
-    "unwritten": "q: 127 may be an element that is never written: checks fill memory with it",
-}
-
-
 @pytest.mark.parametrize(
-    ("mistake", "hints"),
-    [("cast", [UNDEFINED["cast"]]), ("unwritten", [UNDEFINED["unwritten"]]), ("large row", ["row 5 of x: large values"])],
+    ("mistake", "hint"),
+    [
+        ("cast", "90 may be a cast of NaN or of a value out of range, or a load under a mask without `other`"),
+        ("unwritten", "127 may be an element that is never written: checks fill memory with it"),
+        ("large row", "row 5 of x and row 5 of y: large values"),
+        ("first row", ""),
+        ("masked", "-1e+37 may come from a load under a mask without `other`"),
+        ("q: first at (77, 0): 1e+3.0", ""),
+        ("q: first at (): -", ""),
+    ],
 )
-def test_failure_explains_undefined_values_and_kinds_of_rows(mistake: str, hints: list[str]) -> None:
+def test_failure_explains_undefined_values_and_kinds_of_rows(mistake: str, hint: str) -> None:
     def run(inputs: Inputs, _config: None) -> Outputs:
         q = torch.empty(9, 16, dtype=torch.int8)
         if mistake != "unwritten":
             q.copy_(inputs["x"] > 0)
         if mistake == "cast":
             q[7] = 90
-        if mistake == "large row":
-            q[5] -= 1
+        if mistake in ("large row", "first row"):
+            q[5 if mistake == "large row" else 0] -= 1
         return {"q": q}
+
+    def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+        if mistake == "masked":
+            return ["q: 1 of 144 wrong, first at (0, 1): -1e+37, expected 2"]
+        if mistake.startswith("q: "):
+            return [mistake]
+        return all_same_bits(case, inputs, outputs, expected)
 
     variant = Variant("baseline", run)
     op = replace(
         op_with(""),
         inputs=lambda case, *, device, seed=0: {
-            "x": torch.empty(9, 16, device=device) if device == "meta" else vary_rows(torch.randn(9, 16))
+            name: torch.empty(9, 16, device=device) if device == "meta" else vary_rows(torch.randn(9, 16)) for name in "xy"
         },
         reference=lambda inputs: {"q": (inputs["x"] > 0).to(torch.int8)},
-        compare=all_same_bits,
+        compare=compare,
         variants=(variant,),
     )
-    (line, *rest) = check.Checker(op, Case("small", (("M", 9), ("N", 16)), "float32"), "cpu").run(variant, None)[1]
-    assert line.startswith("q: ")
-    assert rest == hints
+    (line,) = check.Checker(op, Case("small", (("M", 9), ("N", 16)), "float32"), "cpu").run(variant, None)[1]
+    assert line.partition("; ")[2] == hint
 
 
 @pytest.mark.parametrize("result", [True, None, [None], [False], [""], "wrong", 0])

@@ -44,7 +44,9 @@ def test_sweep_failures_of_several_cases_with_one_reason_are_told_once(engine: d
 def test_sweep_failures_of_one_mistake_are_told_once(engine: dict[str, Any], tmp_path: Path) -> None:
     """The place of a Python error is the mistake, whatever stands around; without a place, reasons may differ in numbers."""
     reasons = ["the launch failed: k.py:5: KeyError", "does not compile for sm_90: k.py:5: CompilationError", "k.py:6: KeyError"]
-    reasons += [f"y: {number} of {4 * number} wrong, at most {number / 2}" for number in (3, 40, 500)]
+    causes = ("; row 5 of x: large values", "; row 4 of x: negative values", "; 90 may be a cast of NaN")
+    numbers = zip((3, 40, 500), causes, strict=True)
+    reasons += [f"y: {number} of {4 * number} wrong, at most {number / 2}{cause}" for number, cause in numbers]
     rows = [
         record(
             variant="optimized", axes={"M": 2**at, "N": 64}, config={"block": 2**at}, status="failed", reason=reason, **NO_TIMES
@@ -69,6 +71,7 @@ def test_sweep_failures_of_one_mistake_are_told_once(engine: dict[str, Any], tmp
         ([(1, 1), (2, 1), (4, 1), (8, 1)], [(16, 1)], "block=1/2/4/…"),
         ([(512, 2), (1024, 4)], [(512, 4)], "2 configs"),
         ([(512, 2)], [(512, 4), (1024, 2)], "block=512 warps=2"),
+        ([(512, 2)], [(512, 2)], ""),
     ],
 )
 def test_failure_names_knobs_in_which_its_configs_differ_from_those_that_passed(
@@ -79,7 +82,10 @@ def test_failure_names_knobs_in_which_its_configs_differ_from_those_that_passed(
     rows = [record(config={"block": block, "warps": warps}, **failed) for block, warps in failing]
     rows += [record(config={"block": block, "warps": warps}, **passed) for block, warps in passing]
     (line,) = failure_lines([*rows, record(variant="optimized", config={"block": 512, "warps": 2}, **passed)])
-    assert line == f"rmsnorm_fwd baseline: te-8192x4096 M=8192 N=4096 bfloat16 fp8: y: 3 of 4 wrong; with {shown}"
+    assert (
+        line
+        == f"rmsnorm_fwd baseline: te-8192x4096 M=8192 N=4096 bfloat16 fp8: y: 3 of 4 wrong{f'; with {shown}' if shown else ''}"
+    )
 
 
 def test_failure_leaves_out_the_default_mode_and_policy() -> None:
