@@ -204,7 +204,7 @@ class Checker:
 
     def _keep_written(self, outputs: object) -> None:
         """Keep the values that large inputs had, which a run gives as outputs, so that the next run has them."""
-        storages = names_by_storage(outputs) if isinstance(outputs, Mapping) and not _not_dense(outputs) else {}
+        storages = names_by_storage(outputs) if isinstance(outputs, Mapping) else {}
         tensors = {name: value for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
         written = [name for name, value in tensors.items() if value.untyped_storage().data_ptr() in storages]
         if not self.inputs_before.keys() >= set(written):
@@ -339,8 +339,9 @@ def _not_dense(outputs: object) -> list[str]:
 
 
 def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
-    """Return the address of each tensor's storage -> the name of the tensor, the last of several that share the storage."""
-    return {value.untyped_storage().data_ptr(): name for name, value in values.items() if isinstance(value, torch.Tensor)}
+    """Return the address of each dense tensor's storage -> the name of the tensor, the last of several that share the storage."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items() if tensor.layout is torch.strided}
 
 
 def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
