@@ -47,8 +47,8 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 
     The interpreter runs the programs at the corners of every grid on tensors without memory. So the check finds overflows of
     32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty, but for
-    overflows of offsets from integers that grow with an axis in the check cases. A kernel's argument that lies on the CPU, and
-    does not if tensors without `device=` are made without memory, is an error, too.
+    overflows of offsets from integers that grow with an axis in the check cases. A kernel's argument that lies on the CPU is an
+    error, too, and an operation of torch on several devices, unless they remain if `device=` is never left out.
     """
     try:
         inputs = meta_inputs(op, case)
@@ -62,6 +62,8 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
         if (fault := fault_of(error)) is not None:
             return [str(fault)]
+        if _mixes_devices(error) and (lines := _made_without_device(host_folder(op), variant, inputs, config)):
+            return lines
         if only_calls_torch(op, variant, checks):
             return []
         where = f"addresses of {variant.name} in {case.name}: host code fails without memory"
@@ -70,7 +72,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 
 
 def _made_without_device(folder: str, variant: Variant, inputs: Inputs, config: Config) -> list[str]:
-    """Return the arguments on the CPU that lack `device=` on a GPU, too; none if host code in the folder sets a default device.
+    """Return the errors of tensors that lack `device=` on a GPU, too; none if host code in the folder sets a default device.
 
     Host code is told that there is a GPU, as it may pin memory then, and may give `device="cpu"`. It is not judged if it fails.
     """
@@ -83,11 +85,28 @@ def _made_without_device(folder: str, variant: Variant, inputs: Inputs, config: 
             if is_own(folder, file := getattr(module, "__file__", None) or "") and _SETS_DEVICE.search(Path(file).read_text()):
                 return []
         with noting(passes_on=False) as facts:
-            variant.run(inputs, config)
+            mixed = _mixing_error(variant, inputs, config)
         with torch.device("meta"), noting(passes_on=False) as others:
-            variant.run(inputs, config)
+            mixed = None if _mixing_error(variant, inputs, config) else mixed
+        if mixed is not None:
+            return [f"{statement_in(folder, mixed)}torch needs its tensors on one device: is one made without `device=`?"]
         return sorted(str(fact) for fact in facts - others if fact.kind == "on the CPU")
     return []
+
+
+def _mixing_error(variant: Variant, inputs: Inputs, config: Config) -> RuntimeError | None:
+    """Return the error of an operation of torch on several devices in a run; None for none."""
+    try:
+        variant.run(inputs, config)
+    except RuntimeError as error:
+        if _mixes_devices(error):
+            return error
+        raise
+    return None
+
+
+def _mixes_devices(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and all(name in str(error) for name in ("device", "meta", "cpu"))
 
 
 def _largest_numbers(op: Op, case: Case, variant: Variant, inputs: Inputs, checks: Sequence[Case]) -> dict[tuple[str, str], int]:

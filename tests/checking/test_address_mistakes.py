@@ -393,6 +393,27 @@ def test_address_check_finds_an_argument_that_lacks_device(made: str) -> None:
     assert address_errors(op, case_of("tall", 70_000, 64), op.variants[0], None) == [fault] * made.startswith("without device")
 
 
+SCALED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "without device": lambda x: x * torch.arange(x.shape[1]),
+    "without device, by an index": lambda x: torch.zeros(x.shape).index_add_(0, torch.arange(len(x), device=x.device), x),
+    "a number": lambda x: x * torch.tensor(2.0),
+    "right": lambda x: x * torch.arange(x.shape[1], device=x.device),
+    "of the GPU's inputs": lambda x: x * torch.arange(x.shape[1], device=x.device if x.is_cuda else "cpu"),
+    "an index from the host": lambda x: x[torch.arange(len(x))],
+    "on the CPU by choice": lambda x: x * torch.arange(x.shape[1], device="cpu"),
+}
+
+
+@pytest.mark.parametrize("scaled", SCALED)
+def test_address_check_finds_a_tensor_that_lacks_device_in_an_operation_of_torch(scaled: str) -> None:
+    scale = SCALED[scaled]
+    variant = Variant("baseline", lambda inputs, _config: {"y": scale(inputs["x"])})
+    place = f"{Path(__file__).name}:{scale.__code__.co_firstlineno}"
+    fault = f"{place}: torch needs its tensors on one device: is one made without `device=`?"
+    found = address_errors(replace(summing(""), variants=(variant,)), case_of("tall", 70_000, 64), variant, None)
+    assert found == [fault] * scaled.startswith("without device")
+
+
 def test_address_check_accepts_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() == 70_000)  # as on a GPU
     op = summed_into(MADE["without device"])
