@@ -22,7 +22,7 @@ from kerneltune.checking.memory import out_of_memory_reason, why_too_large, with
 from kerneltune.checking.quotients import AsOnGpu
 from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
-from kerneltune.interpreter.facts import noting
+from kerneltune.interpreter.facts import note_facts, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.garbage import INTEGER_GARBAGE
 from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
@@ -181,6 +181,10 @@ class Checker:
             lines = [f"{line}{self._kind_of_row(given, line)}" for line in lines]
             hints = [*self._divided(given), *self._other_kinds(given)]
             return given, [*lines, *hints, *sorted(str(fact) for fact in facts if fact.kind in causes)]
+        if all(
+            isinstance(value, torch.Tensor) and value.itemsize > 1 and not value.is_floating_point() for value in outputs.values()
+        ):
+            note_facts(*(fact._replace(kind="tf32 of indices") for fact in facts if fact.kind == "tf32"))
         seen = self._first_seen
         lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)

@@ -267,8 +267,10 @@ def _dot_in_tf32(builder: Any, dot: Callable[..., Any], left: Any, right: Any, t
         return TensorHandle(np.where(np.isfinite(operand.data), values, operand.data), operand.dtype)
 
     if str(precision).endswith(".TF32") and left.dtype.scalar.name == "fp32":
-        note_here("tf32")
-        left, right = rounded(left), rounded(right)
+        operands = left, right
+        left, right = map(rounded, operands)
+        if any((new.data != old.data).any() for new, old in zip((left, right), operands, strict=True)):
+            note_here("tf32")
     return dot(builder, left, right, total, precision, *rest)
 
 

@@ -19,7 +19,7 @@ Kind = Literal[
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
-    "promise", "vector", "no reference",
+    "promise", "vector", "tf32 of indices", "no reference",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -30,6 +30,7 @@ _TEXTS: Mapping[str, str] = {
     "two iterations": "two iterations of the loop at {where}",
     "two programs": "two programs of {text} along axis {where}",
     "tf32": "products of fp32 are rounded to tf32, {where}",
+    "tf32 of indices": "products of fp32 that decide among integers are rounded to tf32, {where}: `input_precision='ieee'`?",
     "division": "`/` of fp32 is not exact on a GPU, {where}: tl.div_rn is",
     "last not loaded": "loads no last element of {text} in {where}",
     "last not stored": "stores no last element of {text} in {where}",
@@ -64,6 +65,7 @@ class Fact(NamedTuple):
     | no, one, two iteration(s) | the iterations of a loop; `two` stands for two or more | | PATH:LINE |
     | two programs | two or more programs along an axis of the grid | kernel | axis |
     | tf32 | a product whose fp32 operands are rounded | | PATH:LINE |
+    | tf32 of indices | such a product in a run all of whose outputs are integers of 16 bits or more | | PATH:LINE |
     | division | a `/` of fp32 whose results are rounded | | PATH:LINE |
     | last loaded, last not loaded | whether the programs that run load an argument's last element | argument | kernel |
     | last stored, last not stored | whether the programs that run store it | argument | kernel |

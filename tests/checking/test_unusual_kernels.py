@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from mistaken_ops import SMALL, Knobs, Mistaken, rows_of, values
 
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.checking.jobs import CaseJob, coverage_lines, run_jobs
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.task import Run, Task
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels that Triton's interpreter runs")
 
@@ -413,3 +415,19 @@ def test_check_finds_nothing_in_a_right_kernel_of_unusual_style(name: str) -> No
         Mistaken(lambda _mistake, inputs, config: launch(inputs, config), make_inputs, reference, (), cases=SMALL).findings("")
         == []
     )
+
+
+@pytest.mark.parametrize(("precision", "has_values"), [("tf32", False), ("tf32", True), ("ieee", False)])
+def test_product_in_tf32_that_decides_among_integers_alone_is_named(precision: str, has_values: bool) -> None:
+    def nearest(y: torch.Tensor) -> Outputs:
+        return {"nearest": y.fill_diagonal_(-torch.inf).argmax(1), **({"y": y} if has_values else {})}
+
+    variant = Variant("optimized", lambda inputs, config: nearest(dot(precision, inputs, config)["y"]), Knobs)
+    op = Op(
+        name="nearest", axes=("M", "N"), dtypes=("float32",), inputs=drawn, reference=lambda inputs: nearest(gram(inputs)["y"]),
+        compare=lambda *_: [], traffic=lambda case: Traffic(4 * case["M"], 8 * case["M"]), variants=(variant,), module=__name__,
+    )  # fmt: skip
+    job = CaseJob.of([Run(Task(op, SMALL[1], variant), Knobs(1, 64))])
+    assert [outcome.reason for _job, outcomes in run_jobs([job]) for outcome in outcomes] == [""]
+    line = "nearest: products of fp32 that decide among integers are rounded to tf32, test_unusual_kernels.py:"
+    assert [text[: len(line)] for text in coverage_lines([job])] == [line] * (precision == "tf32" and not has_values)
