@@ -106,9 +106,10 @@ def _run(plan: Plan, asked: str, capture: str, strict: bool, accepted: Sequence[
 
     with Reporter() as progress:
         swept = run_sweep(plan, progress, lambda rows: show(sweep_table(rows, brief=True).text(width()) + "\n"))
-    timed = any(record.time_us is not None for record in swept.records)
+    measures = device.current().is_gpu and plan.options.extent != "check"
+    is_timed = measures or any(record.time_us is not None for record in swept.records)
     to_read = unaccepted([outcome.reason for outcome in swept.coverage if outcome.status == "noted"], accepted)
-    if timed:
+    if is_timed:
         show(sweep_table(swept.records, brief=True).text(width()))
     else:
         _show_checks(plan, asked, capture, swept, to_read)
@@ -119,9 +120,10 @@ def _run(plan: Plan, asked: str, capture: str, strict: bool, accepted: Sequence[
         show(f"wrote {path}", messages)
     if all(record.status == "skipped" for record in swept.records):
         reasons = first_of(dict.fromkeys(record.reason for record in swept.records), 1)
-        raise ValueError(f"{plan.sweep.path}: nothing checked: {counted(len(swept.records), 'row')} skipped: {reasons}")
+        nothing = "nothing timed" if is_timed else "nothing checked"
+        raise ValueError(f"{plan.sweep.path}: {nothing}: {counted(len(swept.records), 'row')} skipped: {reasons}")
     own = [record for record in swept.records if not plan.ops[record.op].variant(record.variant).is_peer]
-    if timed:
+    if is_timed:
         return end_if_failed(own)
     _end_checks(own, case_statuses(swept.records), len(to_read), strict)
 

@@ -263,7 +263,12 @@ def test_sums_of_fp8_products_that_exceed_fp16_are_named(type_of_sums: torch.dty
 
 def _quantized(form: str, inputs: Inputs, _config: object = None) -> Outputs:
     x, scale = inputs["x"], inputs["scale"]
-    q = x * torch.tensor(1.0).div(scale) if form == "reciprocal" else x / (int(scale) or scale if form == "whole" else scale)
+    divisor = torch.tensor(scale)  # torch multiplies by the reciprocal of a number on a GPU
+    q = (
+        x * torch.tensor(1.0).div(scale)
+        if form == "reciprocal"
+        else x / (divisor.long() or divisor if form == "whole" else divisor)
+    )
     return {"y": q.clamp(-448, 448).to(torch.float8_e4m3fn)}
 
 

@@ -142,6 +142,15 @@ def test_sweep_that_skips_every_row_exits_with_2_and_a_reason(engine: dict[str, 
     assert result.exit_code == 2
 
 
+@pytest.mark.usefixtures("an_h200")
+def test_sweep_on_a_gpu_that_times_no_row_shows_their_reasons_and_speaks_of_times(engine: dict[str, Any], tmp_path: Path) -> None:
+    engine["answer"] = [record(**{**NO_TIMES, "status": "skipped", "reason": "needs 9 bytes"})]
+    result = run("sweep", "rmsnorm", "--results", tmp_path)
+    assert "skipped: needs 9 bytes" in result.stdout
+    assert "On a GPU" not in result.stdout
+    assert result.stderr.splitlines()[-1].endswith("nothing timed: 1 row skipped: needs 9 bytes")
+
+
 def test_check_says_why_cases_are_skipped(engine: dict[str, Any], tmp_path: Path) -> None:
     reasons = ["N=33 is odd", "N=35 is odd", "N=35 is odd"]
     skipped = [record(**{**NO_TIMES, "status": "skipped", "reason": reason}) for reason in reasons]
