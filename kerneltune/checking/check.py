@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
@@ -23,7 +23,7 @@ from kerneltune.checking.memory import out_of_memory_reason, why_too_large, with
 from kerneltune.checking.quotients import AsOnGpu
 from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
-from kerneltune.interpreter.facts import note_facts, noting
+from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.garbage import INTEGER_GARBAGE
 from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
@@ -175,20 +175,22 @@ class Checker:
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := _not_dense(outputs) or self._overwritten(outputs) or self.disagreements(outputs):
             given: Outputs = outputs if isinstance(outputs, Mapping) else {}
-            causes = ["tf32", "vector"]
-            if any(fact.kind == "division" for fact in facts) and self._nearly_agree(given):
-                causes.append("division")
-            lines = [f"{line}{self._undefined(given, line)}" for line in lines]
-            lines = [f"{line}{self._kind_of_row(given, line)}" for line in lines]
-            hints = [*self._divided(given), *self._other_kinds(given)]
-            return given, [*lines, *hints, *sorted(str(fact) for fact in facts if fact.kind in causes)]
-        if all(
-            isinstance(value, torch.Tensor) and value.itemsize > 1 and not value.is_floating_point() for value in outputs.values()
-        ):
+            return given, self._explained(lines, given, facts)
+        if all(map(_is_of_indices, outputs.values())):
             note_facts(*(fact._replace(kind="tf32 of indices") for fact in facts if fact.kind == "tf32"))
         seen = self._first_seen
         lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
+
+    def _explained(self, lines: Sequence[str], outputs: Outputs, facts: Set[Fact]) -> list[str]:
+        """Return the errors of a run with what explains them: values, rows, divisions, types, and facts of the launches."""
+        causes = ["tf32", "vector"]
+        if any(fact.kind == "division" for fact in facts) and self._nearly_agree(outputs):
+            causes.append("division")
+        lines = [f"{line}{self._undefined(outputs, line)}" for line in lines]
+        lines = [f"{line}{self._kind_of_row(outputs, line)}" for line in lines]
+        hints = [*self._divided(outputs), *self._other_kinds(outputs)]
+        return [*lines, *hints, *sorted(str(fact) for fact in facts if fact.kind in causes)]
 
     def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Run a variant as `run` does; a subclass may change the layout of inputs."""
@@ -335,6 +337,10 @@ class Checker:
                 if not owner or (owner in self.inputs_before and self._is_changed(owner)):
                     are_over_inputs[name] = owner is not None
         return are_over_inputs
+
+
+def _is_of_indices(output: object) -> bool:
+    return isinstance(output, torch.Tensor) and output.itemsize > 1 and not output.is_floating_point()
 
 
 def _not_dense(outputs: object) -> list[str]:
