@@ -151,7 +151,7 @@ _NUMBERS = re.compile(r"[\d.]+(e[+-]\d+)?|inf")
 
 def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
-    wins, wrong, checked = _chosen_configs(capture.root), _wrong_trials(capture.root), _check_records(capture.root)
+    wins, wrong, checked = _chosen_configs(capture.root), _wrong_trials(capture.root), check_records(capture.root)
     lines: list[str] = []
     for classes in capture.by_kernel():
         records = [record for launch_class in classes for record in checked.get(launch_class.digest, {}).values()]
@@ -218,7 +218,7 @@ def _chosen_configs(root: Path) -> dict[str, set[StoredConfig]]:
     return by_class
 
 
-def _check_records(root: Path) -> dict[str, dict[str, Record]]:
+def check_records(root: Path) -> dict[str, dict[str, Record]]:
     """Return the record of the last check of each variant and config that `sweep` has made, by class."""
     last: dict[str, dict[str, Record]] = {}
     for path in sorted(runs_folder(root / "results").glob("*/captured.check.jsonl")):

@@ -23,6 +23,7 @@ from kerneltune.checking.memory import out_of_memory_reason, why_too_large, with
 from kerneltune.checking.quotients import AsOnGpu
 from kerneltune.compat import version
 from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
+from kerneltune.interpreter.corrections import exact_quotients
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.garbage import INTEGER_GARBAGE
@@ -33,8 +34,6 @@ from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
 
 LAUNCH_FAILURE = "the launch failed"
-_NEAR = 2.0**-16
-"""Relative difference of outputs that inexact divisions of fp32, 2^-22 each, explain."""
 _MOST_CHANGEABLE = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
 _FIRST_AT = re.compile(r"first at \([^)]*\)")
@@ -175,7 +174,9 @@ class Checker:
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := _not_dense(outputs) or self._overwritten(outputs) or self.disagreements(outputs):
             given: Outputs = outputs if isinstance(outputs, Mapping) else {}
-            return given, self._explained(lines, given, facts)
+            lines = self._explained(lines, given, facts)
+            divisions = sorted(str(fact) for fact in facts if fact.kind == "division")
+            return given, [*lines, *self._blamed_quotients(variant, config, divisions)]
         if all(map(_is_of_indices, outputs.values())):
             note_facts(*(fact._replace(kind="tf32 of indices") for fact in facts if fact.kind == "tf32"))
         seen = self._first_seen
@@ -183,14 +184,11 @@ class Checker:
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
 
     def _explained(self, lines: Sequence[str], outputs: Outputs, facts: Set[Fact]) -> list[str]:
-        """Return the errors of a run with what explains them: values, rows, divisions, types, and facts of the launches."""
-        causes = ["tf32", "vector"]
-        if any(fact.kind == "division" for fact in facts) and self._nearly_agree(outputs):
-            causes.append("division")
+        """Return the errors of a run with what explains them: values, rows, types, and facts of the launches."""
         lines = [f"{line}{self._undefined(outputs, line)}" for line in lines]
         lines = [f"{line}{self._kind_of_row(outputs, line)}" for line in lines]
-        hints = [*self._divided(outputs), *self._other_kinds(outputs)]
-        return [*lines, *hints, *sorted(str(fact) for fact in facts if fact.kind in causes)]
+        causes = sorted(str(fact) for fact in facts if fact.kind in ("tf32", "vector"))
+        return [*lines, *self._other_kinds(outputs), *causes]
 
     def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Run a variant as `run` does; a subclass may change the layout of inputs."""
@@ -198,9 +196,7 @@ class Checker:
 
     def outputs(self, variant: Variant, config: Config) -> Outputs:
         """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
-        for name, before in self.inputs_before.items():
-            if self._is_changed(name):
-                self.inputs[name].copy_(before)
+        self.restore()
         self._versions = {name: version(self.inputs[name]) for name in self.inputs_before}
         with poisoned_memory(), strict(host_folder(self.op)), self._quotients or nullcontext():
             outputs = variant.run(self.inputs, config)
@@ -208,6 +204,12 @@ class Checker:
             torch.cuda.synchronize()
         self._keep_written(outputs)
         return outputs
+
+    def restore(self) -> None:
+        """Give the inputs that a run changed the values that they were made with."""
+        for name, before in self.inputs_before.items():
+            if self._is_changed(name):
+                self.inputs[name].copy_(before)
 
     def _keep_written(self, outputs: object) -> None:
         """Keep the values that large inputs had, which a run gives as outputs, so that the next run has them."""
@@ -262,27 +264,26 @@ class Checker:
             if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
                 yield name, value
 
-    def _divided(self, outputs: Outputs) -> list[str]:
-        """Return a line if, without a GPU, outputs would agree with a reference that divides by numbers exactly."""
-        is_over_input = not names_by_storage(outputs).keys().isdisjoint(names_by_storage(self.inputs))
-        if self._quotients is None or not self._quotients.first or is_over_input:
-            return []
-        exact = copy(self)
-        exact.expected = self.op.reference(self.inputs)
-        hint = f"torch multiplies by the reciprocal of {self._quotients.first}: divide by a tensor on the GPU for exact quotients"
-        return [] if exact.disagreements(outputs) else [hint]
+    def _blamed_quotients(self, variant: Variant, config: Config, divisions: Sequence[str]) -> list[str]:
+        """Return the divisions without which a run would agree: of the kernel, of the reference, or both; none on a GPU."""
+        number = self._quotients.first if self._quotients is not None else ""
+        hint = f"torch multiplies by the reciprocal of {number}: divide by a tensor on the GPU for exact quotients"
+        of_kernel, of_reference = tuple(divisions), (hint,) if number else ()
+        for kernel, reference in dict.fromkeys([(of_kernel, ()), ((), of_reference), (of_kernel, of_reference)]):
+            if (kernel or reference) and self._agrees_exactly(variant, config, bool(kernel), bool(reference)):
+                return [*kernel, *reference]
+        return []
 
-    def _nearly_agree(self, outputs: Outputs) -> bool:
-        """Return whether all outputs have the reference's types, within `_NEAR`, as after a few inexact operations of fp32."""
-        for name, expected in self.expected.items():
-            output = outputs.get(name)
-            if not isinstance(expected, torch.Tensor) or not isinstance(output, torch.Tensor):
-                return False
-            if (output.shape, output.dtype) != (expected.shape, expected.dtype):
-                return False
-            if not torch.allclose(output.double(), expected.double(), rtol=_NEAR, atol=0.0, equal_nan=True):
-                return False
-        return True
+    def _agrees_exactly(self, variant: Variant, config: Config, is_kernel_exact: bool, is_reference_exact: bool) -> bool:
+        """Return whether a run agrees if the kernel's quotients, or the reference's by numbers, are exact."""
+        other = copy(self)
+        with suppress(Exception), noting(passes_on=False), exact_quotients() if is_kernel_exact else nullcontext():
+            outputs = {name: value.clone() for name, value in other.outputs(variant, config).items()}  # some may be inputs
+            if is_reference_exact:
+                other.restore()
+                other.expected = other.op.reference(other.inputs)
+            return not other.disagreements(outputs)
+        return False
 
     def _other_kinds(self, outputs: Outputs) -> list[str]:
         """Return a line for each output with fractions where the reference gives integers, a mistake of the reference."""

@@ -50,7 +50,7 @@ def lint_command(folder: Folder, accept: o.Accept = None) -> None:
 
     Exit code 1 if a line has no text of an --accept.
     """
-    from kerneltune.adopt.overview import findings, read_capture
+    from kerneltune.adopt.overview import check_records, findings, read_capture
 
     texts = findings(read_capture(folder))
     left = unaccepted(texts, accept or ())
@@ -58,7 +58,8 @@ def lint_command(folder: Folder, accept: o.Accept = None) -> None:
         show_wrapped(text if text in left else f"accepted: {text}")
     if left:
         raise typer.Exit(1)
-    show("nothing else to report" if texts else "nothing to report")
+    unchecked = "" if check_records(folder) else f"; no check yet: kerneltune sweep {folder} --check-only"
+    show_wrapped(f"nothing {'else ' if texts else ''}to report{unchecked}")
 
 
 @dataclass(frozen=True)

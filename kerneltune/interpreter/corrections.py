@@ -7,6 +7,8 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partialmethod
 from inspect import isfunction
 from typing import Any
@@ -274,12 +276,25 @@ def _dot_in_tf32(builder: Any, dot: Callable[..., Any], left: Any, right: Any, t
     return dot(builder, left, right, total, precision, *rest)
 
 
+_EXACT = ContextVar("exact", default=False)
+
+
+@contextmanager
+def exact_quotients() -> Iterator[None]:
+    """Let `/` of fp32 be exact within, to tell whether a disagreement hangs on it."""
+    token = _EXACT.set(True)
+    try:
+        yield
+    finally:
+        _EXACT.reset(token)
+
+
 def _divide_inexactly(builder: Any, divide: Callable[..., Any], left: Any, right: Any) -> Any:
     """Move every other rounded quotient of fp32 a step away from zero: `/` is up to two steps off on a GPU, `tl.div_rn` exact."""
     from triton.runtime.interpreter import TensorHandle
 
     result = divide(builder, left, right)
-    if result.dtype.scalar.name != "fp32":
+    if result.dtype.scalar.name != "fp32" or _EXACT.get():
         return result
     quotients = np.asarray(result.data)
     with np.errstate(all="ignore"):  # 0 times infinity, and the number after the largest

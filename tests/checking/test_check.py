@@ -230,9 +230,7 @@ def test_check_passes_if_a_function_of_the_operator_makes_tensors_without_their_
 @pytest.mark.parametrize(
     ("factor", "kind", "is_named"), [(1.0, torch.float32, True), (1.01, torch.float32, False), (1.0, torch.float64, False)]
 )
-def test_check_names_a_division_as_a_cause_if_types_and_nearly_results_agree(
-    factor: float, kind: torch.dtype, is_named: bool
-) -> None:
+def test_check_names_a_division_as_a_cause_if_exact_results_agree(factor: float, kind: torch.dtype, is_named: bool) -> None:
     def thirds(inputs: Inputs) -> Outputs:
         return {"y": inputs["x"].float().nan_to_num(0.0, 1.0, -1.0) / 3.0}
 
@@ -262,12 +260,30 @@ def test_check_names_a_reference_that_gives_integers_and_then_no_division() -> N
     assert lines == ["y: wrong", "y is torch.float32, the reference gives torch.int64"]
 
 
-def test_failed_check_without_a_division_makes_no_copies_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU copies in double precision could need more memory than is free, and the failure would count as skipped."""
-    monkeypatch.delattr(check.Checker, "_nearly_agree")
-    op = op_with("wrong_cast")
-    checker = check.Checker(op, Case("small", (("M", 7), ("N", 100)), "bfloat16"), DEVICE)
-    assert checker.check(op.variants[0], op.variants[0].default_config(checker.case)).status == "failed"
+@pytest.mark.parametrize(("factor", "is_named"), [(1.0, True), (1.01, False)])
+def test_check_names_a_division_of_a_kernel_in_place_whose_codes_differ(factor: float, is_named: bool) -> None:
+    def inputs(case: Case, **named: Any) -> Inputs:
+        given = op_with("").inputs(case, **named)
+        return {"x": given["x"].float().nan_to_num(0.0, 1.0, -1.0).contiguous(), "y": torch.zeros(given["x"].numel())}
+
+    def codes(y: torch.Tensor) -> Outputs:
+        return {"y": y, "q": y.view(torch.int32) * 1000}
+
+    def divided(given: Inputs, _config: Any) -> Outputs:
+        _thirds[(given["y"].numel(),)](given["x"], given["y"], factor)
+        return codes(given["y"])
+
+    op = replace(
+        op_with(""),
+        inputs=inputs,
+        reference=lambda given: codes(given["x"].flatten() / torch.tensor(3.0)),
+        compare=lambda _c, _i, got, want: [line for name in want for line in same_bits(name, got[name], want[name])],
+    )
+    checker = check.Checker(op, Case("small", (("M", 7), ("N", 10)), "bfloat16"), "cpu")
+    _, (y, q, *causes) = checker.run(replace(op.variants[0], run=divided), None)
+    assert (y[:3], q[:3], [cause.partition(",")[0] for cause in causes]) == (
+        "y: ", "q: ", ["`/` of fp32 is not exact on a GPU"] * is_named,
+    )  # fmt: skip
 
 
 @triton.jit
