@@ -198,10 +198,7 @@ def _due(root: Path, classes: Sequence[LaunchClass], tasks: Sequence[Task], sinc
 def search_tasks(
     root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress
 ) -> dict[str, str]:
-    """Search tasks into a folder, whose configs this process uses from now on; return by label why tasks failed untried.
-
-    family, file: name and file of the sweep that the tasks stand for.
-    """
+    """Search tasks of a sweep into a folder, whose configs this process then uses; return by label why tasks failed untried."""
     cache.use_root(root / "configs")
     by_name, failures = {task.op.name: task.op for task in tasks}, dict[str, str]()
     for policy in dict.fromkeys(task.policy for task in tasks):
@@ -234,9 +231,8 @@ def probe_blocks(
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
     A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by the
-    block. Write the verdicts beside the classes, and return whether a block was to be tried.
-
-    until: time of the monotonic clock in s, after which no further block is tried.
+    block. Write the verdicts beside the classes, and return whether a block was to be tried. No further block is tried after
+    `until`, in s of the monotonic clock.
     """
     blocks = read_blocks(capture.root)
     plain = [launch_class for launch_class in classes if launch_class.is_plain]

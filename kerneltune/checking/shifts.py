@@ -80,7 +80,7 @@ class _Change:
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each kind of values with which a variant of kernels is wrong, and right with other values.
 
-    If a baseline of torch alone is wrong there as well, the values exceed what the operator can compute.
+    Values with which a baseline of torch alone is wrong as well are left out: the operator cannot compute them.
     """
     lines = dict[tuple[object, str], str]()
     few, own = _few(op, cases), [variant for variant in op.variants if not variant.is_peer]
@@ -186,7 +186,9 @@ def _broken_outputs(judged: Sequence[str], outputs: _Outputs) -> tuple[list[str]
 
 
 def _outputs_without_nan(judged: list[str], outputs: _Outputs, huge: Checker) -> tuple[list[str], str]:
-    """Return all outputs if none has a new NaN, or the outputs some rows of which have none, and a text about the first.
+    """Return the outputs that lose a NaN, and a text about the first.
+
+    If no output has a new NaN, these are all outputs; else the outputs in which some rows have none.
 
     huge: a checker of inputs with a huge value in place of each NaN.
     """

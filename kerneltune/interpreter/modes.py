@@ -33,7 +33,7 @@ from kerneltune.interpreter.wrapping import wrapping_parts
 
 @dataclass(slots=True)
 class LaunchFacts:
-    """Hold what is known of launches that ran no program.
+    """Hold facts and sizes of launches that ran no program.
 
     Attributes:
         facts: facts of the launches, and of the host code that launches.

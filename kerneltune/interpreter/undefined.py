@@ -255,8 +255,9 @@ class _Guard:
     def _judge_offsets(self, executor: Any, bound: dict[str, Any]) -> None:
         """Run the programs at the corners with integers up to the largest; raise the error of an overflow alone.
 
-        Other integers are 0; then counts, tensors of one integer, are large; then all are large: programs may end by them. If an
-        overflow also occurs where the integers with a limit are 0, it is due to the other integers, and no error.
+        Integers without a limit are 0 in the first run. Because programs may end by them, they are large in further runs: first
+        tensors of one integer, as counts are, then all. An overflow that also occurs where the integers with a limit are 0 is due
+        to the other integers, and no error.
         """
         self._loads_unknown = False
         for self._most_unknown in (0, 1, _MOST_PROGRAMS[0]):

@@ -14,7 +14,7 @@ _OFFSET, LARGE = 4.0, 48.0
 _BELOW_ZERO = 3.2
 """Distance of a negative row from zero, in products of the large row's factor and the mean magnitude: exp(-123) is 0 in fp32."""
 _KINDS = ("", "equal values", "tiny values", "values far from 0", "negative values", "large values", "zeros", "")
-"""What `vary_rows` makes of each of eight rows."""
+"""Words for the rows that `vary_rows` makes of each eight; empty for a row that it keeps."""
 
 
 def draw(method: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, *bounds: Any) -> torch.Tensor:

@@ -115,7 +115,7 @@ class Contender:
         try:
             with torch.cuda.graph(graph):
                 self._walk()
-        except Exception as error:
+        except Exception as error:  # torch, the driver and the called code raise errors of their own
             if out_of_memory_reason(error):
                 raise
             raise RuntimeError(why_no_graph(error)) from error

@@ -1,5 +1,6 @@
 """Replay: the author's first config shows the written arguments, and every other config is compared with its results."""
 
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from adopted import captured, run_python
 
 from kerneltune import sweep_file
 from kerneltune.adopt import startup
@@ -17,9 +19,10 @@ from kerneltune.adopt.arguments import decode_value, encode_value
 from kerneltune.adopt.effects import disagreement, learn, wrong_results
 from kerneltune.adopt.folder import CLASSES, read_classes
 from kerneltune.adopt.kernels import Launch
-from kerneltune.adopt.operators import operators, write_capture_sweep
+from kerneltune.adopt.operators import TUNED, case_of, operators, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import Replay, ReplayError, make_replay
+from kerneltune.task import Task
 
 
 def configs(*blocks: int) -> list[triton.Config]:
@@ -88,9 +91,9 @@ def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Replay, list[dict[s
     startup.capture(folder)
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](*args)
     startup.uninstall()
-    ((captured,), _) = read_classes(folder)
-    launch = make_replay(captured, folder / CLASSES / captured.digest, "cpu", 0)
-    return launch, [one.config for one in captured.candidates]
+    ((launch_class,), _) = read_classes(folder)
+    launch = make_replay(launch_class, folder / CLASSES / launch_class.digest, "cpu", 0)
+    return launch, [one.config for one in launch_class.candidates]
 
 
 def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Path) -> None:
@@ -361,3 +364,27 @@ def test_capture_of_a_tensor_reinterpreted_with_another_width_is_refused(
     widened[(4,)](triton.reinterpret(torch.zeros(128, dtype=torch.int64), tl.float32), torch.empty(128), 128)
     startup.uninstall()
     assert "not captured: a tensor of torch.int64 that the program reinterprets as fp32" in caplog.text
+
+
+LOADED = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    task, config = pickle.load(file)
+print(task.op.name, task.case.label, config, config == task.default)
+assert type(config) is type(task.default)
+inputs = task.op.inputs(task.case, device="cpu", seed=0)
+task.variant.run(inputs, config)
+print(inputs["launch"].named["y_ptr"].tolist()[:2])
+"""
+
+
+def test_pickled_task_of_a_capture_loads_in_a_process_without_its_environment(tmp_path: Path) -> None:
+    captured(tmp_path / "cap", (4, 96), pattern="row_sum")
+    (launch,) = read_capture(tmp_path / "cap").classes
+    (op,) = operators(str(tmp_path / "cap"))
+    task = Task(op, case_of(launch, op.axes), op.variant(TUNED))
+    (tmp_path / "task").write_bytes(pickle.dumps((task, task.default)))
+    done = run_python(LOADED, str(tmp_path / "task"), TRITON_INTERPRET="1")
+    shown = [op.name, *task.case.label.split(), *str(task.default).split(), "True", "[566.0,", "287.0]"]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == shown

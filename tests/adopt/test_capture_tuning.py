@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import json
-import pickle
 import re
 import sys
 import time
@@ -15,14 +14,13 @@ import fake_gpu
 import numpy as np
 import pytest
 import torch
-from adopted import captured, example, of_kernel, run_python
+from adopted import captured, example, of_kernel
 from fake_gpu import Bench
 from typer.testing import CliRunner
 
 from kerneltune import cache
 from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, META, VALUES, read_class
-from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import Replay, ReplayError, make_replay
 from kerneltune.adopt.table import read_table
@@ -489,27 +487,3 @@ def test_tune_without_a_gpu_raises(tmp_path: Path) -> None:
     capture_sums(tmp_path, (4, 96))
     with pytest.raises(ValueError, match="tune needs a GPU"):
         tune_capture(tmp_path, Progress())
-
-
-LOADED = """
-import pickle, sys
-with open(sys.argv[1], "rb") as file:
-    task, config = pickle.load(file)
-print(task.op.name, task.case.label, config, config == task.default)
-assert type(config) is type(task.default)
-inputs = task.op.inputs(task.case, device="cpu", seed=0)
-task.variant.run(inputs, config)
-print(inputs["launch"].named["y_ptr"].tolist()[:2])
-"""
-
-
-def test_pickled_task_of_a_capture_loads_in_a_process_without_its_environment(tmp_path: Path) -> None:
-    capture_sums(tmp_path / "cap", (4, 96))
-    (launch,) = read_capture(tmp_path / "cap").classes
-    (op,) = operators(str(tmp_path / "cap"))
-    task = Task(op, case_of(launch, op.axes), op.variant(TUNED))
-    (tmp_path / "task").write_bytes(pickle.dumps((task, task.default)))
-    done = run_python(LOADED, str(tmp_path / "task"), TRITON_INTERPRET="1")
-    shown = [op.name, *task.case.label.split(), *str(task.default).split(), "True", "[566.0,", "287.0]"]
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == shown

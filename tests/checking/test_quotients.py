@@ -1,5 +1,6 @@
 """Quotients by numbers: without a GPU a reference divides as torch does on one, and a failed comparison names the division."""
 
+import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from planted_kernels import op_with
+from subprocesses import environment
+from warm_python import python
 
 from kerneltune.checking.check import Checker
 from kerneltune.checking.quotients import AsOnGpu
@@ -29,6 +32,24 @@ def test_tensor_is_multiplied_by_the_reciprocal_of_a_number() -> None:
     assert all(torch.equal(each, x * RECIPROCAL) for each in divided)
     assert not torch.equal(x / 15, x * RECIPROCAL)
     assert quotients.first == "", "this file lies in no folder of an operator"
+
+
+DIVIDED = """
+import sys
+import torch
+from kerneltune.checking.quotients import AsOnGpu
+
+imported = set(sys.modules)
+with AsOnGpu():
+    torch.ones(2) / 15
+print(sorted(set(sys.modules) - imported))
+"""
+
+
+def test_division_imports_no_module() -> None:
+    """Else the first call in each process that checks imports torch's compiler, which takes 1 s."""
+    done = subprocess.run([python(), "-c", DIVIDED], capture_output=True, text=True, env=environment(), timeout=800)
+    assert done.stdout == "[]\n", done.stderr[-2000:]
 
 
 def test_exact_quotients_stay_as_they_are() -> None:

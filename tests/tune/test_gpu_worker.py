@@ -358,7 +358,7 @@ except RuntimeError as error:
 
 @pytest.mark.gpu
 def test_call_that_waits_for_the_gpu_is_timed_under_the_eager_policy_alone(tmp_path: Path) -> None:
-    """In a process of its own: after a failed capture torch's generator of the GPU draws no numbers."""
+    """Run in a process of its own, because after a failed capture torch's generator of the GPU draws no numbers."""
     file = tmp_path / "waits.py"
     file.write_text(WAITS)
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment(), timeout=300)
