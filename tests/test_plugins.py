@@ -73,7 +73,7 @@ def test_kernel_that_python_runs_and_triton_refuses_fails_its_check(guide: Path)
     line = 1 + text.splitlines().index("    is_small = 0 <= count < 5")
     done = shell(guide, "kerneltune --plugin swiglu.py sweep ./swiglu.yaml --check-only --quick --case one")
     assert done.returncode == 1, done.stderr
-    failures = " ".join(done.stderr.partition("failed: ")[2].split())
+    failures = " ".join(done.stdout.partition("failed: ")[2].split())
     assert failures.startswith("swiglu optimized: one M=1 N=1 bfloat16: does not compile for sm_90: ")
     assert f"swiglu.py:{line}: UnsupportedLanguageConstruct: " in failures
     assert "simultaneous multiple comparison is not supported" in failures
@@ -84,7 +84,7 @@ def test_kernel_that_triton_refuses_where_an_argument_is_1_fails_its_check(guide
     plugin.write_text(plugin.read_text().replace("offsets < count\n", "offsets < count.to(tl.int64)\n"))
     done = shell(guide, "kerneltune --plugin swiglu.py sweep ./swiglu.yaml --check-only --quick")
     assert done.returncode == 1, done.stderr
-    failures = " ".join(done.stderr.partition("failed: ")[2].split())
+    failures = " ".join(done.stdout.partition("failed: ")[2].split())
     assert failures.startswith("swiglu optimized: one M=1 N=1 bfloat16: does not compile for sm_90: ")
     assert "AttributeError" in failures
 

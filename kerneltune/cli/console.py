@@ -78,7 +78,7 @@ def end_if_failed(records: Iterable[Record], verdict: str = "") -> None:
     records = list(records)
     failed = [record for record in records if record.status == "failed"]
     for line in failure_lines(records):
-        show_wrapped(" ".join(f"failed: {line}".split()), target=messages)
+        show_wrapped(" ".join(f"failed: {line}".split()))
     if failed:
         if verdict:
             show(verdict)
