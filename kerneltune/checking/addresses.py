@@ -24,6 +24,10 @@ _MOST_OFFSET = 2**31 - 1
 _SEVERAL = 4
 """Fewest integers of an input whose largest number tells their limit."""
 
+_WAITS = re.compile(
+    r"Tensor\.item\(\)|copy out of meta|torch\.nonzero|aten::(masked_select|_?unique\w*|bincount|equal):|repeat_interleave a meta"
+)
+"""Errors of functions of torch that wait for a GPU, on tensors without memory."""
 _SETS_DEVICE = re.compile(r"\bset_default_(device|tensor_type)\b")
 
 
@@ -64,6 +68,8 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
             return [str(fault)]
         if _mixes_devices(error) and (lines := _made_without_device(host_folder(op), variant, inputs, config)):
             return lines
+        if op.policy != "eager" and isinstance(error, RuntimeError) and _WAITS.search(str(error)):
+            note_facts(Fact("waits", variant.name, statement_in(host_folder(op), error).rstrip(": ")))
         if only_calls_torch(op, variant, checks):
             return []
         where = f"addresses of {variant.name} in {case.name}: host code fails without memory"

@@ -28,7 +28,7 @@ from kerneltune.spec import Case, Config
 from kerneltune.task import Outcome, Run, Task, knobs_of
 from kerneltune.wording import assignments
 
-_NAMED = ("same draw", "no barrier", "promise", "tf32 of indices")
+_NAMED = ("same draw", "no barrier", "promise", "tf32 of indices", "waits")
 """Kinds of facts that a line names wherever a check has them."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
@@ -231,7 +231,7 @@ def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[st
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
         if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
-        lines += [f"{op}: {fact}" for fact in sorted(checked) if fact.kind in _NAMED]
+        lines += [f"{op}: {fact}" for fact in sorted(checked | largest) if fact.kind in _NAMED]
         lines += [
             f"{op}: the largest case {fact}, as all checks do: a {'grid or loop' if 'loaded' in fact.kind else 'grid'} cut short?"
             for fact in cut_short(_facts(job for job in op_jobs if isinstance(job, CaseJob)), largest)

@@ -19,7 +19,7 @@ Kind = Literal[
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
-    "promise", "vector", "tf32 of indices", "no reference",
+    "promise", "vector", "tf32 of indices", "no reference", "waits",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -42,6 +42,7 @@ _TEXTS: Mapping[str, str] = {
     "equal": "equal sizes above 1 at {text} in {where}",
     "promise": "{text} at {where} does not hold: wrong where it makes an access a vector",
     "vector": "a load is a vector of other elements than the program's, by {text}, {where}",
+    "waits": "{text} waits for the GPU at {where}, so that no CUDA graph holds it: times need `policy='eager'`",
     "on the CPU": "{text} of {where} lies on the CPU, its other tensors on the GPU: is it made without `device=`?",
 }
 """Texts of the kinds that users and tests see."""
@@ -78,6 +79,7 @@ class Fact(NamedTuple):
     | promise | a promise about a tensor, other than of `max_contiguous`, that does not hold | promise | PATH:LINE |
     | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
     | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
+    | waits | a variant, timed as a graph, calls a function of torch that waits for a GPU | variant | FILE:LINE |
     | no reference | a captured kernel's author gives no reference | kernel | |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """

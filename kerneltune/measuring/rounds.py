@@ -111,11 +111,13 @@ class Contender:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         self._outputs = [None] * self.sets
-        graph = torch.cuda.CUDAGraph()
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
         try:
             with torch.cuda.graph(graph):
                 self._walk()
         except Exception as error:  # torch, the driver and the called code raise errors of their own
+            generator.graphsafe_set_state(state)  # as a failed capture leaves it unable to draw numbers
             if out_of_memory_reason(error):
                 raise
             raise RuntimeError(why_no_graph(error)) from error

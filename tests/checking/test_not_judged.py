@@ -32,7 +32,7 @@ def test_coverage_says_that_host_code_which_reads_values_ends_the_check_of_addre
     _, _, facts = derived_cases(op, CASES, BENCH)
     addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts)
     dict(run_jobs([addresses]))
-    (line,) = coverage_lines([addresses])
+    line, _waits = coverage_lines([addresses])
     start = f"summed: not judged: addresses of optimized in {BENCH[0].name}: host code fails without memory: test_not_judged"
     assert line.startswith(start), line
     sizes = f"; sizes of bench cases alone of optimized, in check case {CASES[0].name}: host code fails without memory"
@@ -73,6 +73,36 @@ def test_coverage_has_no_line_for_a_variant_that_only_calls_torch() -> None:
     addresses = address_job(Task(op, BENCH[0], op.variants[0]), facts, CASES)
     dict(run_jobs([addresses]))
     assert every("not judged" not in line for line in coverage_lines([addresses]))
+
+
+@pytest.mark.parametrize("policy", ["cold", "eager"])
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x[x > 2],
+        lambda x: x.sum().item(),
+        lambda x: x.masked_select(x > 2),
+        lambda x: x.unique(),
+        lambda x: torch.arange(int(x[0, 0] > 2)),
+        lambda x: x.cpu(),
+        lambda x: x.repeat_interleave((x[:, 0] > 2).long(), 0),
+    ],
+)
+def test_coverage_names_a_call_that_waits_for_the_gpu_unless_launches_are_timed(policy: str, waits: Any) -> None:
+    op = summing("")
+
+    def waiting(given: Inputs, _config: Any) -> Outputs:
+        waits(given["x"])
+        return op.reference(given)
+
+    baseline = Variant("baseline", waiting)
+    op = replace(op, variants=(baseline, op.variants[0]), policy=policy)
+    addresses = address_job(Task(op, BENCH[0], baseline), (), CASES)
+    dict(run_jobs([addresses]))
+    lines = coverage_lines([addresses])
+    place = f"test_not_judged.py:{waits.__code__.co_firstlineno}"
+    named = f"summed: baseline waits for the GPU at {place}, so that no CUDA graph holds it: times need `policy='eager'`"
+    assert lines == ([named] if policy == "cold" else []), lines
 
 
 @triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 256})], key=["N"])
@@ -119,8 +149,9 @@ def test_coverage_says_that_host_code_waits_for_a_kernel_and_does_not_wait_itsel
     op = replace(op, variants=(replace(op.variants[0], run=halved),))
     addresses = address_job(Task(op, BENCH[0], op.variants[0]), (), [case_of("none", 0, 2), *CASES])
     dict(run_jobs([addresses]))
-    (line,) = coverage_lines([addresses])
-    assert line.startswith("summed: not judged: addresses of optimized"), line
+    given_up, waits = coverage_lines([addresses])
+    assert given_up.startswith("summed: not judged: addresses of optimized"), given_up
+    assert waits.startswith("summed: optimized waits for the GPU at test_not_judged.py:"), waits
 
 
 def test_coverage_says_that_the_time_for_sizes_of_bench_cases_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,16 +353,26 @@ try:
     Contender(waits, 1, POLICIES["hot"])
 except RuntimeError as error:
     print(error)
+torch.cuda.manual_seed(1)
+first = torch.randn(4, device="cuda")
+try:
+    Contender(waits, 1, POLICIES["hot"])
+except RuntimeError:
+    assert Contender(lambda _: torch.randn(4, device="cuda"), 1, POLICIES["hot"]).sample_us() > 0
+torch.cuda.manual_seed(1)
+assert torch.equal(first, torch.randn(4, device="cuda"))
+print("numbers are drawn")
 """
 
 
 @pytest.mark.gpu
 def test_call_that_waits_for_the_gpu_is_timed_under_the_eager_policy_alone(tmp_path: Path) -> None:
-    """Run in a process of its own, because after a failed capture torch's generator of the GPU draws no numbers."""
+    """Run in a process of its own: if the test fails, torch's generator of the GPU may draw no numbers for other tests."""
     file = tmp_path / "waits.py"
     file.write_text(WAITS)
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment(), timeout=300)
     assert done.stdout.startswith("waits.py:8: no CUDA graph can hold it, "), done.stderr
+    assert done.stdout.endswith("\nnumbers are drawn\n"), done.stderr
 
 
 @pytest.mark.gpu
