@@ -5,7 +5,6 @@ its case has changed. A new driver or package makes nothing stale.
 """
 
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -264,12 +263,12 @@ def renew(stale: Stale, progress: Progress) -> Renewal:
     most the present case, and the next run measures the rest. Cases of all families come in the order of their ranks.
     """
     ops, options = stale.plans[0].ops, stale.plans[0].options
-    budget_s = options.search.budget_s
-    until = math.inf if budget_s is None else time.monotonic() + budget_s
-    configs = renew_configs(ops, options, stale.configs, progress, until) if stale.configs else []
+    if (budget_s := options.search.budget_s) is not None:
+        options = replace(options, search=replace(options.search, until=time.monotonic() + budget_s))
+    configs = renew_configs(ops, options, stale.configs, progress) if stale.configs else []
     if configs:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
-    measured = measure_batches(list(_batches(stale)), progress, until)
+    measured = measure_batches([(replace(plan, options=options), cases) for plan, cases in _batches(stale)], progress)
     for text in dict.fromkeys(f"{row.variant} {row.reason}" for row in measured if row.reason.startswith(records.IMPORT_FAILED)):
         progress.note(f"{text}: cases with an earlier time of it stay stale")
     return Renewal(configs, measured, find(stale.plans, stale.gpu))

@@ -4,8 +4,6 @@ This module names no operator and prints nothing: a `Progress` shows its stages 
 """
 
 import itertools
-import math
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,21 +82,19 @@ def measure_live(
         return _SweepStages(plan, progress, worker, repeat=repeat).measure_cases(sweep_cases, Journal(None))
 
 
-def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
+def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress) -> list[Record]:
     """Measure cases of several families, and write the records and tables of a family after each batch of its cases.
 
-    Args:
-        batches: the plan of a family and some of its cases, in the order in which they are measured.
-        until: time of the monotonic clock in s; after it, no further case begins.
+    batches: the plan of a family and some of its cases, in the order in which they are measured.
     """
     measured: list[Record] = []
     done, total = 0, sum(len(sweep_cases) for _, sweep_cases in batches)
     with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         for plan, sweep_cases in batches:
-            if time.monotonic() >= until:
+            if plan.options.search.is_time_over:
                 break
             done += len(sweep_cases)
-            stages = _SweepStages(plan, progress, worker, until=until)
+            stages = _SweepStages(plan, progress, worker)
             measured += stages.measure_and_write(sweep_cases, f"measure {plan.family}, to {done} of {total}").records
     return measured
 
@@ -109,7 +105,6 @@ class _SweepStages:
 
     Attributes:
         first_table: of `run_sweep`.
-        until: time of the monotonic clock in s; after it, no further case is measured.
         repeat: how often each variant of a case is measured.
         default_failures: operator and variant -> why the default config failed its check. These variants are not timed.
     """
@@ -118,7 +113,6 @@ class _SweepStages:
     progress: Progress
     worker: GpuWorker
     first_table: FirstTable | None = None
-    until: float = math.inf
     repeat: int = 1
     default_failures: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -264,7 +258,7 @@ class _SweepStages:
         self.progress.stage(stage, len(work), len(work) - len(lacking))
         measured = []
         for runs, rows in work:
-            if rows is None and time.monotonic() >= self.until:
+            if rows is None and self.plan.options.search.is_time_over:
                 break
             if rows is None:
                 rows = compare_in_worker(self.worker, self.plan.family, runs, self._ceiling(runs[0].task))

@@ -130,7 +130,7 @@ def test_gpu_worker_that_is_sent_sigterm_leaves_the_rows_before_and_none_that_fa
     plan = load_plan(OPS, selection, options)
     big, other = plan.cases()
     with pytest.raises(WorkerStoppedError, match=r"^the GPU worker was ended from outside: exit code -15$"):
-        measure_batches([(plan, [other, big])], Progress(), 1e300)
+        measure_batches([(plan, [other, big])], Progress())
     written = records.load(options.records_folder / "norm.jsonl")
     assert {(record.case, record.status) for record in written} == {("other", "passed")}
     assert len(written) == 3
@@ -193,7 +193,7 @@ def test_stale_case_that_a_variant_cannot_run_with_any_config_fails_in_its_row(
     monkeypatch.setattr(GpuWorker, "compare", lambda _worker, *request: FakeCompare.compare(SimpleNamespace(), *request))
     (tmp_path / "norm.yaml").write_text(RMSNORM.replace("rmsnorm_fwd, ", "") + "  - {name: other, M: 32, N: 128}\n")
     (plan,) = plans_of({op.name: op, "stream": stream}, Selection(str(tmp_path / "norm.yaml")), options)
-    rows = measure_batches([(plan, plan.cases())], Progress(), 1e300)
+    rows = measure_batches([(plan, plan.cases())], Progress())
     reason = "rmsnorm_bwd: M=64 N=64 float32 none zero_centered=False: expected sizes that some config can run: N must not be 64"
     assert {(row.case, row.variant): (row.status, row.reason) for row in rows} == {
         ("big", "optimized"): ("failed", reason), ("big", "baseline"): ("passed", ""),

@@ -76,7 +76,7 @@ def options(tmp_path: Path, selection: Selection) -> Options:
     (tmp_path / "results" / GPU).mkdir(parents=True)
     (tmp_path / "results" / GPU / "tiny.jsonl").touch()
     before = find(selection, options)
-    sweep_run.measure_batches([(before.families[0].plan, before.families[0].plan.cases())], Progress(), 1e300)
+    sweep_run.measure_batches([(before.families[0].plan, before.families[0].plan.cases())], Progress())
     rows = [msgspec.structs.replace(row, source_hash="old") for row in recorded(options)]
     records.merge(tmp_path / "results" / GPU / "tiny.jsonl", rows)
     measured.clear()

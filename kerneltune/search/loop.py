@@ -52,7 +52,7 @@ class SearchLimits:
         trials: largest number of configs, with the configs of earlier searches of the task.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.
-        until: time of the monotonic clock in s at which the search ends once a config has a time; the same for all cases.
+        until: time of the monotonic clock in s from which on nothing begins; a search ends once a config has a time.
     """
 
     budget_s: float | None = None

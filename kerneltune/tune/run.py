@@ -4,7 +4,6 @@ A task, a variant on a case, is the unit of work on every GPU: its config is sea
 """
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -131,20 +130,19 @@ def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress) -> l
 
 
 def renew_configs(
-    ops: Mapping[str, Op], options: Options, configs: Sequence[cache.CacheEntry], progress: Progress, until: float
+    ops: Mapping[str, Op], options: Options, configs: Sequence[cache.CacheEntry], progress: Progress
 ) -> list[tuple[cache.CacheEntry, TuningResult]]:
     """Time configs of this GPU against their default in interleaved rounds, store the faster, and return entries with results.
 
-    The entry of a config that the operator refuses, or that does not run although the default does, is dropped.
-
-    until: time of the monotonic clock in s, after which no further config is timed.
+    The entry of a config that the operator refuses, or that does not run although the default does, is dropped. No further
+    config is timed when `until` of the limits has passed.
     """
     renewals, gpu = list[tuple[cache.CacheEntry, TuningResult]](), device.current().slug
     work = [(entry, *_runs_of(ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
         for number, (entry, runs, refusal) in enumerate(work, start=1):
-            if time.monotonic() >= until:
+            if options.search.is_time_over:
                 break
             session.queue.look_ahead(run for _, later, _ in work[number:] for run in later)
             result = refusal or _renewed(session, runs, entry)

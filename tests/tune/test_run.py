@@ -305,10 +305,10 @@ def test_renewal_times_stale_entries_of_this_gpu_again(
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
     def renewed_as(until: float = math.inf, **changes: Any) -> list[tuple[bool, str]]:
-        stale = [replace(entry, **changes)]
+        stale, limited = [replace(entry, **changes)], replace(options, search=replace(options.search, until=until))
         return [
             (result.entry is not None and result.entry.config == before.config, result.reason)
-            for before, result in renew_configs(OPS, options, stale, Progress(), until)
+            for before, result in renew_configs(OPS, limited, stale, Progress())
         ]
 
     def stored() -> cache.CacheEntry:
@@ -347,7 +347,7 @@ def test_renewal_with_a_damaged_journal_ends_before_it_measures(
     path.write_text('{"op_code": 0}\nno trial\n')
     monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(ValueError, match=rf"^{path}:2: not a trial: 'no trial'; move the file away to start anew$"):
-        renew_configs(OPS, options, [entry], Progress(), math.inf)
+        renew_configs(OPS, options, [entry], Progress())
 
 
 # spaces that make no sense
