@@ -40,6 +40,7 @@ class _Evidence(msgspec.Struct):
     ci_high: Measure | None = None
     over_default: tuple[Measure, Measure] | None = None
     gain: Measure | None = None
+    ended_early: bool = False
 
 
 class _EntryRow(TaskRow, forbid_unknown_fields=True):
@@ -65,7 +66,7 @@ class CacheEntry:
     Attributes:
         evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, source_hash, driver, torch, triton;
             incumbent_us and before, time and source of the config before the search; gain and over_default, median and 95 %
-            interval of the default's time over this config's, from the rounds that chose it.
+            interval of the default's time over this config's, from the rounds that chose it; ended_early, whether time ran out.
 
     `entry_from` makes an entry of values from elsewhere.
     """

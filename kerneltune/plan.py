@@ -99,6 +99,10 @@ class Options:
     retune: Literal["", "stale", "all"] = ""
     gpus: str = ""
 
+    def ending(self, seconds: float | None, began: float) -> "Options":
+        """Return the options of a run that ends some seconds after it began, by the monotonic clock; None for no end."""
+        return self if seconds is None else replace(self, search=replace(self.search, until=began + seconds))
+
     @property
     def records_folder(self) -> Path:
         """Return the folder of this device's records; the interpreter's are not kept in git."""

@@ -262,9 +262,8 @@ def renew(stale: Stale, progress: Progress) -> Renewal:
     Every config is stored and every case recorded at once. A run that is interrupted, or ends after `budget_s` seconds, loses at
     most the present case, and the next run measures the rest. Cases of all families come in the order of their ranks.
     """
-    ops, options = stale.plans[0].ops, stale.plans[0].options
-    if (budget_s := options.search.budget_s) is not None:
-        options = replace(options, search=replace(options.search, until=time.monotonic() + budget_s))
+    first = stale.plans[0]
+    ops, options = first.ops, first.options.ending(first.options.search.budget_s, time.monotonic())
     configs = renew_configs(ops, options, stale.configs, progress) if stale.configs else []
     if configs:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too

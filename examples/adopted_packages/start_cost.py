@@ -37,9 +37,9 @@ def child(mode: str, program: str, *arguments: str) -> None:
 def write_first_configs(root: Path) -> None:
     """Write a table that serves the author's first config to every captured class, with its compiled kernels."""
     from kerneltune import device
-    from kerneltune.adopt import tuning
     from kerneltune.adopt.folder import KernelCode
     from kerneltune.adopt.overview import read_capture
+    from kerneltune.adopt.shared_rows import keep_compiled
     from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, write_table
     from kerneltune.progress import Progress
 
@@ -56,7 +56,7 @@ def write_first_configs(root: Path) -> None:
     table = ServingTable(device.current().slug, {}, tuple(kernels))
     write_table(root, table)
     tuned: list[Any] = [SimpleNamespace(launch_class=launch) for launch in capture.classes if not launch.problem]
-    tuning._keep_compiled(root, table, tuned, Progress())
+    keep_compiled(root, table, tuned, Progress())
     sys.stdout.write(json.dumps({"kernels": len(kernels), "entries": len(list((root / "compiled").iterdir()))}) + "\n")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kerneltune.adopt.overview import Capture
-    from kerneltune.adopt.tuning import TunedClass
+    from kerneltune.adopt.shared_rows import TunedClass
 
 _SHOWN = 5
 """Kernels that are named."""

@@ -167,7 +167,7 @@ def test_tune_lets_classes_with_different_pruned_lists_share_a_config(
 ) -> None:
     (tmp_path / "of_mixed_knobs.py").write_text(MIXED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("kerneltune.tune.session.GpuWorker", "kerneltune.adopt.tuning.GpuWorker"):
+    for name in ("kerneltune.tune.session.GpuWorker", "kerneltune.adopt.shared_rows.GpuWorker"):
         monkeypatch.setattr(name, MixedBench)
     startup.capture(tmp_path / "cap")
     for rows in (4, 8):
