@@ -79,9 +79,10 @@ class Mistaken:
         for case in cases:
             if errors := Checker(op, case, "cpu").run(variant, default)[1]:
                 return errors
-        outcomes = pairs.check_pairs(op, variant, cases, lambda case: 1.0 + case["M"] * case["N"])
+        outcomes = pairs.check_pairs(op, variant, cases)
         errors = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
-        return errors or address_errors(op, LARGE, variant, default) or wrong_in_reverse(op, cases)
+        errors = errors or address_errors(op, LARGE, variant, default)
+        return errors or [outcome.reason for outcome in wrong_in_reverse(op, variant, cases)]
 
 
 def mistakes_of(operators: dict[str, Mistaken]) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from kerneltune.checking.check import check_runs, is_foreign
 from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
-from kerneltune.checking.pairs import around_default, check_cost, check_pairs
+from kerneltune.checking.pairs import around_default, check_pairs
 from kerneltune.checking.reruns import wrong_after_other_size, wrong_by_unwritten, wrong_for_new_values, wrong_in_reverse
 from kerneltune.checking.shifts import wrong_by_values
 from kerneltune.errors import place_of
@@ -35,6 +35,8 @@ _MOST_NAMES = 8
 _ADDRESSES_S = 3.0
 """Processor seconds after which no further config's addresses are checked. 16 of 24 variants of six families need less for all of
 their configs (timed by a script, 2026-11-27)."""
+_JUDGES = (wrong_after_other_size, check_pairs, wrong_by_unwritten, wrong_in_reverse, wrong_for_new_values)
+"""Checks of a variant of a user's operator, in this order: the first needs host code that has kept nothing yet."""
 _Fork = Fork[tuple[list[Outcome], set[Fact]]]
 
 
@@ -77,15 +79,15 @@ class CaseJob(Job):
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
-    """Return the job that checks pairs of config and case, see `check_pairs`, and what unwritten memory holds."""
+    """Return the job that checks pairs of config and case, see `check_pairs`; a variant of a user's operator by all `_JUDGES`."""
     op, variant = task.op, task.variant
 
     def work() -> list[Outcome]:
-        fitting = [case for case in cases if why_too_large(op, case) is None]
-        after_others = wrong_after_other_size(op, variant, fitting) if is_foreign(op) else []  # first: nothing is kept yet
-        outcomes = [*after_others, *check_pairs(op, variant, fitting, partial(check_cost, op))]
-        is_wrong = any(outcome.status == "failed" for outcome in outcomes)
-        return [*outcomes, *(wrong_by_unwritten(op, variant, fitting) if is_foreign(op) and not is_wrong else ())]
+        fitting, outcomes = [case for case in cases if why_too_large(op, case) is None], list[Outcome]()
+        for judge in _JUDGES if is_foreign(op) else (check_pairs,):
+            with noting(passes_on=judge is check_pairs):
+                outcomes += judge(op, variant, fitting)
+        return outcomes
 
     cost = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
     needed = max((needed_bytes(op, case) for case in cases), default=0)
@@ -159,11 +161,7 @@ def compare_job(task: Task, cases: Sequence[Case], quick: bool = False) -> Job:
         lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
         lines += blind_spots(task.op, task.variant, cases)
         with noting(passes_on=False):
-            lines += [
-                *wrong_by_values(task.op, cases),
-                *wrong_in_reverse(task.op, cases),
-                *wrong_for_new_values(task.op, cases),
-            ]
+            lines += wrong_by_values(task.op, cases)
         lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
         named = [Outcome("noted", f"{task.op.name}: {line}") for line in lines]
         return [Outcome("failed", reason, task.default), *named] if ignored else named

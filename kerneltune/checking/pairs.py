@@ -2,9 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from kerneltune.checking.check import host_folder, is_foreign
 from kerneltune.checking.consistency import FirstSeen
@@ -36,18 +37,16 @@ def check_cost(op: Op, case: Case) -> float:
     return _PROGRAM_COST + op.traffic(case).total / 1e6
 
 
-def check_pairs(op: Op, variant: Variant, cases: Sequence[Case], cost: Callable[[Case], float]) -> list[Outcome]:
+def check_pairs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
     """Check pairs of a variant within a time limit; the pairs with new facts, and the first pair of each case, run twice.
 
     First are pairs with new facts, then covering pairs, pairs with new even blocks, and default configs of the remaining cases.
     Return the failed pairs, and last an outcome whose reason says how much was checked:
     `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`; without knobs, only if a case did not run twice.
 
-    Args:
-        cases: the check cases of the operator.
-        cost: the cost of a check of a case without its programs, in MB of traffic.
+    cases: the check cases of the operator.
     """
-    configs = configs_by_case(variant, cases)
+    configs, cost = configs_by_case(variant, cases), partial(check_cost, op)
     by_cost = sorted(configs, key=cost)
     facts = _facts_in_fork(op, variant, by_cost)
     even_blocks, leading = _with_new_facts(facts)

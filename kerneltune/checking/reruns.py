@@ -1,6 +1,6 @@
 """Run variants again: in reverse order of programs, with other unwritten memory, on new values in place, after other sizes.
 
-The module knows no operator.
+Each function judges a variant, and gives failures or notes. The module knows no operator.
 """
 
 import time
@@ -30,13 +30,13 @@ _EMPTY = [_ATEN.empty, _ATEN.empty_like, _ATEN.empty_permuted, _ATEN.empty_strid
 """Functions of torch that return memory which nothing wrote."""
 
 
-def wrong_in_reverse(op: Op, cases: Sequence[Case]) -> list[str]:
-    """Return a line for each own variant that is wrong if the programs of each launch run in reverse order, and else is right.
+def wrong_in_reverse(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Return a note if a variant is wrong if the programs of each launch run in reverse order, and else is right.
 
     A GPU runs programs in any order, so the last program by its id is not the last to end. A variant whose programs wait for
     programs with smaller ids is not judged.
     """
-    return _lines(op, cases, "its programs run in reverse order", partial(_wrong_within, reverse_order))
+    return _notes(op, variant, "its programs run in reverse order", _failures_within(reverse_order, op, variant, cases))
 
 
 def wrong_by_unwritten(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
@@ -46,14 +46,24 @@ def wrong_by_unwritten(op: Op, variant: Variant, cases: Sequence[Case]) -> list[
     """
     failures = []
     for word, sign in (("largest", 1), ("least", -1)):
-        if outcome := _wrong_within(partial(_Filled, sign), op, variant, _supported(op, variant, cases)):
-            failures.append(replace(outcome, reason=f"if memory that nothing wrote holds the {word} numbers: {outcome.reason}"))
+        where = f"if memory that nothing wrote holds the {word} numbers"
+        found = _failures_within(partial(_Filled, sign), op, variant, cases)
+        failures += [replace(failure, reason=f"{where}: {failure.reason}") for failure in found]
     return failures
 
 
-def wrong_for_new_values(op: Op, cases: Sequence[Case]) -> list[str]:
-    """Return a line for each own variant that is wrong if the tensors of its inputs get new values, and right in new tensors."""
-    return _lines(op, cases, "its inputs get new values in place", _wrong_in_place)
+def wrong_for_new_values(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Return a note if a variant is wrong if the tensors of its inputs get new values, and right in new tensors."""
+    with suppress(Exception):  # the check of the case says why
+        for case in _supported(op, variant, cases):
+            config = variant.default_config(case)
+            first, second, other = (Checker(op, case, "cpu", seed) for seed in (0, 1, 1))
+            first.run(variant, config)
+            second.inputs = {name: _moved(value, first.inputs.get(name)) for name, value in second.inputs.items()}
+            lines = second.run(variant, config)[1]
+            if lines and not other.run(variant, config)[1]:
+                return _notes(op, variant, "its inputs get new values in place", [Outcome("failed", lines[0], config, case)])
+    return []
 
 
 def wrong_after_other_size(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
@@ -107,15 +117,10 @@ def _first_error(variant: Variant, runs: Sequence[tuple[Checker, Config]]) -> tu
     return 0, ""
 
 
-def _lines(
-    op: Op, cases: Sequence[Case], condition: str, wrong: Callable[[Op, Variant, Sequence[Case]], Outcome | None]
-) -> list[str]:
-    own = [variant for variant in op.variants if not variant.is_peer]
-    found = {variant.name: wrong(op, variant, _supported(op, variant, cases)) for variant in own}
-    texts = {
-        name: f"in case {outcome.case.name}: {outcome.reason}" for name, outcome in found.items() if outcome and outcome.case
-    }
-    return [f"{name} is wrong if {condition}, {text}" for name, text in texts.items()]
+def _notes(op: Op, variant: Variant, condition: str, failures: Sequence[Outcome]) -> list[Outcome]:
+    """Return notes in place of failures under a condition that a GPU, or a user, may not meet."""
+    where = f"{op.name}: {variant.name} is wrong if {condition}"
+    return [Outcome("noted", f"{where}, in case {each.case.name}: {each.reason}") for each in failures if each.case]
 
 
 def _supported(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Case]:
@@ -123,36 +128,23 @@ def _supported(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Case]:
     return [case for case in smallest_cases(op, cases, _MOST_CASES) if not variant.unsupported(case)]
 
 
-def _wrong_within(
+def _failures_within(
     context: Callable[[], AbstractContextManager[Any]], op: Op, variant: Variant, cases: Sequence[Case]
-) -> Outcome | None:
+) -> list[Outcome]:
     """Return the first failure of a variant within a context, if the same check passes without the context."""
     begun_s = time.thread_time()
     with suppress(Exception):  # the check of the case says why
-        for case in cases:
+        for case in _supported(op, variant, cases):
             checker = Checker(op, case, "cpu")
             for config in around_default(variant, case):
                 tell(Outcome("failed", "", config, case))
                 with context():
                     lines = checker.run(variant, config)[1]
                 if any(NOT_ENDED in line for line in lines) or time.thread_time() - begun_s > _MOST_S:
-                    return None
+                    return []
                 if lines and not checker.run(variant, config)[1]:
-                    return Outcome("failed", lines[0], config, case)
-    return None
-
-
-def _wrong_in_place(op: Op, variant: Variant, cases: Sequence[Case]) -> Outcome | None:
-    with suppress(Exception):  # the check of the case says why
-        for case in cases:
-            config = variant.default_config(case)
-            first, second, other = (Checker(op, case, "cpu", seed) for seed in (0, 1, 1))
-            first.run(variant, config)
-            second.inputs = {name: _moved(value, first.inputs.get(name)) for name, value in second.inputs.items()}
-            lines = second.run(variant, config)[1]
-            if lines and not other.run(variant, config)[1]:
-                return Outcome("failed", lines[0], config, case)
-    return None
+                    return [Outcome("failed", lines[0], config, case)]
+    return []
 
 
 def _moved(value: object, place: object) -> object:

@@ -15,7 +15,7 @@ from test_pairs import op_with
 
 from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, run_jobs
-from kerneltune.checking.pairs import check_cost, check_pairs
+from kerneltune.checking.pairs import check_pairs
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 from kerneltune.task import Run, Task
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="acce
 
 
 def traffic_lines(op: Op) -> list[str]:
-    outcomes = check_pairs(op, op.variants[0], CASES, partial(check_cost, op))
+    outcomes = check_pairs(op, op.variants[0], CASES)
     assert not [outcome for outcome in outcomes if outcome.status == "failed"]
     return [outcome.reason for outcome in outcomes if outcome.status == "noted" and "traffic" in outcome.reason]
 
@@ -61,7 +61,7 @@ def test_traffic_of_a_launch_that_loads_a_part_of_an_input_may_count_the_part() 
         traffic=lambda case: Traffic(2 * case["M"] * case["N"], 4 * case["M"] * case["N"]),
     )  # fmt: skip
     cases = [case_of("odd", 14, 34), case_of("wide", 8, 260)]
-    outcomes = check_pairs(half, half.variants[0], cases, partial(check_cost, half))
+    outcomes = check_pairs(half, half.variants[0], cases)
     assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == []
 
 
@@ -80,7 +80,7 @@ def test_traffic_that_ignores_an_option_is_named_though_the_largest_case_has_its
         replace(case_of("odd", 13, 34), options=(("copies", 3),)),
         replace(case_of("wide", 8, 260), options=(("copies", 1),)),
     ]
-    outcomes = check_pairs(copying, copying.variants[0], cases, partial(check_cost, copying))
+    outcomes = check_pairs(copying, copying.variants[0], cases)
     named = "scaled optimized: traffic: write=1,768 in case odd, and kernels store 5,304"
     assert [outcome.reason for outcome in outcomes if "traffic" in outcome.reason] == [named]
 
@@ -172,7 +172,7 @@ def test_seed_whose_next_value_gives_the_same_outputs_is_named(is_ignored: bool,
         op, inputs=inputs, reference=lambda given: {"y": given["x"]}, variants=(variant,),
         compare=lambda _case, given, outputs, _expected: ["y: wrong"] * bool((outputs["y"] < given["x"]).any()),
     )  # fmt: skip
-    outcomes = check_pairs(seeded, variant, CASES, partial(check_cost, seeded))
+    outcomes = check_pairs(seeded, variant, CASES)
     line = "scaled optimized: inputs: noise_seed + 1 gives the same outputs in case wide: is it ignored?"
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("noted", line)] * is_ignored
 
@@ -196,7 +196,7 @@ def test_seed_without_an_effect_for_a_value_of_an_option_is_not_named(option: st
         compare=lambda *_: [],
         options={"p": (0.0, 0.5)},
     )
-    outcomes = check_pairs(seeded, variant, cases, partial(check_cost, seeded))
+    outcomes = check_pairs(seeded, variant, cases)
     assert [outcome.reason.startswith("scaled optimized: inputs: noise_seed") for outcome in outcomes] == [True] * (
         option == "none"
     )

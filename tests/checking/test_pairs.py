@@ -27,12 +27,8 @@ _WRONG_WHERE = (
 )
 
 
-def elements(case: Case) -> float:
-    return 1.0 + case["M"] * case["N"]
-
-
 def cost_of_pair(_config: object, case: Case) -> float:
-    return elements(case)
+    return 1.0 + case["M"] * case["N"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,7 @@ def op_with(mistake: str) -> Op:
 @pytest.mark.parametrize("mistake", ["pid times 1", "mask of the wrong program id", "no row mask", "maximum of the whole tile"])
 def test_check_of_pairs_finds_a_mistake_that_the_first_case_and_the_default_hide(mistake: str) -> None:
     op = op_with(mistake)
-    *failed, coverage = pairs.check_pairs(op, op.variants[0], CASES, elements)
+    *failed, coverage = pairs.check_pairs(op, op.variants[0], CASES)
     assert [outcome.status for outcome in failed] == ["failed"] * 3
     assert all(outcome.config.rows > 1 and outcome.case in CASES and outcome.reason for outcome in failed), failed
     assert coverage.reason.endswith(" pairs; stopped after failures")
@@ -106,8 +102,8 @@ def test_check_of_pairs_finds_a_mistake_that_the_first_case_and_the_default_hide
 @interpreted
 def test_check_of_pairs_passes_a_right_kernel_and_counts_pairs() -> None:
     op = op_with("")
-    assert pairs.check_pairs(op, op.variants[0], CASES, elements) == [
-        Outcome("checked", "scaled optimized: 12 configs on 4 cases, 22 of 48 pairs")
+    assert pairs.check_pairs(op, op.variants[0], CASES) == [
+        Outcome("checked", "scaled optimized: 12 configs on 4 cases, 19 of 48 pairs")
     ]
 
 
@@ -117,14 +113,14 @@ def test_check_of_pairs_with_a_failing_reference_names_its_error() -> None:
         raise RuntimeError("not written yet")
 
     op = replace(op_with(""), reference=fail)
-    (coverage,) = pairs.check_pairs(op, op.variants[0], CASES, elements)
+    (coverage,) = pairs.check_pairs(op, op.variants[0], CASES)
     assert coverage.reason.endswith("; inputs or reference of 4 cases fail")
 
 
 def test_check_of_pairs_without_a_supported_case_says_that_nothing_is_checked() -> None:
     op = op_with("")
     none = replace(op.variants[0], unsupported=lambda _case: "no")
-    (coverage,) = pairs.check_pairs(op, none, CASES, elements)
+    (coverage,) = pairs.check_pairs(op, none, CASES)
     assert coverage == Outcome("noted", "scaled optimized: not checked: no case is supported and fits the memory")
 
 
@@ -139,9 +135,9 @@ def test_check_of_pairs_finds_a_result_kept_per_size() -> None:
         return kept.setdefault(inputs["x"].shape, _reference(inputs))
 
     op = op_with("")
-    failed = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES[1:], elements)
+    failed = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES[1:])
     assert [(outcome.case, outcome.reason[:6]) for outcome in failed] == [(CASES[1], "run 2:"), (CASES[2], "run 2:")]
-    assert pairs.check_pairs(op, KNOBLESS, CASES, elements) == []
+    assert pairs.check_pairs(op, KNOBLESS, CASES) == []
 
 
 def test_check_of_pairs_finds_a_result_kept_for_a_case_with_one_config() -> None:
@@ -154,7 +150,7 @@ def test_check_of_pairs_finds_a_result_kept_for_a_case_with_one_config() -> None
     op = op_with("")
     space = {7: {"rows": (1,), "warps": (4,)}}
     variant = replace(op.variants[0], run=run, space=lambda case: space.get(case["M"], {"rows": (1, 2), "warps": (4,)}))
-    failed, coverage = pairs.check_pairs(op, variant, CASES, elements)
+    failed, coverage = pairs.check_pairs(op, variant, CASES)
     assert (failed.case, failed.config, failed.reason[:6]) == (CASES[1], Rows(1, 4), "run 2:")
     assert coverage.reason.endswith(" pairs")
 
@@ -170,7 +166,7 @@ def test_check_of_pairs_finds_a_buffer_kept_per_knob() -> None:
         return _run("", {"x": x}, config)
 
     op = op_with("")
-    failed, _coverage = pairs.check_pairs(op, replace(op.variants[0], run=run), CASES[2:3], elements)
+    failed, _coverage = pairs.check_pairs(op, replace(op.variants[0], run=run), CASES[2:3])
     assert (failed.config.rows, failed.reason[:6]) == (4, "run 2:")
 
 
@@ -207,7 +203,7 @@ def _strided(mistake: str, inputs: Inputs, _config: None) -> Outputs:
 @pytest.mark.parametrize("mistake", ["exchanged", "in place if contiguous", "", "refused", "columns for a stride"])
 def test_check_of_pairs_finds_wrong_strides_of_rows_with_gaps(mistake: str) -> None:
     op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
-    reasons = [outcome.reason for outcome in pairs.check_pairs(op, variant, CASES, elements) if outcome.status == "failed"]
+    reasons = [outcome.reason for outcome in pairs.check_pairs(op, variant, CASES) if outcome.status == "failed"]
     assert all(reason.startswith("run 2: with gaps between rows of x, which host code accepts: ") for reason in reasons)
     assert bool(reasons) == (mistake not in ("", "refused"))
     assert all("are NaN, as in the gaps" in reason for reason in reasons if mistake == "columns for a stride")
@@ -226,7 +222,7 @@ def test_check_of_pairs_finds_work_in_place_on_a_contiguous_copy_of_an_input(is_
             _rows_by_maximum[(len(x),)](x, y, *[x.shape[1]] * 3, BLOCK=triton.next_power_of_2(x.shape[1]))
         return {"y": x.copy_(y)}
 
-    found = pairs.check_pairs(op_with(""), replace(KNOBLESS, run=run), CASES, elements)
+    found = pairs.check_pairs(op_with(""), replace(KNOBLESS, run=run), CASES)
     start = "run 2: with gaps between rows of x, which host code accepts: outputs: y is written over an input in case "
     assert all(outcome.reason.startswith(start) for outcome in found)
     assert bool(found) == is_copied
@@ -272,7 +268,7 @@ def test_check_of_pairs_finds_wrong_strides_of_matrices_with_gaps_that_host_code
     same = lambda _case, _given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
     op = replace(op_with(""), inputs=inputs, reference=lambda given: {"y": given["x"].clone()}, compare=same)
     cases = [case for case in CASES if case["M"] > 1 and case["N"] > 1]
-    found = pairs.check_pairs(op, replace(KNOBLESS, run=partial(_heads, mistake)), cases, elements)
+    found = pairs.check_pairs(op, replace(KNOBLESS, run=partial(_heads, mistake)), cases)
     line = "run 2: with gaps between rows of x, which host code accepts: y: wrong"
     is_found = "columns" in mistake or (mistake in ("rows", "heads") and not is_first_alone)
     assert [outcome.reason for outcome in found if outcome.status == "failed"] == [line] * (is_found * len(cases))
@@ -291,7 +287,7 @@ def test_check_of_pairs_finds_wrong_strides_of_matrices_with_gaps_that_host_code
 )
 def test_input_whose_elements_may_not_lie_apart_fails_unless_host_code_refuses_it(mistake: str, where: str) -> None:
     op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
-    wrong = pairs.check_pairs(op, variant, CASES, elements)
+    wrong = pairs.check_pairs(op, variant, CASES)
     assert wrong == ([Outcome("failed", _WRONG_WHERE.format(where), None, CASES[1])] if where else [])
 
 
@@ -300,7 +296,7 @@ def test_layout_that_a_shipped_operator_takes_wrong_is_a_line_and_no_failure(mon
     monkeypatch.setattr(pairs, "is_foreign", lambda _op: False)
     variant = replace(KNOBLESS, run=partial(_strided, "apart"))
     named = "scaled knobless: a known limit, no failure: wrong, without an error, where elements within a row of x lie apart"
-    assert pairs.check_pairs(op_with(""), variant, CASES, elements) == [Outcome("noted", named)]
+    assert pairs.check_pairs(op_with(""), variant, CASES) == [Outcome("noted", named)]
 
 
 @interpreted
@@ -322,7 +318,7 @@ def test_input_that_host_code_forgets_to_ask_for_its_strides_is_a_line(asked: st
     op = replace(op_with(""), inputs=inputs, reference=lambda given: _reference({"x": given["y"]}))
     line = "scaled knobless: wrong, without an error, with gaps between rows of y: host code asks only x for strides"
     named = [Outcome("noted", line)] if is_named else []
-    assert pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES, elements) == named
+    assert pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES) == named
 
 
 def test_each_input_whose_elements_may_not_lie_apart_fails_in_a_case_that_has_it() -> None:
@@ -336,7 +332,7 @@ def test_each_input_whose_elements_may_not_lie_apart_fails_in_a_case_that_has_it
 
     reference = lambda given: {"y": given["x"] + (0.0 if given["more"] is None else given["more"])}  # noqa: E731
     op = replace(op_with(""), inputs=inputs, reference=reference)
-    found = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES, elements)
+    found = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES)
     assert [outcome.reason for outcome in found] == [_WRONG_WHERE.format("elements within a row of more lie apart")]
 
 
@@ -350,7 +346,7 @@ def test_check_of_pairs_begins_with_few_programs_if_time_is_short() -> None:
         return _run("", inputs, config)
 
     tall, op = case_of("tall", 64, 16), op_with("")
-    assert len(pairs.check_pairs(op, replace(op.variants[0], run=run), [tall], elements)) == 1
+    assert len(pairs.check_pairs(op, replace(op.variants[0], run=run), [tall])) == 1
     assert programs[0] == 16
     assert programs.index(64) >= 6, programs
 
@@ -366,16 +362,16 @@ def test_check_of_pairs_finds_an_output_over_an_input_of_some_dtypes() -> None:
     op = replace(op_with(""), inputs=inputs, reference=lambda inputs: _reference({"x": inputs["x"].to(torch.float32)}))
     op = replace(op, compare=lambda *_: [])
     cases = [CASES[1], replace(CASES[1], dtype="float16")]
-    (failed,) = pairs.check_pairs(op, replace(KNOBLESS, run=run), cases, elements)
+    (failed,) = pairs.check_pairs(op, replace(KNOBLESS, run=run), cases)
     assert failed.case == cases[1]
     assert failed.reason == "outputs: y is written over an input in case odd float32 none, and not in case odd float16 none"
     modes = [CASES[1], replace(cases[1], quant="fp8")]
-    assert pairs.check_pairs(op, replace(KNOBLESS, run=lambda inputs, _: run(inputs, None)), modes, elements) == []
+    assert pairs.check_pairs(op, replace(KNOBLESS, run=lambda inputs, _: run(inputs, None)), modes) == []
 
 
 def test_coverage_counts_cases_that_did_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "COVERING_S", 0.0)
-    (coverage,) = pairs.check_pairs(op_with(""), KNOBLESS, CASES, elements)
+    (coverage,) = pairs.check_pairs(op_with(""), KNOBLESS, CASES)
     assert coverage.reason.endswith("time limit before 4 cases ran twice")
 
 
@@ -383,7 +379,7 @@ def test_coverage_counts_cases_that_did_not_run_twice(monkeypatch: pytest.Monkey
 def test_coverage_at_the_time_limit_names_classes_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "COVERING_S", 0.0)
     op = op_with("")
-    (coverage,) = pairs.check_pairs(op, op.variants[0], CASES, elements)
+    (coverage,) = pairs.check_pairs(op, op.variants[0], CASES)
     assert coverage.reason == (
         "scaled optimized: 1 config on 4 cases, 4 of 48 pairs; time limit before every knob value met: "
         "ragged M (5 of 7 left), ragged N (5 of 7 left), wide (5 of 7 left), tiny (5 of 7 left), first (5 of 7 left), "
@@ -474,6 +470,6 @@ def test_check_of_pairs_finds_an_output_of_another_type(mistake: str) -> None:
 
     op = op_with("")
     op = replace(op, compare=lambda _case, _inputs, outputs, expected: close("y", outputs["y"], expected["y"], 1e-2, 1e-3))
-    *failed, _coverage = pairs.check_pairs(op, replace(op.variants[0], run=run), CASES, elements)
+    *failed, _coverage = pairs.check_pairs(op, replace(op.variants[0], run=run), CASES)
     text = "with another config or in case" if mistake == "other type of a config" else "y: torch.float64, expected torch.float32"
     assert [text in outcome.reason for outcome in failed] == [True] * (3 if mistake else 0), failed

@@ -14,7 +14,7 @@ from test_pairs import op_with
 
 from kerneltune.checking.derived import derived_cases
 from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, run_jobs
-from kerneltune.checking.pairs import check_cost, check_pairs
+from kerneltune.checking.pairs import check_pairs
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.spec import Inputs, Outputs, Variant
@@ -330,7 +330,7 @@ def test_host_branch_of_another_config_above_a_size_runs_in_a_derived_case(is_wr
     op = replace(op, variants=(replace(op.variants[0], run=run),))
     derived, _, _ = derived_cases(op, CASES, [case_of("long", 200, 3000)])
     assert findings(op, derived) == []
-    failed = check_pairs(op, op.variants[0], [*CASES, *derived], partial(check_cost, op))[:-1]
+    failed = check_pairs(op, op.variants[0], [*CASES, *derived])[:-1]
     assert {(outcome.config.rows, outcome.case["M"]) for outcome in failed} == set([(4, 200)] * is_wrong)  # type: ignore[union-attr,index]
 
 
