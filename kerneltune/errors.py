@@ -18,7 +18,7 @@ _INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
 """Path in Triton's interpreter, or in this package's corrections of it."""
 _STRANGE = re.compile(rf"<|.*/(?:site|dist)-packages/|.*/lib/python3[^/]*/|{re.escape(str(Path(__file__).parent))}/")
 """Path in generated code, in an installed package, in Python's library or in this package."""
-_META = re.compile(r"\bmeta\b", re.IGNORECASE)
+_META = re.compile(r"(\b|_)meta\b", re.IGNORECASE)
 _FEW, _MOST = 12, 25
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
@@ -128,11 +128,9 @@ def line_of_inputs(error: BaseException) -> str:
     return f"values are made for device meta, which holds none: expected a branch: {branch}"
 
 
-def line_of_host(error: BaseException) -> str:
-    """Return the line of an error of host code on tensors without memory; if the code reads values, the line begins with that."""
-    line = first_line(error)
-    reads = isinstance(error, RuntimeError) and _META.search(line)
-    return f"host code reads values, which a compilation lacks: {line}" if reads else line
+def reads_values(error: BaseException) -> bool:
+    """Return whether an error says that host code read a value of a tensor without memory."""
+    return isinstance(error, RuntimeError | TypeError) and _META.search(first_line(error)) is not None
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:

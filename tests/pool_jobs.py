@@ -20,9 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from kerneltune.measuring.assembly import TARGETS
 from kerneltune.measuring.compiler import CompileJob, CompilePool, CompileResult
+
+READING = ("item", "tolist", "numpy", "cpu", "nonzero")
+"""Methods of a tensor that wait for its values."""
 
 
 def no_inputs(*, device: str) -> Mapping[str, Any]:
@@ -34,6 +39,28 @@ def no_inputs(*, device: str) -> Mapping[str, Any]:
 def fine(inputs: Mapping[str, Any], _config: object) -> None:
     """Launch nothing."""
     assert inputs["x"].is_meta
+
+
+@triton.autotune(
+    [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128}, num_warps=4)],
+    key=["N"],
+    restore_value=["x_ptr"],
+    cache_results=True,
+)
+@triton.jit
+def _double(x_ptr, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, at < N, other=0.0), at < N)
+
+
+def autotuned(inputs: Mapping[str, Any], _config: object) -> None:
+    """Launch a kernel with an autotuner of its own."""
+    _double[(1,)](inputs["x"], 4)
+
+
+def waiting(inputs: Mapping[str, Any], method: str) -> None:
+    """Read a value of a tensor."""
+    getattr(inputs["x"][0], method)()
 
 
 def boom(_inputs: Mapping[str, Any], config: str) -> None:
@@ -227,6 +254,7 @@ def main() -> None:
     with CompilePool(TARGETS["sm_90"], workers=1) as pool, tempfile.TemporaryDirectory() as folder:
         answers["killed"] = killed(pool, folder)
         programs = assembling(pool, folder)
+        answers["autotuned"] = list(pool.compile([job(autotuned), *(job(waiting, name) for name in READING), job(boom, "x")]))
     answers["wrong"] = wrong
     answer_rows = {
         name: [asdict(c) | {"program_registers": c.program_registers} for c in results] for name, results in answers.items()

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune.errors import first_line, line_of_host, line_of_inputs, meant, place_of, statement_in, unknown, without_places
+from kerneltune.errors import first_line, line_of_inputs, meant, place_of, reads_values, statement_in, unknown, without_places
 
 
 @triton.jit
@@ -129,8 +129,11 @@ def test_line_of_inputs_without_a_branch_for_meta_says_what_they_must_do(make: C
     assert line_of_inputs(RuntimeError("bad metadata")) == "RuntimeError: bad metadata"
 
 
-def test_line_of_host_code_that_reads_values_names_what_compilations_lack() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.ones(1, device="meta").item()
-    assert line_of_host(caught.value) == f"host code reads values, which a compilation lacks: {first_line(caught.value)}"
-    assert line_of_host(RuntimeError("bad metadata")) == "RuntimeError: bad metadata"
+def test_error_of_host_code_that_reads_a_value_is_one_of_a_tensor_without_memory() -> None:
+    value = torch.ones(1, device="meta")
+    for read in (value.item, value.numpy):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            read()
+        assert reads_values(caught.value)
+    assert not reads_values(RuntimeError("bad metadata"))
+    assert not reads_values(ValueError("no meta tensor"))

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kerneltune.compat import failing_line
-from kerneltune.errors import first_line, line_of_host, line_of_inputs, statement_in
+from kerneltune.errors import first_line, line_of_inputs, reads_values, statement_in
 from kerneltune.measuring.assembly import TARGETS, Kernel, Target
 from kerneltune.measuring.dry_driver import activate
 from kerneltune.processes.worker import Worker, WorkerCrashedError, WorkerHungError
@@ -53,12 +53,14 @@ class CompileResult:
 
     Attributes:
         crashed: whether the process crashed or hung, or the machine lacked memory or disk; the error says which.
+        unknown: whether host code reads values, which a compilation lacks: only a launch tells whether the config runs.
     """
 
     kernels: tuple[Kernel, ...]
     seconds: float
     error: str = ""
     crashed: bool = False
+    unknown: bool = False
 
     @property
     def spill_bytes(self) -> int:
@@ -189,18 +191,20 @@ class Compiler:
 
     def compile(self, job: CompileJob) -> CompileResult:
         """Return the kernels that a job launches."""
-        launched, line_of, is_of_machine = self._launched, line_of_inputs, False
+        launched, line_of, is_of_machine, unknown = self._launched, line_of_inputs, False, False
         launched.clear()
         started = time.perf_counter()
         try:
             inputs = job.make_inputs(device="meta")
-            line_of = line_of_host
+            line_of = first_line
             job.run(inputs, job.config)
         except Exception as exception:  # any other error of a compiler is a property of the config, and is recorded
             is_of_triton = type(exception).__module__.startswith("triton.")
             place = failing_line(exception) or ("" if is_of_triton else statement_in("", exception))
-            error, is_of_machine = f"{place}{line_of(exception)}", isinstance(exception, OSError | MemoryError)
+            unknown = line_of is first_line and reads_values(exception)
+            why = "host code reads values, which a compilation lacks: " if unknown else ""
+            error, is_of_machine = f"{place}{why}{line_of(exception)}", isinstance(exception, OSError | MemoryError)
         else:
             wrong = "wrong code: ptxas stores the stack pointer in {} places where numbers belong"
             error = next((f"{one.name}: {wrong.format(one.stray_stores)}" for one in launched if one.stray_stores), "")
-        return CompileResult(tuple(launched), time.perf_counter() - started, error, is_of_machine)
+        return CompileResult(tuple(launched), time.perf_counter() - started, error, is_of_machine, unknown)

@@ -150,7 +150,7 @@ class Tuner:
         if not ranked:
             evaluation = self.stored_trial(default)
             why = f"; the default: {evaluation.reason}" if evaluation is not None and evaluation.reason else ""
-            raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}{why}")
+            raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config can be timed for {task.case.label}{why}")
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
         finalists = list(dict.fromkeys([*(incumbents or ranked[:1]), *close]))
         final = Final(ranked[0], ranked[0], {"time_us": times[ranked[0]], "default_us": times.get(default)})
@@ -243,6 +243,8 @@ class Tuner:
 
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
+        if compiled.unknown:  # the worker compiles it
+            return None
         if compiled.error:
             return Evaluation("crashed" if compiled.crashed else "compile", reason=compiled.error)
         if not self.drops_unfit or config == self.task.default:  # every other config is compared with the default

@@ -51,6 +51,22 @@ def test_pool_compiles_kernels_for_sm_90_in_the_order_of_jobs(answers: dict[str,
     assert "RuntimeError" in raised["error"]
 
 
+def test_pool_compiles_the_first_config_of_an_autotuner_and_keeps_no_times(answers: dict[str, Any]) -> None:
+    autotuned = answers["autotuned"][0]
+    assert [(kernel["name"], kernel["warps"]) for kernel in autotuned["kernels"]] == [("_double", 2)], autotuned["error"]
+    assert not list(Path(answers["cache"]).glob("**/*autotune.json"))
+
+
+def test_result_of_host_code_that_reads_values_is_unknown_and_names_what_compilations_lack(answers: dict[str, Any]) -> None:
+    _autotuned, *reading, failing = answers["autotuned"]
+    line = pool_jobs.waiting.__code__.co_firstlineno + 2
+    assert len(reading) == len(pool_jobs.READING)
+    for result in reading:
+        assert result["unknown"]
+        assert result["error"].startswith(f"pool_jobs.py:{line}: host code reads values, which a compilation lacks: "), result
+    assert (failing["unknown"], failing["error"].partition(": ")[2]) == (False, "RuntimeError: no such layout: x")
+
+
 def test_pool_tries_a_job_of_a_killed_worker_once_more_and_then_fails_it(answers: dict[str, Any]) -> None:
     errors = [one["error"] for one in answers["killed"]]
     disk = f"pool_jobs.py:{pool_jobs.disk_is_full.__code__.co_firstlineno + 2}: OSError: [Errno 28] No space left on device"

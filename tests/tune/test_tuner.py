@@ -329,6 +329,7 @@ def test_tuner_runs_no_config_that_spills_much_or_does_not_compile(setting: Sett
     spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
     assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", reason="96 bytes per thread")
     assert tuner.refusal(tuner.task.default, spilling) is None  # the others are compared with the default
+    assert tuner.refusal(Small(64, 2), replace(spilling, error="reads values", unknown=True)) is None  # the worker tells
     assert tuner.refusal(Small(64, 2), CompileResult((Kernel("k", 4, 255, 32, 0),), 1.0)) is None
     assert tuner.program_registers == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
@@ -376,7 +377,7 @@ def test_tuner_refuses_a_cooperative_grid_that_does_not_fit_beside_a_smaller_ker
 def test_tuner_raises_and_stores_nothing_if_no_config_passes(setting: Setting, variant: Variant) -> None:
     tuner = setting.tuner(variant, lambda _config: None)
     with pytest.raises(
-        NothingPassedError, match=r"^fake optimized: no config passed its check for M=8 bfloat16 none; the default: off by one$"
+        NothingPassedError, match=r"^fake optimized: no config can be timed for M=8 bfloat16 none; the default: off by one$"
     ):
         setting.tune(tuner, SearchLimits(trials=32))
     assert setting.cached() is None
