@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kerneltune.interpreter.facts import Fact, compared_for_equality, comparison
@@ -63,6 +63,11 @@ def integers_of(kernel: str, bound: Mapping[str, Any]) -> dict[tuple[str, str], 
     """
     tensors = {name: value for name, value in bound.items() if str(getattr(value, "dtype", "")) in _INDICES and value.numel()}
     return {(kernel, name): (0 if value.is_meta else int(value.max()), value.numel()) for name, value in tensors.items()}
+
+
+def names_of(arguments: Iterable[tuple[str, Any]]) -> dict[int, str]:
+    """Return the name of each argument by its identity, of a descriptor also by its tensor's."""
+    return {id(value): name for name, argument in arguments for value in (argument, getattr(argument, "base", argument))}
 
 
 def cpu_tensors_of(kernel: str, bound: Mapping[str, Any]) -> list[Fact]:

@@ -33,7 +33,7 @@ from kerneltune.interpreter.faults import (
 )
 from kerneltune.interpreter.garbage import cast_to_integer, garbage
 from kerneltune.interpreter.host_code import untraced
-from kerneltune.interpreter.kernel_code import bound_arguments, cpu_tensors_of, facts_of, floats_of
+from kerneltune.interpreter.kernel_code import bound_arguments, cpu_tensors_of, facts_of, floats_of, names_of
 from kerneltune.interpreter.last_elements import LastElements
 from kerneltune.interpreter.promises import FOLLOWED, Vectors, follow_argument, makes_promises, vectors
 from kerneltune.interpreter.races import Conflict, Races
@@ -138,7 +138,7 @@ class _Guard:
         positional, named = arguments(args, kwargs)
         self._regions.clear()
         in_order = zip(arguments.__self__.arg_names, positional, strict=False)
-        self._names = {id(value): name for name, value in (*in_order, *named.items())}
+        self._names = names_of([*in_order, *named.items()])
         return positional, named
 
     def begin_launch(self, set_grid_dim: Any, *sizes: int) -> None:
@@ -210,13 +210,13 @@ class _Guard:
         FOLLOWED.set(32 * (kwargs.get("num_warps") or 4) * makes_promises(executor.fn))
         bound = bound_arguments(executor, args, kwargs)
         note_facts(*facts_of(executor, bound), *floats_of(bound))
-        if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
+        if not any(getattr(value, "is_meta", False) for arg in bound.values() for value in (arg, getattr(arg, "base", None))):
             result = call(*args, **kwargs)
             self._races.end_launch()
             note_facts(*self._last_elements.facts(self._kernel))
             return result
         note_facts(*cpu_tensors_of(self._kernel, bound))
-        self._names = {id(value): name for name, value in bound.items()}
+        self._names = names_of(bound.items())
         scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
         try:
             self._unjudged = self._unjudged or self._judge_corners(executor, bound)
