@@ -13,12 +13,10 @@ from kerneltune.cli import loading
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, messages, note, show, show_wrapped, unaccepted, width
 from kerneltune.cli.progress import Reporter
-from kerneltune.files import data_root
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.processes.start import start_server
-from kerneltune.records import Record, grouped, load
-from kerneltune.reporting.pairing import BEST_PEER, ab_rows, side
-from kerneltune.reporting.tables import ab_table, case_statuses, check_table, sweep_table
+from kerneltune.records import Record, grouped
+from kerneltune.reporting.tables import case_statuses, check_table, sweep_table
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import assignments, counted, first_of
@@ -139,7 +137,10 @@ def _show_checks(plan: Plan, asked: str, capture: str, swept: "SweepResult", to_
     if capture:
         _show_unchecked(plan, swept.records, Path(capture))
     if plan.options.extent != "check":
-        _show_recorded(plan, asked)
+        show_wrapped(
+            f"On a GPU, `kerneltune sweep {asked}` also tunes what lacks a config, times all variants and peers, and writes "
+            f"records and tables to {plan.options.results}."
+        )
     for outcome in swept.coverage:
         word = "to read: " if outcome.reason in to_read else "accepted: " if outcome.status == "noted" else ""
         show_wrapped(f"{word}{outcome.reason}")
@@ -281,24 +282,3 @@ def _show_unchecked(plan: Plan, checked: Sequence[Record], capture: Path) -> Non
     problems = {launch.kernel.text: launch.problem for launch in read_capture(capture).classes if launch.problem}
     for kernel, problem in problems.items():
         show_wrapped(f"not checked: {kernel}: {problem}")
-
-
-def _show_recorded(plan: Plan, asked: str) -> None:
-    """Show the recorded GPU times of the family, and the steps that `kerneltune sweep ASKED` would add on a GPU."""
-    pattern = f"*/{plan.family}.jsonl"
-    files = sorted(plan.options.results.glob(pattern)) or sorted(data_root("results").glob(pattern))
-    recorded = [r for path in files for r in load(path) if r.op in plan.ops and r.policy == plan.policy(r.op)]
-    for name, others in (
-        ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),
-        ("the fastest peer of every case", side(recorded, BEST_PEER)),
-    ):
-        rows = ab_rows(others, side(recorded, "optimized"))
-        if rows:
-            table = ab_table(rows, name, "optimized")
-            show(f"\nRecorded: {name} (A) and optimized (B)")
-            for line in (*table.head[1:], *table.foot[-1:]):
-                show_wrapped(line)
-    show_wrapped(
-        f"On a GPU, `kerneltune sweep {asked}` also tunes what lacks a config, times all variants and peers, and writes "
-        f"records and tables to {plan.options.results}."
-    )
