@@ -200,13 +200,16 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
     for op, cases in cases_by_op(plan.cases("check")).items():
         added, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
         derived += [SweepCase(op, case) for case in added]
-        lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
-        met = {value for each in (*plan.sweep.check, *plan.sweep.bench) if each.op == op for value in settings(each.case)}
-        offered = {(name, value) for name, values in plan.ops[op].options.items() for value in values}
-        if never := sorted("{}={}".format(*value) for value in offered - met if is_foreign(plan.ops[op])):
-            lines.append(f"{op}: no case has {', '.join(never)}: never checked here")
+        if without:
+            lines.append(f"{op}: only bench cases have {', '.join(without)}: never checked here")
+        never = {(name, value) for name, values in plan.ops[op].options.items() for value in values}
+        never -= {value for each in (*plan.sweep.check, *plan.sweep.bench) if each.op == op for value in settings(each.case)}
+        if never and is_foreign(plan.ops[op]):
+            listed = ", ".join(sorted(f"{name}={value}" for name, value in never))
+            lines.append(f"{op}: no case has {listed}: never checked here")
     checked = {sweep_case.op for sweep_case in plan.sweep.check}
-    return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in checked)], facts
+    lines += [f"{op}: no check case: never checked here" for op in bench if op not in checked]
+    return derived, lines, facts
 
 
 def _further_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:

@@ -215,11 +215,7 @@ def cached_runs(ops: Iterable[Op], gpu: str) -> list[Run]:
 
 def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Run]:
     """Return the default configs of an operator for the cases that a variant supports; a peer has configs if it is selected."""
-    return [
-        Run(Task(op, case, variant), variant.default_config(case))
-        for case in cases
-        for variant in op.variants
-        if variant.config is not None
-        and selection.matches_variant(variant.name, not variant.is_peer)
-        and variant.unsupported(case) is None
-    ]
+    with_knobs = [variant for variant in op.variants if variant.config is not None]
+    selected = [variant for variant in with_knobs if selection.matches_variant(variant.name, not variant.is_peer)]
+    tasks = [Task(op, case, variant) for case in cases for variant in selected if variant.unsupported(case) is None]
+    return [Run(task, task.default) for task in tasks]

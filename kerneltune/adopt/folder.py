@@ -132,9 +132,11 @@ class LaunchClass(KernelCode, frozen=True, eq=False, rename=NAMES_IN_FILES):
     @property
     def argument_bytes(self) -> int:
         """Return the bytes of all tensor arguments; memory that several arguments share counts once."""
-        storages = {argument.tensor.storage for argument in self.arguments if argument.tensor is not None}
-        below = [views(self.arguments, storage) for storage in storages]
-        return sum(min(sum(view.held_bytes for view in tensors), max(view.end for view in tensors)) for tensors in below)
+        num_bytes = 0
+        for storage in {argument.tensor.storage for argument in self.arguments if argument.tensor is not None}:
+            tensors = views(self.arguments, storage)
+            num_bytes += min(sum(view.held_bytes for view in tensors), max(view.end for view in tensors))
+        return num_bytes
 
     def autotuner_key(self) -> str:
         """Return the author's key and the element types, by which an autotuner tells launches apart; True is not 1."""

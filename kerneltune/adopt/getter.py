@@ -314,7 +314,8 @@ def _around(name: str, own: int, weights: expert_layer.Weights) -> Iterator[int]
 def _invalid(weights: expert_layer.Weights, case: Case, config: Config) -> str | None:
     """Return the reason why a product's blocks M x N x K fit no GPU, or repeat another config, or None."""
     knobs = {**DEFAULTS, **knobs_of(config)}
-    m, n, k = (next((size for name, size in knobs.items() if name.startswith("BLOCK") and name[-1] == side), 0) for side in "MNK")
+    blocks = {name[-1]: size for name, size in knobs.items() if name.startswith("BLOCK")}
+    m, n, k = (blocks.get(side, 0) for side in "MNK")
     if m * n > _ACCUMULATORS * 32 * knobs["num_warps"]:
         return "more elements of the result than registers"
     if k > min(weights.block_shape, default=k):
@@ -342,10 +343,9 @@ def make_call(
     takes_tensors = parameters.keys() >= set(expert_layer.ARGUMENTS)
     takes_any = not takes_tensors and any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
     names = expert_layer.SIZES if takes_tensors else [name for name in parameters if name not in _NO_SIZES]
-    if (
-        unknown := [name for name in sizes if name not in (*names, *expert_layer.SIZES, expert_layer.ALL_EXPERTS)]
-    ) and not takes_any:
-        raise ValueError(f"call: size {unknown[0]}: the function takes none: expected one of {', '.join(names)}")
+    for name in () if takes_any else sizes:
+        if name not in (*names, *expert_layer.SIZES, expert_layer.ALL_EXPERTS):
+            raise ValueError(f"call: size {name}: the function takes none: expected one of {', '.join(names)}")
     if takes_tensors:
         return partial(maker, **expert_layer.arguments(parameters, sizes, spec.weights, spec.dtype, device, seed))
     arguments = {**sizes, "dtype": torch_dtype(spec.dtype), "device": device, "seed": seed}

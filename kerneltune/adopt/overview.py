@@ -140,7 +140,8 @@ def unkeyed_dimensions(classes: Sequence[LaunchClass]) -> list[str]:
     integers = [{a.name: a.value for a in each.arguments if type(a.value) is int} for each in classes]
     named = {*first.key_names, *(name for candidate in first.candidates for name in candidate.config.kwargs)}
     sizes = [name for name, value in integers[0].items() if value in dimensions and name not in named and first.list_size > 1]
-    follow = {name for name in sizes for key in first.key_names if all(each.get(name) == each.get(key) for each in integers)}
+    keyed = [[each.get(key) for each in integers] for key in first.key_names]
+    follow = {name for name in sizes if [each.get(name) for each in integers] in keyed}
     return [name for name in sizes if name not in follow and _is_size(name) and not name.startswith("BLOCK")]
 
 

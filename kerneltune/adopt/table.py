@@ -49,7 +49,7 @@ class Group(msgspec.Struct, frozen=True, dict=True, rename=NAMES_IN_FILES):
     rows: Annotated[tuple[ServingRow, ...], msgspec.Meta(min_length=1)]
 
     def _deciding(self, sizes: Mapping[str, int | None]) -> list[float]:
-        return [size if (size := sizes.get(name)) is not None and size > 0 else _MISSING for name in self.split]
+        return [size if size and size > 0 else _MISSING for size in map(sizes.get, self.split)]
 
     @cached_property
     def _sorted(self) -> tuple[list[tuple[list[float], ServingRow]], list[float]]:

@@ -202,12 +202,10 @@ def probe_blocks(capture: Capture, classes: Sequence[LaunchClass], options: Opti
     """
     blocks, until = read_blocks(capture.root), options.search.until
     plain = [launch_class for launch_class in classes if launch_class.is_plain]
-    untried = [
-        (launch_class, task, name)
-        for launch_class, task in zip(plain, _tasks(capture, plain), strict=True)
-        for name in launch_class.candidates[0].config.kwargs
-        if name not in blocks.get(launch_class.digest, {})
-    ]
+    untried = list[tuple[LaunchClass, Task, str]]()
+    for launch_class, task in zip(plain, _tasks(capture, plain), strict=True):
+        known, names = blocks.get(launch_class.digest, {}), launch_class.candidates[0].config.kwargs
+        untried += [(launch_class, task, name) for name in names if name not in known]
     if not untried:
         return False
     progress.stage("try blocks", len(untried))

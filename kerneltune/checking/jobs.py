@@ -224,9 +224,11 @@ def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[st
     lines = []
     for op, op_jobs in grouped(jobs, lambda job: job.task.op.name).items():
         checked, largest = (_facts(job for job in op_jobs if job.is_largest is wanted) for wanted in (False, True))
-        if names := unreached(checked, largest) if op not in failed else []:
-            more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
-            lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
+        names = [] if op in failed else unreached(checked, largest)
+        if len(names) > _MOST_NAMES:
+            names[_MOST_NAMES:] = [f"and {len(names) - _MOST_NAMES} more"]
+        if names:
+            lines.append(f"{op}: no check has {', '.join(names)}")
         if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [f"{op}: {fact}" for fact in sorted(checked | largest) if fact.kind in _NAMED]

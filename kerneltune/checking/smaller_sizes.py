@@ -139,7 +139,8 @@ class _SizeSearch:
         longest = {axis: max((base[axis] for base in self.bases), default=0) for axis, _size in case.axes}
         near, far = list[Case](), list[Case]()
         for copy in sorted(_with_sizes_of(case, self.bases), key=partial(self._order, case)):
-            (far if any(size > _FAR * longest[axis] for axis, size in copy.axes) else near).append(copy)
+            is_far = any(size > _FAR * longest[axis] for axis, size in copy.axes)
+            (far if is_far else near).append(copy)
         least = self._with_least_sizes(case, is_new)
         order: list[Iterable[Case]] = [near, least, far]
         if wants_even_blocks:

@@ -55,7 +55,8 @@ def swept_cases(op: str, sections: Sequence[Section] = ("bench", "check")) -> li
                 note(f"sweep file left out: {error}")
     if o.captured():
         sweeps.append(sweep_file.load(Path(o.captured(), "sweep.yaml"), ops))
-    return [entry.case for sweep in sweeps for section in sections for entry in getattr(sweep, section) if entry.op == op]
+    entries = [entry for sweep in sweeps for section in sections for entry in getattr(sweep, section)]
+    return [entry.case for entry in entries if entry.op == op]
 
 
 def bench_case(op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:

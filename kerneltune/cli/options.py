@@ -196,8 +196,9 @@ def _selection(**values: Sequence[str] | None) -> Selection:
 
 def given(group: Any) -> dict[str, Any]:
     """Return the options of a group whose values are not the defaults, by name."""
-    options = {name: f"{name}s" for name in _SELECTING} if isinstance(group, Selection) else {name: name for name in vars(group)}
-    return {name: value for name, field in options.items() if (value := getattr(group, field)) != getattr(type(group)(), field)}
+    fields = {name: f"{name}s" for name in _SELECTING} if isinstance(group, Selection) else {name: name for name in vars(group)}
+    values, usual = ({name: getattr(each, field) for name, field in fields.items()} for each in (group, type(group)()))
+    return {name: value for name, value in values.items() if value != usual[name]}
 
 
 def one_of(field: str, value: str, known: Collection[str]) -> str:

@@ -185,16 +185,18 @@ def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     limit of an expression, one size is named.
     """
     lacking = _due(checks, largest) - checks
-    unknown = {fact.text for fact in lacking if fact.kind in ("launch", "call")}
-    hidden = "call" if any(fact.kind == "launch" for fact in lacking) else ""
-    lacking = {fact for fact in lacking if fact.kind != hidden and not (fact.kind == "branch" and fact.where in unknown)}
-    named = {fact._replace(text=_SIZE_ABOVE.sub("", fact.text)): fact for fact in sorted(lacking, reverse=True)}
-    lines = [str(fact) for fact in sorted(named.values(), key=lambda fact: (fact.kind in _OF_CODE, str(fact)))]
+    functions = {fact.text for fact in lacking if fact.kind in ("launch", "call")}
+    lacking -= {fact for fact in lacking if fact.kind == "branch" and fact.where in functions}
+    if any(fact.kind == "launch" for fact in lacking):
+        lacking -= {fact for fact in lacking if fact.kind == "call"}
+    by_limit = {fact._replace(text=_SIZE_ABOVE.sub("", fact.text)): fact for fact in sorted(lacking, reverse=True)}
+    lines = [str(fact) for fact in sorted(by_limit.values(), key=lambda fact: (fact.kind in _OF_CODE, str(fact)))]
     for fact in sorted(fact for fact in largest if fact.kind in ("condition", "choice")):
-        sides = [side for side in ("true", "false") if Fact(side, "", fact.where) in checks]
-        if len(sides) == 1:
-            other = f"equal to its {'first' if sides == ['true'] else 'second'} operand"
-            lines.append(f"{fact} {other if fact.kind == 'choice' else f'other than {sides[0]}'}")
+        is_true, is_false = (Fact(side, "", fact.where) in checks for side in ("true", "false"))
+        if is_true != is_false and fact.kind == "choice":
+            lines.append(f"{fact} equal to its {'first' if is_true else 'second'} operand")
+        elif is_true != is_false:
+            lines.append(f"{fact} other than {'true' if is_true else 'false'}")
     return lines
 
 
@@ -207,12 +209,15 @@ def _due(checks: Set[Fact], largest: Set[Fact]) -> set[Fact]:
     - Equal sizes above 1 where checks compare sizes that are both 1, if the sizes differ in another check, or are equal above 1
       in the largest cases.
     """
-    loops = {fact._replace(kind="two iterations") for fact in checks | largest if fact.kind in _ITERATIONS}
-    due = {loop for loop in loops if loop in largest or loop._replace(kind="one iteration") not in largest}
-    due |= {fact for fact in largest if fact.kind in ("two programs", "lossy cast", *_OF_CODE)}
-    for fact in (fact for fact in checks if fact.kind == "equal at 1"):
-        equal = fact._replace(kind="equal")
-        due |= {equal} if equal in largest or fact._replace(kind="unequal") in checks else set()
+    due = {fact for fact in largest if fact.kind in ("two programs", "lossy cast", *_OF_CODE)}
+    for fact in checks | largest:
+        once, twice = fact._replace(kind="one iteration"), fact._replace(kind="two iterations")
+        if fact.kind in _ITERATIONS and (twice in largest or once not in largest):
+            due.add(twice)
+    for fact in checks:
+        equal, unequal = fact._replace(kind="equal"), fact._replace(kind="unequal")
+        if fact.kind == "equal at 1" and (equal in largest or unequal in checks):
+            due.add(equal)
     return due
 
 

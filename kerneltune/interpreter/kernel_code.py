@@ -207,11 +207,12 @@ class _Reading:
             self.facts.update(fact._replace(where=self._name) for fact in comparison(_text(node), *map(self._value, compared)))
         if value is _UNKNOWN:
             self._expression(test)
-        elif (
-            self._sizes_in(test) - _constants(self._tree)
-            if not self._is_kernel
-            else _text(test).removeprefix("not ") not in self._flags
-        ):
+            return value
+        if self._is_kernel:
+            is_fact = _text(test).removeprefix("not ") not in self._flags
+        else:
+            is_fact = bool(self._sizes_in(test) - _constants(self._tree))
+        if is_fact:
             self._note(_text(test) if value else f"not ({_text(test)})")
         return value
 
@@ -302,17 +303,16 @@ def _constants(tree: ast.FunctionDef) -> frozenset[str]:
 @functools.cache
 def _casts(tree: ast.FunctionDef) -> frozenset[str]:
     """Return the small types of integers that a function casts values to, which may be places; bits of a value are none."""
-    values = defaultdict[str, list[ast.expr]](list)
+    values, kinds = defaultdict[str, list[ast.expr]](list), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             values[node.targets[0].id].append(node.value)
-    return frozenset(
-        kind
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cast")
-        if node.args and not node.keywords and (kind := _text(node.args[-1]).rpartition(".")[2]) in _LARGEST
-        if not all(map(_is_float, values[_text(node.func.value)] or [node.func.value]))
-    )
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(value, "to" | "cast"), [*_, kind], []):
+                assigned = values[_text(value)] or [value]
+                kinds |= set() if all(map(_is_float, assigned)) else {_text(kind).rpartition(".")[2]}
+    return frozenset(kinds.intersection(_LARGEST))
 
 
 def _is_float(node: ast.expr) -> bool:

@@ -101,10 +101,9 @@ def gcn_accesses(text: str) -> tuple[Access, ...]:
     """Find loads and stores of global memory in amdgcn assembly, the widest first."""
     counts: Counter[tuple[str, int]] = Counter()
     for kind, suffix in _GCN.findall(text):
-        m = _GCN_BITS.match(suffix)
-        if m:
-            bits = _DEFAULT_BITS * int(m[2] or 1) if m[1] else int(m[3]) if m[3] else 8 if m[4] else 16
-            counts[kind, bits] += 1
+        if m := _GCN_BITS.match(suffix):
+            words, bits = int(m[2] or 1), int(m[3] or 0)
+            counts[kind, _DEFAULT_BITS * words if m[1] else bits or (8 if m[4] else 16)] += 1
     return _ordered(counts)
 
 
