@@ -33,11 +33,14 @@ _MOST_WITH_ONES = 3
 """Most further cases of a variant that are compiled because other arguments are 1: each takes 1 s."""
 
 
-def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]) -> tuple[list[Record], list[Outcome]]:
+def check_on_cpu(
+    plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase]
+) -> tuple[list[Record], list[Outcome], list[Record]]:
     """Check cases, then cases derived from bench cases, pairs of config and case, and addresses.
 
     With `quick`, check only the cases, and `compare` of other projects' operators. The journal of checks keeps the records of
-    each case that is checked. Return all records, and the outcomes that are no records: coverage and notes.
+    each case that is checked. Return all records; the outcomes that are no records, coverage and notes; and records of configs
+    that passed in a case in which a pair failed.
     """
     runner = _JobRunner(plan, progress)
     for sweep_case in sweep_cases:  # here, as torch._dynamo, which torch imports for device `meta`, takes every fork 1.5 s
@@ -49,7 +52,8 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     if plan.options.quick:
         judged = _compare_jobs(plan, sweep_cases, quick=True)
         runner.run("check", [*runner.case_jobs(sweep_cases), *judged])
-        return [*runner.case_records(), *runner.failures(judged), *runner.compile_refusals()], runner.without_reference()
+        found = [*runner.case_records(), *runner.failures(judged), *runner.compile_refusals()]
+        return found, runner.without_reference(), []
     deriving = Fork(partial(_derived_checks, plan))
     try:
         runner.run("check", runner.case_jobs(sweep_cases))
@@ -59,7 +63,8 @@ def check_on_cpu(plan: Plan, progress: Progress, sweep_cases: Sequence[SweepCase
     further = _further_jobs(plan, [*sweep_cases, *derived], facts)
     runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
     found = [*runner.case_records(), *runner.failures(further), *runner.compile_refusals()]
-    return found, [*runner.coverage(further), *runner.without_reference(), *map(partial(Outcome, "noted"), unchecked)]
+    notes = [*runner.coverage(further), *runner.without_reference(), *map(partial(Outcome, "noted"), unchecked)]
+    return found, notes, runner.passed(further)
 
 
 @dataclass(slots=True)
@@ -114,6 +119,13 @@ class _JobRunner:
                 run = Run(replace(job.task, case=failed.case or job.task.case), failed.config)
                 rows.append(make_record(self.plan.family, run, failed))
         return [row for row in rows if _failure_key(row) not in known]
+
+    def passed(self, jobs: Sequence[Job]) -> list[Record]:
+        """Return a record of each config that passed in a case in which a pair failed."""
+        of_jobs = ((job.task, failed) for job in jobs for failed in self.outcomes[job])
+        pairs = ((task, *pair) for task, failed in of_jobs for pair in failed.passed if pair[1] == failed.case)
+        runs = [Run(replace(task, case=case), config) for task, config, case in pairs]
+        return [make_record(self.plan.family, run, Outcome("checked")) for run in runs]
 
     def coverage(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Return the coverage and the notes of jobs and, if all cases ran now, notes about facts that no job reached.

@@ -28,6 +28,8 @@ config before its launch if it `spills` registers, or if too few of its programs
 
 IMPORT_FAILED = "cannot be imported: "
 """Begin of the reason of a peer that was skipped because an import failed; the error follows."""
+RIGHT_ALONE = "right alone in a new process, and wrong after "
+"""Begin of the reason of a failure for which host code keeps a value of another call, which follows."""
 
 Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""

@@ -44,11 +44,13 @@ class SweepResult:
 
     Attributes:
         coverage: how much was checked of each variant, and what is noted; empty where cases were measured.
+        passed: records, kept in no file, of the other configs that passed in a case in which a pair of config and case failed.
     """
 
     records: list[Record]
     files: list[Path]
     coverage: Sequence[Outcome] = ()
+    passed: Sequence[Record] = ()
 
 
 def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = None) -> SweepResult:
@@ -130,18 +132,18 @@ class _SweepStages:
                 why = f"no installed variant to check in the {num_cases} check cases selected"
             raise ValueError(f"{plan.sweep.path}: {why}")
         if is_gpu:
-            checked, coverage = self.check(sweep_cases, with_peers), list[Outcome]()
+            checked, coverage, passed = self.check(sweep_cases, with_peers), list[Outcome](), list[Record]()
         else:
             from kerneltune.cpu_checks import check_on_cpu
 
-            checked, coverage = check_on_cpu(plan, self.progress, sweep_cases)
+            checked, coverage, passed = check_on_cpu(plan, self.progress, sweep_cases)
         self._warn_if_all_variants_fail(checked)
         path = plan.scratch_file("check")
         sweep_keys = {plan.case_key(sweep_case, CHECK_POLICY) for sweep_case in plan.sweep.check}
         key_of = records.check_key if plan.options.quick else records.row_key  # `quick` checks no further configs
         records.merge_checks(path, checked, lambda record: record.key.of_case in sweep_keys, key_of)
         plan.scratch_file("check.journal").unlink(missing_ok=True)
-        return SweepResult(checked, [path], coverage)
+        return SweepResult(checked, [path], coverage, passed)
 
     def measure_headline(self) -> SweepResult:
         """Measure ten headline cases with their present configs; check and tune nothing."""

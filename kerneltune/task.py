@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -107,12 +107,14 @@ class Outcome:
         status: `checked`, `failed` or `skipped`; `passed` for a run that was timed; `noted` for a line to read, of no record.
         reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
         config, case: the config and the case that failed, if the check has several.
+        passed: the other pairs of config and case that passed, if a check of pairs failed.
     """
 
     status: Literal[Status, "noted"]
     reason: str = ""
     config: Config = None
     case: Case | None = None
+    passed: Sequence[tuple[Config, Case]] = field(default=(), compare=False)
 
 
 class CaseError(ValueError):

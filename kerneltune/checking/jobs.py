@@ -17,14 +17,20 @@ from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_pairs
-from kerneltune.checking.reruns import wrong_after_other_size, wrong_by_unwritten, wrong_for_new_values, wrong_in_reverse
+from kerneltune.checking.reruns import (
+    with_cause,
+    wrong_after_other_size,
+    wrong_by_unwritten,
+    wrong_for_new_values,
+    wrong_in_reverse,
+)
 from kerneltune.checking.shifts import wrong_by_values
 from kerneltune.errors import place_of
 from kerneltune.interpreter.facts import Fact, cut_short, note_facts, noting, unreached
 from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.processes.start import tell
 from kerneltune.records import grouped
-from kerneltune.spec import Case, Config
+from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome, Run, Task, knobs_of
 from kerneltune.wording import assignments
 
@@ -35,8 +41,6 @@ _MOST_NAMES = 8
 _ADDRESSES_S = 3.0
 """Processor seconds after which no further config's addresses are checked. 16 of 24 variants of six families need less for all of
 their configs (timed by a script, 2026-11-27)."""
-_JUDGES = (wrong_after_other_size, check_pairs, wrong_by_unwritten, wrong_in_reverse, wrong_for_new_values)
-"""Checks of a variant of a user's operator, in this order: the first needs host code that has kept nothing yet."""
 _Fork = Fork[tuple[list[Outcome], set[Fact]]]
 
 
@@ -79,19 +83,35 @@ class CaseJob(Job):
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
-    """Return the job that checks pairs of config and case, see `check_pairs`; a variant of a user's operator by all `_JUDGES`."""
+    """Return the job that checks pairs of config and case, see `check_pairs`; a variant of a user's operator by all judges.
+
+    The first two need host code that has kept nothing yet.
+    """
     op, variant = task.op, task.variant
 
     def work() -> list[Outcome]:
         fitting, outcomes = [case for case in cases if why_too_large(op, case) is None], list[Outcome]()
-        for judge in _JUDGES if is_foreign(op) else (check_pairs,):
-            with noting(passes_on=judge is check_pairs):
+        further = (wrong_by_unwritten, wrong_in_reverse, wrong_for_new_values)
+        for judge in (wrong_after_other_size, _check_pairs, *further) if is_foreign(op) else (_check_pairs,):
+            with noting(passes_on=judge is _check_pairs):
                 outcomes += judge(op, variant, fitting)
         return outcomes
 
     cost = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
     needed = max((needed_bytes(op, case) for case in cases), default=0)
     return Job(f"{op.name} {variant.name}, configs on cases", task, work, cost=cost, needed=needed)
+
+
+def _check_pairs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Check pairs in a fork, where host code may keep values, and find the calls whose values make pairs fail."""
+    fork = Fork(partial(_noted, partial(check_pairs, op, variant, cases)))
+    try:
+        outcomes, facts = fork.result()
+    except ForkCrashedError:
+        tell(fork.last_note)
+        raise
+    note_facts(*facts)
+    return [with_cause(op, variant, outcome) if outcome.status == "failed" else outcome for outcome in outcomes]
 
 
 def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[Case] = ()) -> Job:
@@ -181,7 +201,7 @@ def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
         while waiting or running:
             while waiting and len(running) < (num_processes if waiting[0].needed <= share else 1):
                 job = waiting.popleft()
-                running[Fork(partial(_work, job))] = job
+                running[Fork(partial(_noted, job.work))] = job
             told = wait([fork.pipe for fork in running])
             for fork in [fork for fork in running if fork.pipe in told]:
                 if fork.receive():
@@ -192,9 +212,9 @@ def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
             fork.end()
 
 
-def _work(job: Job) -> tuple[list[Outcome], set[Fact]]:
+def _noted(work: Callable[[], list[Outcome]]) -> tuple[list[Outcome], set[Fact]]:
     with noting() as facts:
-        return job.work(), facts
+        return work(), facts
 
 
 def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
@@ -206,7 +226,7 @@ def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
             crashed = fork.last_note or Outcome("failed")
             return [replace(crashed, reason=f"{crashed.reason}{error}")]
         alone = [CaseJob.of([run]) for run in job.runs]
-        outcomes = [outcome for part in alone for outcome in _outcomes(Fork(partial(_work, part)), part)]
+        outcomes = [outcome for part in alone for outcome in _outcomes(Fork(partial(_noted, part.work)), part)]
         facts = _facts(alone)
     job.facts.update(facts)
     return outcomes

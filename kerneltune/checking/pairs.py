@@ -99,6 +99,9 @@ class _PairChecks:
 
     def outcomes(self) -> list[Outcome]:
         """Return the failures, then notes about layouts and declarations, last how much was checked."""
+        passed = self.done - {(failure.config, failure.case) for failure in self.failures if failure.case}
+        in_order = [(config, case) for case, its in self._configs.items() for config in its if (config, case) in passed]
+        self.failures = [replace(failure, passed=in_order) for failure in self.failures]
         if not self.failures:
             usable = {case: checker for case, checker in self.checkers.items() if checker is not None}
             self.failures += look_up_failures(self._op, self._variant, usable)

@@ -18,13 +18,18 @@ from kerneltune.checking.pairs import around_default, check_cost, facts_by_confi
 from kerneltune.interpreter.faults import NOT_ENDED, reverse_order
 from kerneltune.processes.forked import Fork
 from kerneltune.processes.start import tell
+from kerneltune.records import RIGHT_ALONE
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.task import Outcome
+from kerneltune.task import Outcome, knobs_of
+from kerneltune.wording import differing
 
 _MOST_CASES, _MOST_S = 2, 4.0
 """The smallest cases, and the processor seconds after which no further config of a variant runs again."""
+_MOST_CONFIGS = 4
+"""Most configs whose call is tried before a pair that failed."""
 _MOST_PROGRAMS, _MOST_COST = 256, 1.0
 """Most programs, and largest cost in MB of traffic, of a case with another size."""
+_SECOND, _IS_KEPT = "run 2: ", "does host code keep a value?"
 _ATEN = torch.ops.aten
 _EMPTY = [_ATEN.empty, _ATEN.empty_like, _ATEN.empty_permuted, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided]
 """Functions of torch that return memory which nothing wrote."""
@@ -81,13 +86,45 @@ def wrong_after_other_size(op: Op, variant: Variant, cases: Sequence[Case]) -> l
                 number, line = Fork(partial(_first_error, variant, order)).result()
                 checker, config = order[number]
                 if number and not Fork(partial(_first_error, variant, [order[number]])).result()[1]:
-                    before = f"after case {order[number - 1][0].case.name}, which differs in {axis}"
-                    reason = f"right alone, and wrong {before}: does host code keep a value? {line}"
+                    before = f"case {order[number - 1][0].case.name}, which differs in {axis}"
+                    reason = f"{RIGHT_ALONE}{before}: {_IS_KEPT} {line}"
                     failures.append(Outcome("failed", reason, config, checker.case))
                     break
             if time.monotonic() - begun_s > _MOST_S:
                 break
     return failures
+
+
+def with_cause(op: Op, variant: Variant, failure: Outcome) -> Outcome:
+    """Return the failure of a pair with another call, if the pair is right alone, and wrong after this call.
+
+    Each order runs in a fork, so this process must have run no variant.
+    """
+    is_second, begun_s = failure.reason.startswith(_SECOND), time.monotonic()
+    with suppress(Exception):  # the check of the case says why
+        assert failure.case
+        pair = Checker(op, failure.case, "cpu", seed=int(is_second)), failure.config
+        if not Fork(partial(_first_error, variant, [pair])).result()[1]:
+            for before, other in _other_calls(op, failure, is_second):
+                if Fork(partial(_first_error, variant, [other, pair])).result()[0]:
+                    return replace(failure, reason=f"{RIGHT_ALONE}{before}: {_IS_KEPT} {failure.reason.removeprefix(_SECOND)}")
+                if time.monotonic() - begun_s > _MOST_S:
+                    break
+    return failure
+
+
+def _other_calls(op: Op, failure: Outcome, is_second: bool) -> Iterator[tuple[str, tuple[Checker, Config]]]:
+    """Yield calls after which a pair may be wrong: with other values, if its second run failed, configs or cases."""
+    assert failure.case
+    if is_second:
+        yield "a call with other values", (Checker(op, failure.case, "cpu"), failure.config)
+    configs = [config for config, case in failure.passed if case == failure.case]
+    for config in configs[:_MOST_CONFIGS]:
+        if sides := differing(knobs_of(config), knobs_of(failure.config)):
+            yield "a call with {} in place of {}".format(*sides), (Checker(op, failure.case, "cpu"), config)
+    first = {case: config for config, case in reversed(failure.passed)}
+    for case in dict.fromkeys(case for _config, case in failure.passed if case != failure.case):
+        yield f"case {case.name} {case.dtype}", (Checker(op, case, "cpu"), first[case])
 
 
 def _with_other_sizes(op: Op, variant: Variant, case: Case, cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:

@@ -70,14 +70,16 @@ def error_line(text: str) -> None:
     show(" ".join(text.split()), messages)
 
 
-def end_if_failed(records: Iterable[Record], verdict: str = "") -> None:
+def end_if_failed(records: Iterable[Record], verdict: str = "", passed: Sequence[Record] = ()) -> None:
     """Print a line for each mistake of failed records; end with 1 if a variant failed, with 2 if inputs or a reference did.
 
-    verdict: the last line before the end.
+    Args:
+        verdict: the last line before the end.
+        passed: of `failure_lines`.
     """
     records = list(records)
     failed = [record for record in records if record.status == "failed"]
-    for line in failure_lines(records):
+    for line in failure_lines(records, passed):
         show_wrapped(" ".join(f"failed: {line}".split()))
     if failed:
         if verdict:

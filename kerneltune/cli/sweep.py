@@ -123,7 +123,7 @@ def _run(plan: Plan, asked: str, capture: str, strict: bool, accepted: Sequence[
     own = [record for record in swept.records if not plan.ops[record.op].variant(record.variant).is_peer]
     if is_timed:
         return end_if_failed(own)
-    _end_checks(own, case_statuses(swept.records), len(to_read), strict)
+    _end_checks(own, swept, len(to_read), strict)
 
 
 def _show_checks(plan: Plan, asked: str, capture: str, swept: "SweepResult", to_read: Collection[str]) -> None:
@@ -146,14 +146,12 @@ def _show_checks(plan: Plan, asked: str, capture: str, swept: "SweepResult", to_
         show_wrapped(f"{word}{outcome.reason}")
 
 
-def _end_checks(own: Sequence[Record], statuses: Counter[str], num_to_read: int, strict: bool) -> None:
-    """Show as the last line whether the checks passed; end with 1 if they did not.
-
-    statuses: of all checks, also of other packages' variants.
-    """
+def _end_checks(own: Sequence[Record], swept: "SweepResult", num_to_read: int, strict: bool) -> None:
+    """Show as the last line whether the checks passed; end with 1 if one of the own variants' records did not."""
+    statuses = case_statuses(swept.records)
     num_passed, num_failed, to_read = statuses["checked"], statuses["failed"], f"{counted(num_to_read, 'line')} to read"
     lines = f", {to_read}" if num_to_read else ""
-    end_if_failed(own, f"FAILED: {num_failed} of {counted(num_passed + num_failed, 'check')}{lines}")
+    end_if_failed(own, f"FAILED: {num_failed} of {counted(num_passed + num_failed, 'check')}{lines}", swept.passed)
     if strict and num_to_read:
         show(f"FAILED: {to_read} (--strict); {counted(num_passed, 'check')} passed")
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from kerneltune.records import Record, grouped
+from kerneltune.records import RIGHT_ALONE, Record, grouped
 from kerneltune.spec import Option, TaskKey
 from kerneltune.wording import assignments, counted, first_of
 
@@ -19,12 +19,15 @@ _CAUSE = re.compile(r"; (row \d+ of|[^; ]+ may (be|come from)) [^;]*")
 _SHOWN = 3
 
 
-def failure_lines(records: Iterable[Record]) -> list[str]:
+def failure_lines(records: Iterable[Record], passed: Iterable[Record] = ()) -> list[str]:
     """Return a line for each mistake of the failed records: its variants, its first case, its reason, its configs.
 
-    Reasons that share FILE:LINE, or that differ in numbers alone, are one mistake. Records that passed tell configs apart.
+    Reasons that share FILE:LINE, or that differ in numbers alone, are one mistake. So are values that host code keeps, for which
+    no config is to blame.
+
+    passed: further configs that passed in a case. Records that passed in the case tell configs apart.
     """
-    by_variant = grouped(records, lambda record: (record.op, record.variant))
+    by_variant = grouped([*records, *passed], lambda record: (record.op, record.variant))
     failed = [row for rows in by_variant.values() for row in rows if row.status == "failed"]
     lines = []
     for rows in grouped(failed, lambda record: (record.op, _mistake(record))).values():
@@ -32,19 +35,23 @@ def failure_lines(records: Iterable[Record]) -> list[str]:
         variants = grouped(rows, lambda record: record.variant)
         more = f" and {counted(len(cases) - 1, 'more case')}" if len(cases) > 1 else ""
         configs = [_configs_of(part, by_variant[first.op, variant]) for variant, part in variants.items()]
-        with_configs = f"; with {', '.join(filter(None, configs))}" if any(configs) else ""
+        is_named = any(configs) and not first.reason.startswith(RIGHT_ALONE)
+        with_configs = f"; with {', '.join(filter(None, configs))}" if is_named else ""
         where = f"{first.op} {first_of(variants, _SHOWN)}: {_case_of(first)}{more}"
         lines.append(f"{where}: {_reason_of(first)}{with_configs}")
     return lines
 
 
-def _configs_of(failed: Iterable[Record], known: Iterable[Record]) -> str:
+def _configs_of(failed: Sequence[Record], known: Iterable[Record]) -> str:
     """Return the knobs whose values no config that passed has; else the config, or the number of configs.
 
-    A variant with a single config has no text, because no config tells more.
+    Configs that passed in the failed cases count alone, if there are any. A variant with a single config has no text, because
+    no config tells more.
     """
     configs = [row.config for row in {row.config_label: row for row in failed}.values() if row.config]
-    passed = [row.config for row in known if row.config and row.status in ("passed", "checked")]
+    rows, cases = [row for row in known if row.status in ("passed", "checked")], {row.key.case for row in failed}
+    in_cases = [row.config for row in rows if row.config and row.key.case in cases]
+    passed = in_cases or [row.config for row in rows if row.config]
     if len({row.config_label for row in known}) == 1:
         return ""
     new = dict[str, str]()
@@ -58,6 +65,8 @@ def _configs_of(failed: Iterable[Record], known: Iterable[Record]) -> str:
 
 
 def _mistake(record: Record) -> str:
+    if record.reason.startswith(RIGHT_ALONE):
+        return RIGHT_ALONE
     place = _PLACE.search(record.reason)
     return place[0] if place else _NUMBER.sub("#", _CAUSE.sub("", _reason_of(record)))
 

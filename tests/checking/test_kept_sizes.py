@@ -1,7 +1,7 @@
 """Find values that host code keeps by one size, and takes for another value of a further size."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -84,7 +84,7 @@ def test_value_that_host_code_keeps_for_another_size_fails_and_names_both_cases(
         wrong, before = cases if failure.case.name == cases[0] else reversed(cases)
         assert failure.case.name == wrong
         assert failure.reason.startswith(
-            f"right alone, and wrong after case {before}, which differs in {axis}: does host code keep a value? "
+            f"right alone in a new process, and wrong after case {before}, which differs in {axis}: does host code keep a value? "
         )
 
 
@@ -131,4 +131,55 @@ def test_check_of_pairs_has_the_failure_of_a_kept_value() -> None:
     op = op_of(MISTAKES["count by columns"][0])
     ((_job, outcomes),) = run_jobs([pairs_job(Task(op, CASES[0], op.variants[0]), CASES)])
     (reason,) = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
-    assert reason.startswith("right alone, and wrong after case odd, which differs in M: does host code keep a value? y: ")
+    before = "case odd, which differs in M"
+    assert reason.startswith(f"right alone in a new process, and wrong after {before}: does host code keep a value? y: ")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    block: int
+
+
+def by_config_of_first(x: torch.Tensor, config: Block) -> torch.Tensor:
+    return x * 2 if KEPT.setdefault(x.shape, config.block) == config.block else x
+
+
+def by_first_values(x: torch.Tensor, _config: Block) -> torch.Tensor:
+    first = KEPT.setdefault(x.shape, x.clone())
+    assert isinstance(first, torch.Tensor)
+    return first * 2
+
+
+def by_type_of_first(x: torch.Tensor, _config: Block) -> torch.Tensor:
+    return x * 2 if KEPT.setdefault("type", x.dtype) == x.dtype else x
+
+
+def wrong_for_16(x: torch.Tensor, config: Block) -> torch.Tensor:
+    return x * (3 if config.block == 16 else 2)
+
+
+@pytest.mark.parametrize(
+    ("run", "before"),
+    [
+        (by_config_of_first, "a call with block=12 in place of block="),
+        (by_first_values, "a call with other values: does host code keep a value? y: "),
+        (by_type_of_first, "case odd float32: does host code keep a value? y: "),
+        (wrong_for_16, ""),
+    ],
+)
+def test_failed_pair_names_the_call_whose_value_host_code_keeps(
+    run: Callable[[torch.Tensor, Block], torch.Tensor], before: str
+) -> None:
+    def typed(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"x": inputs(case, device=device, seed=seed)["x"].to(getattr(torch, case.dtype))}
+
+    variant = Variant(
+        "optimized", lambda given, config: {"y": run(given["x"], config)}, Block,
+        space=lambda _case: {"block": (12, 16, 24)}, default=lambda _case: Block(12),
+    )  # fmt: skip
+    op, cases = replace(op_of(lambda x: x), variants=(variant,), inputs=typed), [CASES[0], replace(CASES[0], dtype="float64")]
+    ((_job, outcomes),) = run_jobs([pairs_job(Task(op, CASES[0], variant), cases)])
+    reasons = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
+    begin = f"right alone in a new process, and wrong after {before}" if before else "y: "
+    assert reasons
+    assert [reason for reason in reasons if not reason.startswith(begin)] == []

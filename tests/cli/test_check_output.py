@@ -88,6 +88,26 @@ def test_failure_names_knobs_in_which_its_configs_differ_from_those_that_passed(
     )
 
 
+def test_further_configs_that_passed_in_the_failed_case_tell_configs_apart() -> None:
+    failed = record(**NO_TIMES, status="failed", reason="y: 3 of 4 wrong", config={"block": 512, "warps": 8})
+    passed: dict[str, Any] = {**NO_TIMES, "status": "checked"}
+    default = record(config={"block": 1024, "warps": 4}, **passed)
+    assert failure_lines([default, failed])[0].endswith("wrong; with block=512 warps=8")
+    for axes, shown in ((failed.axes, "warps=8"), ({"M": 1, "N": 64}, "block=512 warps=8")):
+        others = [record(config={"block": 512, "warps": 2}, axes=axes, **passed)]
+        assert failure_lines([default, failed], others)[0].endswith(f"wrong; with {shown}")
+
+
+def test_values_that_host_code_keeps_are_one_mistake_without_a_config() -> None:
+    begin = "right alone in a new process, and wrong after"
+    rows = [
+        record(**NO_TIMES, status="failed", reason=f"{begin} {call}: y: 3 of 4 wrong", config={"block": block}, axes={"M": block})
+        for block, call in ((512, "case one"), (1024, "a call with other values"))
+    ]
+    (line,) = failure_lines([record(**NO_TIMES, status="checked", config={"block": 256}), *rows])
+    assert line.endswith(f" M=512 bfloat16 fp8 and 1 more case: {begin} case one: y: 3 of 4 wrong")
+
+
 def test_failure_leaves_out_the_default_mode_and_policy() -> None:
     failed: dict[str, Any] = {**NO_TIMES, "status": "failed", "reason": "y: 3 of 4 wrong", "config": None}
     assert failure_lines([record(quant="none", **failed)])[0].startswith(
