@@ -236,6 +236,14 @@ def _facts(jobs: Iterable[Job]) -> set[Fact]:
     return set[Fact]().union(*(job.facts for job in jobs))
 
 
+def _unchecked_configs(checked: Set[Fact]) -> Iterator[Fact]:
+    """Yield a fact for each kernel with configs of an autotuner that no check took."""
+    taken = grouped((fact for fact in checked if fact.kind == "autotuned"), lambda fact: (fact.text, int(fact.where)))
+    for (kernel, count), facts in taken.items():
+        if missing := count - len({fact.block for fact in facts}):
+            yield Fact("not judged", f"{missing} of {count} configs of the autotuner of {kernel}")
+
+
 def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[str]:
     """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached.
 
@@ -249,7 +257,7 @@ def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[st
             names[_MOST_NAMES:] = [f"and {len(names) - _MOST_NAMES} more"]
         if names:
             lines.append(f"{op}: no check has {', '.join(names)}")
-        if given_up := sorted(str(fact) for fact in largest if fact.kind == "not judged"):
+        if given_up := sorted(str(fact) for fact in {*largest, *_unchecked_configs(checked)} if fact.kind == "not judged"):
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [f"{op}: {fact}" for fact in sorted(checked | largest) if fact.kind in _NAMED]
         lines += [

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from kerneltune.checking.autotuned import num_autotuned, with_knob
 from kerneltune.checking.check import host_folder, is_foreign
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
@@ -44,11 +45,17 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome
     Return the failed pairs, and last an outcome whose reason says how much was checked:
     `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`; without knobs, only if a case did not run twice.
 
+    The configs of an autotuner of a kernel are values of a knob as well.
+
     cases: the check cases of the operator.
     """
-    configs, cost = configs_by_case(variant, cases), partial(check_cost, op)
-    by_cost = sorted(configs, key=cost)
+    cost = partial(check_cost, op)
+    by_cost = sorted(configs_by_case(variant, cases), key=cost)
     facts = _facts_in_fork(op, variant, by_cost)
+    if (number := num_autotuned(fact for launches in facts.values() for each in launches.values() for fact in each.facts)) > 1:
+        variant = with_knob(variant, number)
+        facts = _facts_in_fork(op, variant, by_cost)
+    configs = configs_by_case(variant, cases)
     even_blocks, leading = _with_new_facts(facts)
     covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), facts[case], config))
     defaults = ((configs[case][0], case) for case in by_cost)

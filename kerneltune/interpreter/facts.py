@@ -19,7 +19,7 @@ Kind = Literal[
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
-    "promise", "vector", "tf32 of indices", "no reference", "waits",
+    "promise", "vector", "tf32 of indices", "no reference", "waits", "autotuned",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -80,6 +80,7 @@ class Fact(NamedTuple):
     | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
     | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
     | waits | a variant, timed as a graph, calls a function of torch that waits for a GPU | variant | FILE:LINE |
+    | autotuned | an autotuner with COUNT configs takes the config with the number `block` | kernel | COUNT |
     | no reference | a captured kernel's author gives no reference | kernel | |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """

@@ -14,7 +14,8 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from kerneltune.interpreter.kernel_code import bound_arguments, facts_of, intege
 from kerneltune.interpreter.promises import promise_parts
 from kerneltune.interpreter.undefined import strict_parts
 from kerneltune.interpreter.wrapping import wrapping_parts
+
+_TAKEN: ContextVar[int] = ContextVar("taken", default=0)
 
 
 @dataclass(slots=True)
@@ -78,7 +81,7 @@ def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = Non
     parts = dict[tuple[Any, str], Any]()
     if knobs.runtime.interpret:
         parts = strict_parts(largest or {}) | wrapping_parts() | promise_parts() | barrier_parts() | _untimed()
-    with corrected(), replaced(parts), noting_host(folder if parts else ""):
+    with corrected(), replaced(parts), noting_host(folder if parts else ""), _uncompiled() if parts else nullcontext():
         yield
 
 
@@ -102,7 +105,7 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
             launches.integers |= integers_of(executor.fn.__name__, bound)
 
     uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
-    with noting() as facts, uncalled, _forgetting(folder), noting_host(folder):
+    with noting() as facts, uncalled, _forgetting(folder), noting_host(folder), _uncompiled():
         launches = LaunchFacts(facts)
         yield launches
 
@@ -122,15 +125,42 @@ def read_sources(folder: str) -> None:
                 function.rewrite()
 
 
+@contextmanager
+def taking(number: int) -> Iterator[None]:
+    """Let each autotuner take the config with this number in its list, or its first if it has fewer."""
+    token = _TAKEN.set(number)
+    try:
+        yield
+    finally:
+        _TAKEN.reset(token)
+
+
 def _untimed() -> dict[tuple[Any, str], Any]:
-    """Return the patch with which autotuners take their first config: without a GPU they can time none."""
+    """Return the patches with which autotuners take a config by its number, the first by default, as they can time none.
+
+    No autotuner keeps what it took for another launch.
+    """
     from triton.runtime.autotuner import Autotuner
 
-    def untimed(autotuner: Any, *_args: Any, **_named: Any) -> float:
-        note_facts(Fact("not judged", f"configs of the autotuner of {autotuner.base_fn.__name__} other than the first"))
-        return 0.0
+    run = Autotuner.run
 
-    return {(Autotuner, "_bench"): untimed}
+    def untimed(autotuner: Any, *_args: Any, config: Any, **_named: Any) -> float:
+        configs, number = autotuner.configs, _TAKEN.get()
+        note_facts(Fact("autotuned", autotuner.base_fn.__name__, str(len(configs)), min(number, len(configs) - 1)))
+        return float(configs.index(config) != number)
+
+    def forgetting(autotuner: Any, *args: Any, **named: Any) -> Any:
+        autotuner.cache.clear()
+        return run(autotuner, *args, **named)
+
+    return {(Autotuner, "_bench"): untimed, (Autotuner, "run"): forgetting}
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Let functions of torch.compile run as they are written: for a CPU they compile for seconds, to code that no GPU runs."""
+    import torch
+
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -141,7 +171,7 @@ def refusing_launches(folder: str) -> Iterator[None]:
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("launched")
 
-    with replaced({(GridExecutor, "__call__"): refuse}), _forgetting(folder):
+    with replaced({(GridExecutor, "__call__"): refuse}), _forgetting(folder), _uncompiled():
         yield
 
 

@@ -1,6 +1,7 @@
 """Coverage lines about checks that host code or the time ends."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,16 +9,17 @@ import torch
 import triton
 import triton.language as tl
 from asserting import every
-from mistaken_ops import CASES, case_of
+from mistaken_ops import CASES, Knobs, case_of
 from row_sums import BENCH, summing
 from test_pairs import op_with
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune.checking.derived import derived_cases
-from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, run_jobs
+from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, pairs_job, run_jobs
+from kerneltune.checking.pairs import check_pairs
 from kerneltune.interpreter.facts import Fact
 from kerneltune.spec import Inputs, Outputs, Variant
-from kerneltune.task import Run, Task
+from kerneltune.task import Run, Task, knobs_of
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="derived cases run in Triton's interpreter")
 
@@ -108,25 +110,56 @@ def test_coverage_names_a_call_that_waits_for_the_gpu_unless_launches_are_timed(
 
 @triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 256})], key=["N"])
 @triton.jit
-def _tuned(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+def _tuned(x_ptr, y_ptr, N, factor, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * N
     for begin in range(0, N, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        tl.store(y_ptr + row + at, 2 * tl.load(x_ptr + row + at, at < N, other=0.0), at < N)
+        x = tl.load(x_ptr + row + at, at < N, other=0.0)
+        tl.store(y_ptr + row + at, x * (factor if BLOCK > 16 else 2), at < N)
 
 
-def test_autotuner_takes_its_first_config_without_a_gpu_and_coverage_names_the_others() -> None:
-    def tuned(given: Inputs, _config: None) -> Outputs:
-        y = torch.empty_like(given["x"])
-        _tuned[(len(y),)](given["x"], y, y.shape[1])
-        return {"y": y}
+def _run_tuned(factor: float, given: Inputs, _config: Any) -> Outputs:
+    y = torch.empty_like(given["x"])
+    _tuned[(len(y),)](given["x"], y, y.shape[1], factor)
+    return {"y": y}
 
-    variant = Variant("optimized", tuned)
+
+def test_coverage_names_configs_of_an_autotuner_that_no_check_took() -> None:
+    variant = Variant("optimized", partial(_run_tuned, 2.0))
     op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
     jobs = [*(CaseJob.of([Run(Task(op, case, variant), None)]) for case in CASES), address_job(Task(op, BENCH[0], variant))]
     assert [outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes] == [""] * len(CASES)
-    line = "scaled: not judged: configs of the autotuner of _tuned other than the first"
+    line = "scaled: not judged: 1 of 2 configs of the autotuner of _tuned"
     assert [it for it in coverage_lines(jobs) if "not judged" in it] == [line]
+    pairs = pairs_job(Task(op, CASES[0], variant), CASES)
+    dict(run_jobs([pairs]))
+    assert not [it for it in coverage_lines([*jobs, pairs]) if "not judged" in it]
+
+
+@pytest.mark.parametrize("knobs", [None, Knobs])
+def test_pairs_check_every_config_of_an_autotuner(knobs: Any) -> None:
+    own = {} if knobs is None else {"space": lambda _case: {"parts": (1, 2), "block": (8,)}, "default": lambda _case: Knobs(1, 8)}
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]})
+    right, wrong = (Variant("optimized", partial(_run_tuned, factor), knobs, **own) for factor in (2.0, 3.0))
+    passed = check_pairs(op, right, CASES)
+    assert [outcome.status for outcome in passed if outcome.status != "noted"] == ["checked"], passed
+    failed = [outcome for outcome in check_pairs(op, wrong, CASES) if outcome.status == "failed"]
+    assert failed
+    assert {knobs_of(outcome.config)["autotuner_config"] for outcome in failed} == {1}
+
+
+def _no_backend(_graph: Any, _inputs: Any) -> Any:
+    raise AssertionError("compiled")
+
+
+def test_checks_without_a_gpu_run_compiled_functions_as_they_are_written() -> None:
+    compiled = torch.compile(lambda x: 2 * x, backend=_no_backend)
+    variant = Variant("baseline", lambda given, _config: {"y": compiled(given["x"])}, compiles=True)
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
+    task = Task(op, CASES[1], variant)
+    jobs = [CaseJob.of([Run(task, None)]), pairs_job(task, CASES), address_job(replace(task, case=BENCH[0]), (), CASES)]
+    assert [it.reason for _job, outcomes in run_jobs(jobs) for it in outcomes if it.status == "failed"] == []
+    assert coverage_lines(jobs) == []
 
 
 @triton.jit
