@@ -78,7 +78,8 @@ def _one_type(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:
         with suppress(Exception):  # the check of the case says why
             checker = Checker(op, case, "cpu")
             for name, value in checker.outputs(variant, variant.default_config(case)).items():
-                types.setdefault(name, []).append((value.dtype, checker.expected[name].dtype))
+                wanted = checker.expected[name].dtype
+                types.setdefault(name, []).append((value.dtype, wanted))
     for name, (first, *others) in types.items():
         given, wanted = first
         is_wider = wanted in (torch.float32, torch.float64)
@@ -197,14 +198,17 @@ def _equal(op: Op, cases: Sequence[Case]) -> Iterator[str]:
 def _unread(op: Op, cases: Sequence[Case]) -> Iterator[str]:
     """Yield a line for each own variant whose host function reads a knob of its config in none of the smallest cases."""
     for variant in (variant for variant in op.variants if not variant.is_peer and is_dataclass(variant.config)):
-        read, unread = set[str](), set[str]()
+        read, knobs = set[str](), set[str]()
         for case in [case for case in cases if not variant.unsupported(case)][:_FEW_CASES]:
-            with suppress(Exception):  # the check of the case says why
+            try:
                 config = variant.default_config(case)
+                knobs |= {field.name for field in fields(config)}
                 Checker(op, case, "cpu").outputs(variant, _watched(config, read))
-                unread = {field.name for field in fields(config)} - read
-        if unread:
-            yield f"{variant.name} reads no {', '.join(sorted(unread))} of its config: all values are checked and timed alike"
+            except Exception:  # the check of the case says why
+                break
+        else:
+            if unread := ", ".join(sorted(knobs - read)):
+                yield f"{variant.name} reads no {unread} of its config: all values are checked and timed alike"
 
 
 def _never_ragged_by_one(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:

@@ -4,6 +4,7 @@ Every check of the package gives an `Outcome`. A check that runs out of memory d
 nothing and records nothing.
 """
 
+import math
 import os
 import re
 import sys
@@ -37,7 +38,9 @@ LAUNCH_FAILURE = "the launch failed"
 _MOST_CHANGEABLE = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
 _FIRST_AT = re.compile(r"first at \([^)]*\)")
-_HUGE, _LEAST_HUGE = re.compile(r"first at \([^)]*\): (-?(?:inf|\d+(?:\.\d+)?(?:e[+-]\d+)?))"), 1e30
+_NUMBER = r"(-?(?:inf|\d+(?:\.\d+)?(?:e[+-]\d+)?))"
+_HUGE, _LEAST_HUGE = re.compile(rf"first at \([^)]*\): {_NUMBER}"), 1e30
+_FIRST_NUMBERS = re.compile(rf"{_HUGE.pattern}, expected {_NUMBER}")
 """Value of the first wrong element; a load under a mask without `other` gives the largest and the least value of its type."""
 _RESTORED_BYTES = 1 << 24
 """Largest input, in bytes, that is restored before each run: check cases are smaller, measured cases are larger."""
@@ -299,6 +302,8 @@ class Checker:
     def _undefined(self, outputs: Outputs, line: str) -> str:
         """Return the likely cause of wrong elements that hold what checks, or the interpreter, put in undefined elements."""
         is_interpreted, huge = self._device == "cpu", _HUGE.search(line)
+        if limit := _limit_of_type(outputs.get(line.partition(": ")[0]), line):
+            return limit
         if is_interpreted and huge and abs(float(huge[1])) > _LEAST_HUGE:
             return f"; {huge[1]} may come from a load under a mask without `other`"
         name = line.partition(": ")[0]
@@ -342,6 +347,20 @@ class Checker:
 
 def _is_of_indices(output: object) -> bool:
     return isinstance(output, torch.Tensor) and output.itemsize > 1 and not output.is_floating_point()
+
+
+def _limit_of_type(output: object, line: str) -> str:
+    """Return what an output's type cannot hold, if the first wrong element overflows, or is off by its smallest step."""
+    numbers = _FIRST_NUMBERS.search(line)
+    if not numbers or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        return ""
+    given, wanted, limits = float(numbers[1]), float(numbers[2]), torch.finfo(output.dtype)
+    step = limits.smallest_normal * limits.eps
+    if math.isinf(given) and limits.max < abs(wanted) < math.inf:
+        return f"; {output.dtype} holds at most {limits.max:g}"
+    if 0 < abs(given - wanted) < 1.01 * step:
+        return f"; {output.dtype} has steps of {step:.2g} near 0: atol must allow them"
+    return ""
 
 
 def _not_dense(outputs: object) -> list[str]:

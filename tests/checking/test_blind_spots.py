@@ -107,6 +107,26 @@ def test_knobs_that_the_host_function_never_reads_are_named(read: str, unread: s
     assert [it for it in blind_spots(op, variant, CASES) if "config" in it] == [line] * bool(unread)
 
 
+def test_knobs_are_not_named_where_a_case_fails_after_the_host_function_read_them() -> None:
+    def run(given: Inputs, config: Knobs) -> Inputs:
+        if given["x"].shape[1] > CASES[0]["N"]:
+            raise RuntimeError(f"{config.parts} {config.block}")
+        return {"y": given["x"] + 0}
+
+    space: Any = {"parts": (1, 2), "block": (16, 32)}
+    variant = Variant("optimized", run, Knobs, lambda _case: space, default=lambda _case: Knobs(1, 16))
+    op = replace(biased(), options={}, inputs=lambda case, *, device, seed=0: drawn(case, seed, "drawn"), variants=(variant,))
+    op = replace(op, reference=lambda given: {"y": given["x"].clone()}, dtypes=("float32",))
+    assert not [it for it in blind_spots(op, variant, CASES) if "config" in it]
+
+
+def test_output_that_the_reference_does_not_give_is_no_output_of_one_type() -> None:
+    op = biased()
+    variant = Variant("optimized", lambda given, _config: {"y": op.reference(given)["y"], "more": given["x"]})
+    cases = [replace(case, dtype=dtype, options=(("act", "none"),)) for case in CASES for dtype in ("float32", "bfloat16")]
+    assert not [line for line in blind_spots(op, variant, cases) if "for every dtype" in line]
+
+
 @pytest.mark.parametrize("cast", [torch.Tensor.bfloat16, lambda y: y, torch.Tensor.double])
 @pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16",)])
 def test_output_of_16_bits_for_every_type_of_cases_is_named(cast: Callable[[torch.Tensor], torch.Tensor], types: Any) -> None:

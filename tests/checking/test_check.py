@@ -116,6 +116,32 @@ def test_failure_explains_undefined_values_and_kinds_of_rows(mistake: str, hint:
     assert line.partition("; ")[2] == hint
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype", "hint"),
+    [
+        (7e4, "float16", "torch.float16 holds at most 65504"),
+        (7e4, "bfloat16", ""),
+        (4e-7, "float16", "torch.float16 has steps of 6e-08 near 0: atol must allow them"),
+        (1e-5, "float16", ""),
+    ],
+)
+def test_failure_explains_what_an_output_of_16_bits_cannot_hold(value: float, dtype: str, hint: str) -> None:
+    def inputs(_case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"x": torch.full((4, 8), value + seed * value / 8, device=device)}
+
+    def run(given: Inputs, _config: None) -> Outputs:
+        off = 1.0 if value > 1e-6 else 1.0 + 2e-8 / value
+        y = (given["x"].double() * off).to(getattr(torch, dtype))
+        y[0, 0] = y[0, 0] if hint else 2 * value
+        return {"y": y}
+
+    variant = Variant("baseline", run)
+    op = replace(op_with(""), inputs=inputs, reference=lambda given: {"y": given["x"].clone()}, variants=(variant,))
+    case = Case("small", (("M", 4), ("N", 8)), "float32")
+    lines = check.Checker(op, case, "cpu").run(variant, None)[1]
+    assert lines[0].partition("; ")[2] == hint, lines
+
+
 @pytest.mark.parametrize("result", [True, None, [None], [False], [""], "wrong", 0])
 def test_check_with_compare_that_returns_no_list_fails_with_its_name(result: object) -> None:
     op = replace(op_with(""), compare=lambda *_: result)
