@@ -18,6 +18,7 @@ from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_la
 from kerneltune.checking.mutations import accepted_mutations, mutate
 from kerneltune.checking.pairs import around_default, check_pairs
 from kerneltune.checking.reruns import (
+    repeated_draws,
     with_cause,
     wrong_after_other_size,
     wrong_by_unwritten,
@@ -91,7 +92,7 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
 
     def work() -> list[Outcome]:
         fitting, outcomes = [case for case in cases if why_too_large(op, case) is None], list[Outcome]()
-        further = (wrong_by_unwritten, wrong_in_reverse, wrong_for_new_values)
+        further = (wrong_by_unwritten, wrong_in_reverse, wrong_for_new_values, repeated_draws)
         for judge in (wrong_after_other_size, _check_pairs, *further) if is_foreign(op) else (_check_pairs,):
             with noting(passes_on=judge is _check_pairs):
                 outcomes += judge(op, variant, fitting)
@@ -174,14 +175,14 @@ def compare_job(task: Task, cases: Sequence[Case], quick: bool = False) -> Job:
     """Return the job that fails if `compare` accepts any values of an output, and, but for `quick`, names further blindness."""
 
     def work() -> list[Outcome]:
+        with noting(passes_on=False):
+            of_values = [] if quick else wrong_by_values(task.op, cases)  # first: host code has kept nothing yet
         ignored, wrong = accepted_mutations(task.op, task.variant, cases)
         reason = f"{place_of(task.op.compare)}compare: accepts any values of {', '.join(ignored)}"
         if quick:
             return [Outcome("failed", reason, task.default)] if ignored else []
         lines = [f"compare accepts wrong values of {', '.join(wrong)}: see --mutate"] if wrong else []
-        lines += blind_spots(task.op, task.variant, cases)
-        with noting(passes_on=False):
-            lines += wrong_by_values(task.op, cases)
+        lines += [*blind_spots(task.op, task.variant, cases), *of_values]
         lines += wrong_flops(task.op, max(cases, key=lambda case: task.op.traffic(case).total))
         named = [Outcome("noted", f"{task.op.name}: {line}") for line in lines]
         return [Outcome("failed", reason, task.default), *named] if ignored else named

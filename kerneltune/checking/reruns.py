@@ -1,4 +1,4 @@
-"""Run variants again: in reverse order of programs, with other unwritten memory, on new values in place, after other sizes.
+"""Run variants again: in reverse order of programs, with other unwritten memory, seeds, new values in place, after other sizes.
 
 Each function judges a variant, and gives failures or notes. The module knows no operator.
 """
@@ -16,10 +16,11 @@ from kerneltune.checking.check import Checker, smallest_cases, why_not_checked
 from kerneltune.checking.dispatch import Calls
 from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
 from kerneltune.interpreter.faults import NOT_ENDED, reverse_order
+from kerneltune.interpreter.modes import replaced
 from kerneltune.processes.forked import Fork
 from kerneltune.processes.start import tell
 from kerneltune.records import RIGHT_ALONE
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.task import Outcome, knobs_of
 from kerneltune.wording import differing
 
@@ -182,6 +183,37 @@ def _failures_within(
                 if lines and not checker.run(variant, config)[1]:
                     return [Outcome("failed", lines[0], config, case)]
     return []
+
+
+def repeated_draws(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Return a note for a seed whose next value gives a variant random numbers that the seed gives as well."""
+    notes = list[Outcome]()
+    with suppress(Exception):  # the check of the case says why
+        largest = sorted(cases, key=lambda case: op.traffic(case).total, reverse=True)
+        case = next(case for case in largest if not variant.unsupported(case))
+        inputs = op.inputs(case, device="cpu")
+        for name in (name for name, value in inputs.items() if "seed" in name.lower() and type(value) is int):
+            first, second = (_draws(op, case, variant, {**inputs, name: inputs[name] + step}) for step in (0, 1))
+            if first & second and first != second:  # a seed without an effect has its own line
+                what = f"{variant.name} draws the same random numbers for {name} and {name} + 1"
+                notes.append(Outcome("noted", f"{op.name}: {what}, in case {case.name}"))
+    return notes
+
+
+def _draws(op: Op, case: Case, variant: Variant, inputs: Inputs) -> set[int]:
+    """Return a digest of the seeds and offsets of each draw of random numbers in a run."""
+    from triton.language import random
+
+    drawn, philox = set[int](), random.philox_impl
+
+    def noted(*state: Any, **named: Any) -> Any:
+        drawn.add(hash(tuple(part.handle.data.tobytes() for part in state if hasattr(part, "handle"))))
+        return philox(*state, **named)
+
+    with replaced({(random, "philox_impl"): noted}):
+        checker = Checker(replace(op, inputs=lambda *_args, **_named: inputs), case, "cpu")
+        checker.run(variant, variant.default_config(case))
+    return drawn
 
 
 def _moved(value: object, place: object) -> object:

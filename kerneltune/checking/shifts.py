@@ -17,7 +17,8 @@ from kerneltune.checking.blind_spots import matters
 from kerneltune.checking.check import LAUNCH_FAILURE, Checker, have_same_bits, only_calls_torch, smallest_cases
 from kerneltune.checking.covering import settings
 from kerneltune.interpreter.facts import noting
-from kerneltune.interpreter.modes import replaced
+from kerneltune.processes.forked import Fork
+from kerneltune.records import RIGHT_ALONE
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 _FAR = 28672
@@ -80,9 +81,21 @@ class _Change:
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     """Return a line for each kind of values with which a variant of kernels is wrong, and right with other values.
 
-    Values with which a baseline of torch alone is wrong as well are left out: the operator cannot compute them.
+    Values with which a baseline of torch alone is wrong as well are left out: the operator cannot compute them. This process must
+    have run no variant: a line says that host code keeps a value if a variant is right with the values in a new process.
     """
-    lines = dict[tuple[object, str], str]()
+    lines, kept = list[str](), dict[str, str]()
+    for name, case, change, error in Fork(partial(_search, op, cases)).result():
+        if alone := Fork(partial(_wrong, op, case, op.variant(name), change)).result():
+            lines.append(f"{name} is wrong where {alone[0]}, in case {case.name}: {alone[1]}")
+        else:
+            kept[name] = f"{name} is {RIGHT_ALONE}other calls, in case {case.name}: does host code keep a value? {error}"
+    return [*lines, *kept.values()]
+
+
+def _search(op: Op, cases: Sequence[Case]) -> list[tuple[str, Case, _Change, str]]:
+    """Return the variants that are wrong with values of a kind, each with the first case, values and error of the kind."""
+    wrong = dict[tuple[object, str], tuple[str, Case, _Change, str]]()
     few, own = _few(op, cases), [variant for variant in op.variants if not variant.is_peer]
     of_torch = [variant for variant in own[:1] if own[1:] and only_calls_torch(op, variant, few[:1])]
     of_floats = (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes, _number_changes)
@@ -93,43 +106,13 @@ def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
                 break
             with suppress(Exception):  # the check of the case says why
                 for change in () if variant.unsupported(case) else kind(op, case, variant):
-                    if (kind, variant.name) in lines or time.thread_time() > end_s:
+                    if (kind, variant.name) in wrong or time.thread_time() > end_s:
                         break
                     with suppress(Exception):  # values that the operator refuses
                         found = _wrong(op, case, variant, change)
                         if found is not None and not any(_wrong(op, case, other, change) for other in of_torch):
-                            where, line = found
-                            lines[kind, variant.name] = f"{variant.name} is wrong where {where}, in case {case.name}: {line}"
-    return [*lines.values(), *_repeated_draws(op, cases)]
-
-
-def _repeated_draws(op: Op, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a line for each own variant, and its seed whose next value gives random numbers that the seed gives as well."""
-    largest = sorted(cases, key=lambda case: op.traffic(case).total, reverse=True)
-    for variant in (variant for variant in op.variants if not variant.is_peer):
-        with suppress(Exception):  # the check of the case says why
-            case = next(case for case in largest if not variant.unsupported(case))
-            inputs = op.inputs(case, device="cpu")
-            for name in (name for name, value in inputs.items() if "seed" in name.lower() and type(value) is int):
-                first, second = (_draws(op, case, variant, {**inputs, name: inputs[name] + step}) for step in (0, 1))
-                if first & second and first != second:  # a seed without an effect has its own line
-                    yield f"{variant.name} draws the same random numbers for {name} and {name} + 1, in case {case.name}"
-
-
-def _draws(op: Op, case: Case, variant: Variant, inputs: Inputs) -> set[int]:
-    """Return a digest of the seeds and offsets of each draw of random numbers in a run."""
-    from triton.language import random
-
-    drawn, philox = set[int](), random.philox_impl
-
-    def noted(*state: Any, **named: Any) -> Any:
-        drawn.add(hash(tuple(part.handle.data.tobytes() for part in state if hasattr(part, "handle"))))
-        return philox(*state, **named)
-
-    with replaced({(random, "philox_impl"): noted}):
-        checker = Checker(replace(op, inputs=lambda *_args, **_named: inputs), case, "cpu")
-        checker.run(variant, variant.default_config(case))
-    return drawn
+                            wrong[kind, variant.name] = variant.name, case, change, found[1]
+    return [*wrong.values()]
 
 
 def _few(op: Op, cases: Sequence[Case]) -> list[Case]:
@@ -246,7 +229,7 @@ def _argument_changes(op: Op, case: Case, variant: Variant) -> Iterator[_Change]
     held = sorted({float(fact.text) for fact in facts if fact.kind == "float"})
     for name in _wide(op, checker.inputs) if held else ():
         where = f"{name} holds floats of its launches, {', '.join(map('{:g}'.format, held))}"
-        yield _Change(where, partial(_holding, name, held), lambda want, _near: list(want))
+        yield _Change(where, partial(_holding, name, held), _tensors)
 
 
 def _integer_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -259,12 +242,12 @@ def _integer_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]
     integers = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in kinds and value.numel()}
     for name, value in integers.items() if len(integers) == 1 else ():  # several, such as places and counts, depend on each other
         if 1 <= len(value[value < 0].unique()) <= _MOST_IGNORED:
-            yield _Change(f"{name} is {value.min()}", partial(_replaced, [name], partial(_filled, value.min())), _floats)
+            yield _Change(f"{name} is {value.min()}", partial(_replaced, [name], partial(_filled, int(value.min()))), _floats)
     rows = {name: value.reshape(-1, value.shape[-1] if value.ndim else 1) for name, value in integers.items()}
     falling = [name for name, value in rows.items() if (value.diff() < 0).any() and (value.sort().values.diff() == 0).any()]
     rising = [name for name, value in integers.items() if value.ndim == 1 and (value.diff() >= 0).all()]
     for name in falling if not rising else ():
-        for number in integers[name][integers[name] >= 0][:1]:  # the last may be padding
+        for number in integers[name][integers[name] >= 0][:1].tolist():  # the last may be padding
             yield _Change(f"all {name} are {number}", partial(_replaced, [name], partial(_filled, number)), _tensors)
 
 
@@ -379,8 +362,8 @@ def _scaled(factor: float, value: float, blurs: int) -> float:
     return value * factor * (1 + blurs * 2.0**-8)
 
 
-def _filled(least: torch.Tensor, value: torch.Tensor, _blurs: int) -> torch.Tensor:
-    return torch.full_like(value, int(least))
+def _filled(number: int, value: torch.Tensor, _blurs: int) -> torch.Tensor:
+    return torch.full_like(value, number)
 
 
 def _with(number: float, value: torch.Tensor, _blurs: int) -> torch.Tensor:

@@ -1,16 +1,18 @@
-"""Find results that hang on unwritten memory, and results that are kept where tensors get new values."""
+"""Find results that hang on unwritten memory, results kept where tensors get new values, and repeated random numbers."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from mistaken_ops import CASES, values
-from test_pairs import op_with
+from test_pairs import interpreted, op_with
 
 from kerneltune.checking.check import Checker
 from kerneltune.checking.jobs import pairs_job, run_jobs
-from kerneltune.checking.reruns import wrong_by_unwritten, wrong_for_new_values
+from kerneltune.checking.reruns import repeated_draws, wrong_by_unwritten, wrong_for_new_values
 from kerneltune.compat import version
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
@@ -109,3 +111,27 @@ def test_result_kept_by_address_is_named_and_one_kept_by_version_is_right() -> N
     assert outcome in outcomes
     by_version = op_of(kept(lambda x: (x.data_ptr(), version(x))), lambda given: {"y": given["x"] * 2})
     assert wrong_for_new_values(by_version, by_version.variants[0], CASES) == []
+
+
+@triton.jit
+def _noise(x_ptr, y_ptr, seed, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at, row = tl.arange(0, BLOCK), tl.program_id(0)
+    noise = tl.rand(seed, row * N + at) if KIND == "offsets" else tl.rand(seed + row if KIND == "seeds" else 7, at)
+    tl.store(y_ptr + row * N + at, tl.load(x_ptr + row * N + at, at < N, other=0.0) + noise, at < N)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["offsets", "seeds", "ignored"])
+def test_seed_whose_next_value_repeats_random_numbers_is_named(kind: str) -> None:
+    def seeded(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {**inputs(case, device=device, seed=seed), "noise_seed": 3 + seed}
+
+    def run(given: Inputs, _config: object = None) -> Outputs:
+        y, (M, N) = torch.empty_like(given["x"]), given["x"].shape
+        _noise[(M,)](given["x"], y, given["noise_seed"], N, kind, triton.next_power_of_2(N))
+        return {"y": y}
+
+    op = replace(op_of(run, lambda given: {"y": given["x"]}), inputs=seeded, compare=lambda *_: [])
+    line = "optimized draws the same random numbers for noise_seed and noise_seed + 1, in case wide"
+    notes = [outcome.reason for outcome in repeated_draws(op, op.variants[0], CASES)]
+    assert notes == [f"{op.name}: {line}"] * (kind == "seeds")
