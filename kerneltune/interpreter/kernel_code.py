@@ -23,6 +23,7 @@ _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": m
 _CHOICES, _OPERANDS = ("min", "max", "minimum", "maximum"), 2
 _LARGEST = {"int8": 2**8 - 1, "uint8": 2**8 - 1, "int16": 2**16 - 1, "uint16": 2**16 - 1}
 """Numbers above which half of all places do not fit a small type."""
+_LOOP = "for"
 _INDICES = ("torch.int32", "torch.int64")
 _CALLED = re.compile(r"([\w.\])]+)\(")
 _OF_MODULE = re.compile(rf"\b[\w.]+\.({'|'.join(_FUNCTIONS)})\(")
@@ -302,21 +303,53 @@ def _constants(tree: ast.FunctionDef) -> frozenset[str]:
 
 @functools.cache
 def _casts(tree: ast.FunctionDef) -> frozenset[str]:
-    """Return the small types of integers that a function casts values to, which may be places; bits of a value are none."""
-    values, kinds = defaultdict[str, list[ast.expr]](list), set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            values[node.targets[0].id].append(node.value)
+    """Return the small types of integers that a function casts values to, which may be places or counts."""
+    values, kinds = _values_by_name(tree), set[str]()
     for node in ast.walk(tree):
         match node:
-            case ast.Call(ast.Attribute(value, "to" | "cast"), [*_, kind], []):
-                assigned = values[_text(value)] or [value]
-                kinds |= set() if all(map(_is_float, assigned)) else {_text(kind).rpartition(".")[2]}
+            case ast.Call(ast.Attribute(value, "to" | "cast"), [*_, kind], []) if not _is_small(value, values):
+                kinds.add(_text(kind).rpartition(".")[2])
     return frozenset(kinds.intersection(_LARGEST))
 
 
+def _values_by_name(tree: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """Return what is assigned to each name, and to `_LOOP` if there is a loop whose limits are no constants."""
+    values = defaultdict[str, list[ast.expr]](list)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Name(name)], value):
+                values[name].append(value)
+            case ast.AugAssign(ast.Name(name) as before, operator, value):
+                values[name].append(ast.BinOp(before, operator, value))
+            case ast.For(ast.Name(name), ast.Call(_, limits)) if all(isinstance(limit, ast.Constant) for limit in limits):
+                values[name] += limits
+            case ast.For() | ast.While():
+                values[_LOOP].append(ast.Constant(None))
+    return values
+
+
+def _is_small(node: ast.expr, values: Mapping[str, list[ast.expr]], within: frozenset[str] = frozenset()) -> bool:
+    """Return whether an expression certainly is no place and no count: a float, a constant, or made of these.
+
+    within: names whose values hold the expression.
+    """
+    match node:
+        case ast.Constant() | ast.Compare() | ast.BinOp(_, ast.Mod() | ast.BitAnd(), ast.Constant()):
+            return True
+        case ast.Name(name):
+            if name in within:
+                return _LOOP not in values
+            assigned = values.get(name, [])
+            return bool(assigned) and all(_is_small(value, values, within | {name}) for value in assigned)
+        case ast.BinOp(left, _, right) | ast.Call(ast.Attribute(_, "where"), [_, left, right]):
+            return _is_float(node) or (_is_small(left, values, within) and _is_small(right, values, within))
+        case ast.Call(ast.Attribute(_, "zeros"), _):
+            return True
+    return _is_float(node)
+
+
 def _is_float(node: ast.expr) -> bool:
-    """Return whether an expression certainly is no integer: a sum, a minimum or a maximum with a float, or a quotient."""
+    """Return whether an expression certainly is no integer: a sum, minimum or maximum with a float, or a quotient."""
     match node:
         case ast.Constant(value):
             return isinstance(value, float)
@@ -328,6 +361,8 @@ def _is_float(node: ast.expr) -> bool:
             return _is_float(one) or _is_float(other)
         case ast.Call(ast.Attribute(_, "to"), [kind, *_]):
             return _text(kind).rpartition(".")[2] in ("float32", "float16", "bfloat16")
+        case ast.Call(ast.Attribute(_, "floor" | "ceil" | "sqrt" | "exp" | "exp2" | "log2" | "div_rn" | "rand"), _):
+            return True
     return False
 
 

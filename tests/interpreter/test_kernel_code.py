@@ -1,7 +1,9 @@
 """Facts that are read from the code of a kernel."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
+import pytest
 import triton.language as tl
 
 from kerneltune.interpreter.kernel_code import facts_of
@@ -47,7 +49,34 @@ def small_types(x_ptr, N) -> None:  # type: ignore[no-untyped-def]
     place.to(tl.int16)
 
 
-def test_cast_of_what_is_certainly_a_float_limits_no_size() -> None:
+def small_numbers(x_ptr, N) -> None:  # type: ignore[no-untyped-def]
+    code = tl.zeros((8,), tl.int32)
+    for bit in tl.static_range(8):
+        half = 128 >> bit
+        code = tl.where(tl.load(x_ptr + code) > 0.0, code + half, code)
+    code.to(tl.uint8)
+    (tl.load(x_ptr) > 0.0).to(tl.uint8)
+    (tl.load(x_ptr) & 15).to(tl.int8)
+
+
+def floats_of_a_loop(x_ptr, N) -> None:  # type: ignore[no-untyped-def]
+    rounded = 0.0
+    for at in range(N):
+        rounded = tl.floor(tl.load(x_ptr + at))
+    rounded.to(tl.int8)
+
+
+def counter(x_ptr, N) -> None:  # type: ignore[no-untyped-def]
+    count = 0
+    for at in range(0, N):
+        count += tl.where(tl.load(x_ptr + at) > 0.0, 1, 0)
+    count.to(tl.int16)
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds"), [(small_types, ["int16"]), (small_numbers, []), (floats_of_a_loop, []), (counter, ["int16"])]
+)
+def test_cast_of_what_is_certainly_no_place_or_count_limits_no_size(function: Callable[..., None], kinds: list[str]) -> None:
     arguments = {"x_ptr": SimpleNamespace(data_ptr=None), "N": 70_000}
-    facts = facts_of(SimpleNamespace(fn=small_types, constexprs=()), arguments)
-    assert {fact.text for fact in facts if fact.kind == "branch"} == {"N > 65535 beside a cast to int16"}
+    facts = facts_of(SimpleNamespace(fn=function, constexprs=()), arguments)
+    assert [fact.text for fact in facts if "cast" in fact.text] == [f"N > 65535 beside a cast to {kind}" for kind in kinds]
