@@ -15,6 +15,7 @@ import torch
 from kerneltune.checking.check import Checker, smallest_cases, why_not_checked
 from kerneltune.checking.dispatch import Calls
 from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
+from kerneltune.checking.smaller_sizes import resized
 from kerneltune.interpreter.faults import NOT_ENDED, reverse_order
 from kerneltune.interpreter.modes import replaced
 from kerneltune.processes.forked import Fork
@@ -140,8 +141,7 @@ def _with_other_sizes(op: Op, variant: Variant, case: Case, cases: Sequence[Case
 
     for axis, size in case.axes:
         for other in [*sorted({each[axis] for each in cases} - {0, 1, size}, reverse=True), 2 * size]:
-            axes = tuple((name, other if name == axis else its) for name, its in case.axes)
-            copy = replace(case, name=f"{case.name},{axis}={other}", axes=axes)
+            copy = resized(case, {**dict(case.axes), axis: other}, [axis])
             if Fork(partial(is_possible, copy)).result():
                 yield axis, copy
                 break

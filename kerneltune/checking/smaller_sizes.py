@@ -201,8 +201,9 @@ def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
 
 
 def resized(case: Case, sizes: Mapping[str, int], named: Iterable[str]) -> Case:
-    """Return a case with other sizes; its name tells the named sizes."""
-    name = ",".join([case.name, *(f"{axis}={sizes[axis]}" for axis in named)])
+    """Return a case with other sizes; its name tells the named sizes, each once."""
+    new = {axis: f"{axis}={sizes[axis]}" for axis in named}
+    name = ",".join([*(part for part in case.name.split(",") if part.partition("=")[0] not in new), *new.values()])
     return replace(case, name=name, axes=tuple(sizes.items()))
 
 

@@ -72,10 +72,13 @@ def _mistake(record: Record) -> str:
 
 
 def _case_of(record: Record) -> str:
+    """Return the name of a case, and the sizes, options and modes that the name of a derived case does not tell."""
     if "launch" in record.options:  # of a capture: its name holds kernel and digest
-        return f"{record.case} {assignments(record.axes)}".rstrip()
-    settings = [word for word in (record.quant, record.policy) if word not in ("none", "cold")]
-    return " ".join([record.case, assignments({**record.axes, **record.options}), record.dtype, *settings])
+        return f"launch {record.case} {assignments(record.axes)}".rstrip()
+    told, policy = record.case.split(",")[1:], [record.policy] if record.policy != "cold" else []
+    texts = {f"{name}={value}": f"{name}={value}" for name, value in {**record.axes, **record.options}.items()}
+    texts |= {f"dtype={record.dtype}": record.dtype} | {f"quant={quant}": quant for quant in [record.quant] if quant != "none"}
+    return " ".join([record.case, *(text for key, text in texts.items() if key not in told), *policy])
 
 
 def _reason_of(record: Record) -> str:

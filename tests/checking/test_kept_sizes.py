@@ -113,6 +113,13 @@ def test_axis_with_one_size_in_all_cases_is_doubled() -> None:
     assert failure.case == case_of("doubled", 12, 34)
 
 
+def test_name_of_a_case_tells_each_new_size_once() -> None:
+    op = op_of(MISTAKES["count by columns"][0])
+    (failure,) = wrong_after_other_size(op, op.variants[0], [case_of("odd,M=6,p=0.5", 6, 34)])
+    assert failure.case == case_of("odd,p=0.5,M=12", 12, 34)
+    assert " after case odd,M=6,p=0.5, which differs in M: " in failure.reason
+
+
 def test_size_that_the_operator_refuses_is_not_tried() -> None:
     refused = list[int]()
 

@@ -108,6 +108,20 @@ def test_values_that_host_code_keeps_are_one_mistake_without_a_config() -> None:
     assert line.endswith(f" M=512 bfloat16 fp8 and 1 more case: {begin} case one: y: 3 of 4 wrong")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "shown"),
+    [
+        ("odd,M=8192", {}, "odd,M=8192 N=4096 bfloat16 fp8"),
+        ("odd,dtype=bfloat16,p=0.5", {"p": 0.5}, "odd,dtype=bfloat16,p=0.5 M=8192 N=4096 fp8"),
+        ("odd,quant=fp8,N=8", {}, "odd,quant=fp8,N=8 M=8192 N=4096 bfloat16"),
+        ("k-12345678", {"launch": "123456789abcdef0"}, "launch k-12345678 M=8192 N=4096"),
+    ],
+)
+def test_failure_tells_each_value_of_a_derived_case_once(name: str, options: dict[str, Any], shown: str) -> None:
+    failed = record(**NO_TIMES, case=name, options=options, status="failed", reason="y: 3 of 4 wrong", config=None)
+    assert failure_lines([failed]) == [f"rmsnorm_fwd baseline: {shown}: y: 3 of 4 wrong"]
+
+
 def test_failure_leaves_out_the_default_mode_and_policy() -> None:
     failed: dict[str, Any] = {**NO_TIMES, "status": "failed", "reason": "y: 3 of 4 wrong", "config": None}
     assert failure_lines([record(quant="none", **failed)])[0].startswith(
