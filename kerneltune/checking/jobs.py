@@ -84,16 +84,12 @@ class CaseJob(Job):
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
-    """Return the job that checks pairs of config and case, see `check_pairs`; a variant of a user's operator by all judges.
-
-    The first two need host code that has kept nothing yet.
-    """
+    """Return the job that checks pairs of config and case, see `check_pairs`; a variant of a user's operator by all `_JUDGES`."""
     op, variant = task.op, task.variant
 
     def work() -> list[Outcome]:
         fitting, outcomes = [case for case in cases if why_too_large(op, case) is None], list[Outcome]()
-        further = (wrong_by_unwritten, wrong_in_reverse, wrong_for_new_values, repeated_draws)
-        for judge in (wrong_after_other_size, _check_pairs, *further) if is_foreign(op) else (_check_pairs,):
+        for judge in _JUDGES if is_foreign(op) else (_check_pairs,):
             with noting(passes_on=judge is _check_pairs):
                 outcomes += judge(op, variant, fitting)
         return outcomes
@@ -113,6 +109,10 @@ def _check_pairs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcom
         raise
     note_facts(*facts)
     return [with_cause(op, variant, outcome) if outcome.status == "failed" else outcome for outcome in outcomes]
+
+
+_JUDGES = (wrong_after_other_size, _check_pairs, wrong_by_unwritten, wrong_in_reverse, wrong_for_new_values, repeated_draws)
+"""Checks of a variant of a user's operator, in this order: the first two need host code that has kept nothing yet."""
 
 
 def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[Case] = ()) -> Job:
