@@ -16,7 +16,7 @@ from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch
 from kerneltune.errors import first_line, is_own, statement_in
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.modes import read_sources, replaced, strict, unlaunched
+from kerneltune.interpreter.modes import replaced, strict, unlaunched
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.task import CaseError
 
@@ -120,7 +120,6 @@ def _largest_numbers(op: Op, case: Case, variant: Variant, inputs: Inputs, check
 
     Sizes are axes, axes of inputs and inputs that are integers. If several sizes limit an argument, the least limit is taken.
     """
-    read_sources(host_folder(op))  # as names that are added to the kernels' modules within `unlaunched` are forgotten
     known = defaultdict[tuple[str, str], list[tuple[dict[str, int], int, int]]](list)
 
     def integers(of_case: Inputs, config: Config) -> dict[tuple[str, str], tuple[int, int]]:

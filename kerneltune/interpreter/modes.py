@@ -115,14 +115,17 @@ def read_sources(folder: str) -> None:
 
     `kerneltune sweep rmsnorm --check-only` takes 70 forks, and each fork took 0.1 s for this (2026-11-28).
     """
+    from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.interpreter import InterpretedFunction
 
     correct_interpreter()
     for variables in list(_variables_in(folder, len(sys.modules))):
         limits_of(variables.get("__file__", ""))
-        for function in list(variables.values()):
-            if isinstance(function, InterpretedFunction):
-                function.rewrite()
+        for kernel in list(variables.values()):
+            while isinstance(kernel, Autotuner | Heuristics):
+                kernel = kernel.fn
+            if isinstance(kernel, InterpretedFunction):
+                kernel.rewrite()
 
 
 @contextmanager
@@ -181,14 +184,18 @@ def _forgetting(folder: str) -> Iterator[None]:
 
     After an import within, nothing is put back: an imported module may register itself.
     """
-    num_modules = len(sys.modules)
+    from triton.runtime import interpreter
+
+    num_modules, of_interpreter = len(sys.modules), vars(interpreter)
     before = [(variables, variables.copy()) for variables in (_variables_in(folder, num_modules) if folder else ())]
     try:
         yield
     finally:
         for variables, items in before if len(sys.modules) == num_modules else ():
-            if variables.keys() != items.keys():
+            if added := variables.keys() - items.keys():
+                kept = {name: variables[name] for name in added & of_interpreter.keys()}  # rewritten kernels need these
                 variables.clear()
+                variables.update(kept)
             variables.update(items)
 
 

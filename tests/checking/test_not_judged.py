@@ -1,7 +1,9 @@
 """Coverage lines about checks that host code or the time ends."""
 
+import importlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from row_sums import BENCH, summing
 from test_pairs import op_with
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kerneltune.checking.addresses import address_errors
 from kerneltune.checking.derived import derived_cases
 from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, pairs_job, run_jobs
 from kerneltune.checking.pairs import check_pairs
-from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.facts import Fact, noting
 from kerneltune.spec import Inputs, Outputs, Variant
 from kerneltune.task import Run, Task, knobs_of
 
@@ -146,6 +149,45 @@ def test_pairs_check_every_config_of_an_autotuner(knobs: Any) -> None:
     failed = [outcome for outcome in check_pairs(op, wrong, CASES) if outcome.status == "failed"]
     assert failed
     assert {knobs_of(outcome.config)["autotuner_config"] for outcome in failed} == {1}
+
+
+ALONE = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 256})], key=["N"])
+@triton.heuristics({"EVEN": lambda given: given["N"] % given["BLOCK"] == 0})
+@triton.jit
+def doubled(x_ptr, y_ptr, N, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * N
+    if EVEN:
+        tl.store(y_ptr + row + at, 2 * tl.load(x_ptr + row + at))
+    else:
+        tl.store(y_ptr + row + at, 2 * tl.load(x_ptr + row + at, at < N, other=0.0), at < N)
+
+
+def run(given, _config):
+    x = given["x"]
+    y = torch.empty_like(x)
+    doubled[lambda meta: (len(x), triton.cdiv(x.shape[1], meta["BLOCK"]))](x, y, x.shape[1])
+    return {"y": y}
+"""
+
+
+def test_kernel_that_a_module_holds_in_an_autotuner_alone_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("held_first", "held_alone"):  # the first check imports modules, after which nothing is forgotten
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(ALONE)
+        monkeypatch.syspath_prepend(folder)
+        variant = Variant("optimized", importlib.import_module(name).run)
+        op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,), module=name)
+        with noting() as facts:
+            assert address_errors(op, BENCH[0], variant, None, CASES) == []
+        assert not [fact for fact in facts if fact.kind == "not judged"]
 
 
 def _no_backend(_graph: Any, _inputs: Any) -> Any:
