@@ -3,6 +3,7 @@
 pytest imports this module in every run of an environment that has kerneltune: torch and triton are imported by the fixtures.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from kerneltune import device
 from kerneltune.errors import first_line
 
 if TYPE_CHECKING:
+    from kerneltune.measuring.rounds import Contender, Policy
     from kerneltune.spec import Case, Inputs, Op, Outputs
     from kerneltune.stats import Interval, Samples
 
@@ -87,12 +89,13 @@ class KernelTime:
 def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") -> "list[Samples]":
     """Time callables in interleaved rounds, the first of them twice: its second samples come last.
 
-    The L2 is cold, unless the inputs are so small that it cannot be.
+    The L2 is cold, unless the inputs are so small that it cannot be. If a side waits for the GPU, which no CUDA graph can hold,
+    all sides are timed launch by launch, with a warning.
     """
     import torch
 
     from kerneltune.checking.memory import gpu_free_bytes
-    from kerneltune.measuring.rounds import POLICIES, Contender, interleave, num_input_sets, throttled
+    from kerneltune.measuring.rounds import POLICIES, interleave, num_input_sets, throttled
 
     num_bytes = []
     for _name, _run, args in sides:
@@ -102,14 +105,35 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
         policy = POLICIES["cold"]
     except ValueError:  # inputs so small that no number of copies fills the L2
         counts, policy = [1] * len(sides), POLICIES["hot"]
+    try:
+        contenders = _contenders(sides, counts, policy)
+    except RuntimeError as error:  # a callable that no CUDA graph can hold, or that fails in any case
+        contenders = _contenders(sides, counts, POLICIES["eager"])
+        warnings.warn(f"kernel_time: all sides are timed launch by launch: {error}", stacklevel=2)
+    return list(interleave(contenders, throttled=throttled).values())
+
+
+def _contenders(
+    sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]", counts: Sequence[int], policy: "Policy"
+) -> "dict[str, Contender]":
+    """Return each callable on copies of its arguments, the first of them again at the end; fail the test if one fails.
+
+    Raises:
+        RuntimeError: no CUDA graph can hold the calls of one, which a policy with a graph needs.
+    """
+    from kerneltune.measuring.rounds import Contender
+
     contenders = {}
     for number, ((name, run, args), count) in enumerate(zip((*sides, sides[0]), (*counts, counts[0]), strict=True)):
         try:
             sets = [rebuilt(args, lambda _name, value: copied(value)) for _ in range(count)]
             contenders[str(number)] = Contender(partial(_call, run, sets), count, policy)
         except Exception as error:  # a callable may fail in any way
-            pytest.fail(f"kernel_time: {name}: cannot be timed: {first_line(error)}", pytrace=False)
-    return list(interleave(contenders, throttled=throttled).values())
+            reason = f"{name}: cannot be timed: {first_line(error)}"
+            if policy.graph:
+                raise RuntimeError(reason) from error
+            pytest.fail(f"kernel_time: {reason}", pytrace=False)
+    return contenders
 
 
 def _call(run: Callable[..., Any], sets: Sequence[Sequence[Any]], number: int) -> Any:

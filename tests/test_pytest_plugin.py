@@ -15,6 +15,7 @@ from subprocesses import environment
 from warm_python import python
 
 from kerneltune import pytest_plugin
+from kerneltune.measuring import rounds
 from kerneltune.pytest_plugin import KernelTime
 
 ROOT = Path(__file__).parents[1]
@@ -210,3 +211,37 @@ def test_times_are_compared_by_the_interval_of_their_ratio(
     with pytest.raises(TypeError, match=r"^mine: a time alone is neither true nor false: expected a comparison with a limit$"):
         assert a
     assert repr(a).endswith(" µs")
+
+
+@pytest.mark.parametrize("fails_at_all", [False, True])
+def test_side_that_no_graph_can_hold_lets_all_sides_be_timed_launch_by_launch(
+    fails_at_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def contender(run: Callable[[int], Any], sets: int, policy: rounds.Policy) -> float:
+        if (policy.graph or fails_at_all) and run(0) == "waits":
+            raise RuntimeError("no CUDA graph can hold it")
+        made.append((run(0), sets, policy.name))
+        return float(len(made))
+
+    monkeypatch.setattr(rounds, "Contender", contender)
+    monkeypatch.setattr(rounds, "interleave", lambda contenders, throttled: contenders)
+    monkeypatch.setattr(rounds, "num_input_sets", lambda *_: 3)
+    monkeypatch.setattr("kerneltune.checking.memory.gpu_free_bytes", lambda: 1 << 30)
+    sides = [("quick", lambda: "quick", ()), ("waits", lambda: "waits", ())]
+    if fails_at_all:
+        with pytest.raises(pytest.fail.Exception, match=r"^kernel_time: waits: cannot be timed: RuntimeError: no CUDA graph"):
+            pytest_plugin.measure(sides)
+        return
+    with pytest.warns(UserWarning, match=r"^kernel_time: all sides are timed launch by launch: waits: cannot be timed: "):
+        assert pytest_plugin.measure(sides) == [2.0, 3.0, 4.0]
+    assert made == [("quick", 3, "cold"), ("quick", 3, "eager"), ("waits", 3, "eager"), ("quick", 3, "eager")]
+
+
+@pytest.mark.gpu
+def test_side_that_waits_for_the_gpu_is_timed_with_a_warning() -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    with pytest.warns(UserWarning, match=r"no CUDA graph can hold it"):
+        waiting, doubled, _again = pytest_plugin.measure([("mask", lambda x: x[x > 0], (x,)), ("double", lambda x: 2 * x, (x,))])
+    assert float(np.median(waiting)) > float(np.median(doubled)) > 0
