@@ -40,8 +40,8 @@ _MOST_CHANGEABLE = 1024
 _FIRST_AT = re.compile(r"first at \([^)]*\)")
 _NUMBER = r"(-?(?:inf|\d+(?:\.\d+)?(?:e[+-]\d+)?))"
 _HUGE, _LEAST_HUGE = re.compile(rf"first at \([^)]*\): {_NUMBER}"), 1e30
-_FIRST_NUMBERS = re.compile(rf"{_HUGE.pattern}, expected {_NUMBER}")
 """Value of the first wrong element; a load under a mask without `other` gives the largest and the least value of its type."""
+_FIRST_NUMBERS = re.compile(rf"{_HUGE.pattern}, expected {_NUMBER}")
 _RESTORED_BYTES = 1 << 24
 """Largest input, in bytes, that is restored before each run: check cases are smaller, measured cases are larger."""
 

@@ -146,9 +146,11 @@ def test_pairs_check_every_config_of_an_autotuner(knobs: Any) -> None:
     right, wrong = (Variant("optimized", partial(_run_tuned, factor), knobs, **own) for factor in (2.0, 3.0))
     passed = check_pairs(op, right, CASES)
     assert [outcome.status for outcome in passed if outcome.status != "noted"] == ["checked"], passed
-    failed = [outcome for outcome in check_pairs(op, wrong, CASES) if outcome.status == "failed"]
+    ((_job, outcomes),) = run_jobs([pairs_job(Task(op, CASES[0], wrong), CASES)])
+    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
     assert failed
     assert {knobs_of(outcome.config)["autotuner_config"] for outcome in failed} == {1}
+    assert every("alone" not in outcome.reason for outcome in failed), failed
 
 
 ALONE = """
