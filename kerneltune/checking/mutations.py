@@ -23,7 +23,7 @@ MEANING = f"""one element  one value x becomes 2x + 1, an integer differs by {_I
 one row      the last row becomes a copy of the first
 exchange     the first two elements of each row change places
 zeroed tail  the last 1/{_TAIL} of each row becomes 0
-truncation   every second value moves a step towards 0; fp32 is cut to bf16
+truncation   every second value moves a step towards 0; fp32 is cut to bf16, fp64 to fp32
 scale x F    every value is multiplied by F, in fp8 before the cast"""
 
 
@@ -54,7 +54,9 @@ def _one_row(values: torch.Tensor) -> torch.Tensor:
 
 
 def _truncated(values: torch.Tensor) -> torch.Tensor:
-    """Move every second value a step closer to zero; clear the bits of fp32 values that bf16 lacks."""
+    """Move every second value a step closer to zero; clear the bits of fp32 that bf16 lacks, and of fp64 that fp32 lacks."""
+    if values.dtype == torch.float64:
+        return values.float().double()
     if values.dtype == torch.float32:
         return (values.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
     bits = values.contiguous().view(torch.uint8 if values.dtype.itemsize == 1 else torch.int16).reshape(-1).clone()
@@ -155,11 +157,13 @@ def _outcome(label: str, is_refused: Mapping[str, bool]) -> Outcome:
 
 def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield each output's name, the name of a mutation and the mutated output, if the mutation changed the output."""
-    for name, values in outputs.items():
-        if not isinstance(values, torch.Tensor) or not values.numel() or values.dtype == torch.bool:
+    for name, output in outputs.items():
+        if not isinstance(output, torch.Tensor) or not output.numel() or output.dtype == torch.bool:
             continue
+        values = torch.view_as_real(output).reshape(*output.shape[:-1], -1) if output.is_complex() else output
         for mutation, change in _MUTATIONS.items():
             if values.is_floating_point() or mutation in _OF_INTEGERS:
                 changed = change(values)
                 if not have_same_bits(changed, values):
-                    yield name, mutation, changed
+                    real = changed.reshape(*output.shape, 2) if output.is_complex() else changed
+                    yield name, mutation, torch.view_as_complex(real) if output.is_complex() else changed

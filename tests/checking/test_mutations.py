@@ -62,6 +62,23 @@ def test_mutations_of_an_output_without_axes_are_judged() -> None:
     assert "loss: compare refuses one element, " in outcome.reason
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float64])
+@pytest.mark.parametrize("axes", [0, 2])
+def test_mutations_of_complex_and_long_floats_are_judged(dtype: torch.dtype, axes: int) -> None:
+    def spectrum(inputs: Inputs) -> Outputs:
+        x = inputs["x"].double().nan_to_num().clamp(-9, 9) + 0.3
+        unit = torch.polar(x.abs(), x) if dtype.is_complex else x
+        return {"s": (unit if axes else unit.sum()).to(dtype)}
+
+    op = op_with("")
+    variant = replace(op.variants[0], run=lambda inputs, _config: spectrum(inputs))
+    strict = replace(op, compare=lambda _c, _i, got, want: close("s", got["s"], want["s"], 1e-9, 0.0))
+    (outcome,) = outcomes(replace(strict, reference=spectrum, variants=(variant,)))
+    assert outcome.status == "checked", outcome
+    assert "s: compare refuses one element, " in outcome.reason
+    assert "truncation, scale x 1.01, scale x 1.1" in outcome.reason
+
+
 def test_mutations_fail_a_comparison_that_accepts_all_or_compares_means() -> None:
     results = outcomes(replace(op_with(""), compare=lambda *_: []))
     assert {outcome.status for outcome in results} == {"failed"}
