@@ -23,7 +23,7 @@ MEANING = f"""one element  one value x becomes 2x + 1, an integer differs by {_I
 one row      the last row becomes a copy of the first
 exchange     the first two elements of each row change places
 zeroed tail  the last 1/{_TAIL} of each row becomes 0
-truncation   every second value moves a step towards 0; fp32 is cut to bf16, fp64 to fp32
+truncation   every second value moves a step to 0; fp32 and fp64 are cut to half
 scale x F    every value is multiplied by F, in fp8 before the cast"""
 
 
