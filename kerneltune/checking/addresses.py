@@ -4,7 +4,7 @@ import itertools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kerneltune.checking.check import host_folder, meta_inputs, only_calls_torch, poisoned_memory
+from kerneltune.checking.check import host_folder, is_foreign, meta_inputs, only_calls_torch, poisoned_memory, smallest_cases
 from kerneltune.errors import first_line, is_own, statement_in
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
@@ -24,6 +24,8 @@ _MOST_OFFSET = 2**31 - 1
 _SEVERAL = 4
 """Fewest integers of an input whose largest number tells their limit."""
 
+_FEW_CASES = 2
+"""Small check cases in which launches are sought of a variant that launches no kernel without memory."""
 _WAITS = re.compile(
     r"Tensor\.item\(\)|copy out of meta|torch\.nonzero|aten::(masked_select|_?unique\w*|bincount|equal):|repeat_interleave a meta"
 )
@@ -61,6 +63,9 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
             variant.run(inputs, config)
         if any(fact.kind == "on the CPU" for fact in facts):
             return _made_without_device(host_folder(op), variant, inputs, config)
+        if is_foreign(op) and not _has_launch(facts) and _launches(op, variant, checks):
+            text = f"addresses of {variant.name} in {case.name}: no kernel is launched without memory: is a fake registered?"
+            note_facts(Fact("not judged", text))
     except CaseError as error:  # no inputs, or a captured launch that cannot be made again
         return [str(error)]
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
@@ -75,6 +80,21 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
         where = f"addresses of {variant.name} in {case.name}: host code fails without memory"
         note_facts(Fact("not judged", f"{where}: {statement_in(host_folder(op), error)}{first_line(error)}"))
     return []
+
+
+def _has_launch(facts: Set[Fact]) -> bool:
+    return any(fact.kind == "launch" for fact in facts)
+
+
+def _launches(op: Op, variant: Variant, checks: Sequence[Case]) -> bool:
+    """Return whether a variant launches a kernel in a small check case, as a function with a registered fake does."""
+    with suppress(Exception), noting(passes_on=False):  # the check of the case says why
+        for case in smallest_cases(op, [case for case in checks if not variant.unsupported(case)], _FEW_CASES):
+            with unlaunched(host_folder(op)) as launches:
+                variant.run(op.inputs(case, device="cpu"), variant.default_config(case))
+            if _has_launch(launches.facts):
+                return True
+    return False
 
 
 def _made_without_device(folder: str, variant: Variant, inputs: Inputs, config: Config) -> list[str]:

@@ -192,6 +192,27 @@ def test_kernel_that_a_module_holds_in_an_autotuner_alone_is_judged(tmp_path: Pa
         assert not [fact for fact in facts if fact.kind == "not judged"]
 
 
+@torch.library.custom_op("kerneltune_tests::doubled", mutates_args=())
+def doubled_by_custom_op(x: torch.Tensor) -> torch.Tensor:
+    return _run_tuned(2.0, {"x": x}, None)["y"]
+
+
+@doubled_by_custom_op.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize(("double", "is_judged"), [(doubled_by_custom_op, False), (lambda x: 2 * x, True)])
+def test_coverage_says_that_a_custom_operator_with_a_fake_is_not_judged(double: Any, is_judged: bool) -> None:
+    variant = Variant("optimized", lambda given, _config: {"y": double(given["x"])})
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
+    addresses = address_job(Task(op, BENCH[0], variant), (), CASES)
+    dict(run_jobs([addresses]))
+    line = "no kernel is launched without memory: is a fake registered?"
+    named = f"scaled: not judged: addresses of optimized in {BENCH[0].name}: {line}"
+    assert coverage_lines([addresses]) == [named] * (not is_judged)
+
+
 def _no_backend(_graph: Any, _inputs: Any) -> Any:
     raise AssertionError("compiled")
 
