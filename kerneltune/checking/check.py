@@ -350,7 +350,7 @@ def _is_of_indices(output: object) -> bool:
 
 
 def _limit_of_type(output: object, line: str) -> str:
-    """Return what an output's type cannot hold, if the first wrong element overflows, or is off by its smallest step."""
+    """Return the limit of an output's type that explains the first wrong element: its largest number, or its smallest step."""
     numbers = _FIRST_NUMBERS.search(line)
     if not numbers or not isinstance(output, torch.Tensor) or not output.is_floating_point():
         return ""

@@ -141,7 +141,7 @@ def taking(number: int) -> Iterator[None]:
 def _untimed() -> dict[tuple[Any, str], Any]:
     """Return the patches with which autotuners take a config by its number, the first by default, as they can time none.
 
-    No autotuner keeps what it took for another launch.
+    An autotuner forgets the config after the launch, because the next launch may be of another number.
     """
     from triton.runtime.autotuner import Autotuner
 
