@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partialmethod
 from inspect import isfunction
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from kerneltune.interpreter.facts import iterations_of, note_here
-from kerneltune.interpreter.faults import is_kernel_file
+from kerneltune.interpreter.faults import is_kernel_file, setting
 from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes, with_quick_accesses
 
 _USED = (
@@ -279,14 +279,9 @@ def _dot_in_tf32(builder: Any, dot: Callable[..., Any], left: Any, right: Any, t
 _EXACT = ContextVar("exact", default=False)
 
 
-@contextmanager
-def exact_quotients() -> Iterator[None]:
+def exact_quotients() -> AbstractContextManager[bool]:
     """Let `/` of fp32 be exact within, to tell whether a disagreement hangs on it."""
-    token = _EXACT.set(True)
-    try:
-        yield
-    finally:
-        _EXACT.reset(token)
+    return setting(_EXACT, True)
 
 
 def _divide_inexactly(builder: Any, divide: Callable[..., Any], left: Any, right: Any) -> Any:

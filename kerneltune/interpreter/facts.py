@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
-from kerneltune.interpreter.faults import statement
+from kerneltune.interpreter.faults import setting, statement
 
 Kind = Literal[
     "launch", "call", "branch", "condition", "choice", "true", "false", "no iteration", "one iteration", "two iterations",
@@ -109,11 +109,10 @@ AROUND: ContextVar[int] = ContextVar("around", default=1)
 def noting(passes_on: bool = True) -> Iterator[set[Fact]]:
     """Collect the facts of the launches within; `passes_on`: whether an enclosing `noting` gets the facts as well."""
     facts = set[Fact]()
-    token = _NOTED.set(facts)
     try:
-        yield facts
+        with setting(_NOTED, facts):
+            yield facts
     finally:
-        _NOTED.reset(token)
         if passes_on:
             note_facts(*facts)
 

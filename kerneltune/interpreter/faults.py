@@ -9,11 +9,11 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from kerneltune.errors import meant
 
@@ -21,6 +21,7 @@ PROGRAM_SECONDS, _REVERSED_SECONDS = 60.0, 3.0
 """Most processor time of a program, and of a program in reverse order: a program of a check takes milliseconds."""
 NOT_ENDED = "has not ended after"
 _REVERSED: ContextVar[bool] = ContextVar("reversed", default=False)
+T = TypeVar("T")
 
 
 class KernelFaultError(Exception):
@@ -89,13 +90,18 @@ def _seconds() -> float:
 
 
 @contextmanager
-def reverse_order() -> Iterator[None]:
-    """Run the last program of each launch first; a program that waits for another soon raises an error with NOT_ENDED."""
-    token = _REVERSED.set(True)
+def setting(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Give a context variable a value within."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _REVERSED.reset(token)
+        variable.reset(token)
+
+
+def reverse_order() -> AbstractContextManager[bool]:
+    """Run the last program of each launch first; a program that waits for another soon raises an error with NOT_ENDED."""
+    return setting(_REVERSED, True)
 
 
 def place_that_runs(at: Sequence[int], grid: Sequence[int]) -> Sequence[int]:

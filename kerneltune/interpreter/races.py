@@ -8,8 +8,8 @@ by a vector clock of each program, `_known`, and a shadow of each storage.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kerneltune.interpreter.barriers import begin_threads, note_access
+from kerneltune.interpreter.faults import setting
 
 Touched = dict[tuple[str, int], Any]
 """(`load` or `store`, address of a storage) -> whether programs load, or store, each of its bytes."""
@@ -231,11 +232,6 @@ class Races:
         last[units] = event
 
 
-@contextmanager
-def touching() -> Iterator[Touched]:
+def touching() -> AbstractContextManager[Touched]:
     """Collect the bytes that the programs of launches within load and store, except words that order programs."""
-    token = _TOUCHED.set(touched := Touched())
-    try:
-        yield touched
-    finally:
-        _TOUCHED.reset(token)
+    return setting(_TOUCHED, Touched())

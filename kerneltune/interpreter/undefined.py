@@ -28,6 +28,7 @@ from kerneltune.interpreter.faults import (
     fault_of,
     line_of,
     place_that_runs,
+    setting,
     statement,
     time_limit,
 )
@@ -217,13 +218,13 @@ class _Guard:
             return result
         note_facts(*cpu_tensors_of(self._kernel, bound))
         self._names = names_of(bound.items())
-        scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
+        scope = self._interpreter._patch_lang(executor.fn)
         try:
-            self._unjudged = self._unjudged or self._judge_corners(executor, bound)
+            with setting(WITHOUT_MEMORY, True):
+                self._unjudged = self._unjudged or self._judge_corners(executor, bound)
             if self._unjudged:
                 note_facts(Fact("not judged", f"addresses of {self._kernel}: {self._unjudged}", self._kernel))
         finally:
-            WITHOUT_MEMORY.reset(token)
             scope.restore()
 
     def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> str:
