@@ -18,6 +18,7 @@ import msgspec
 from kerneltune import device, files, misses
 from kerneltune.nearness import CaseValues, Group, group_of, ranked
 from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_of_class, out_of_range
+from kerneltune.wording import assignments
 
 SCHEMA = 1
 CONFIGS = "KERNELTUNE_CONFIGS"
@@ -179,7 +180,7 @@ def by_size(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
 
 def _size(case: Case) -> int:
     numbers = (value for _, value in case.options if type(value) is int and value > 0)
-    return math.prod(size for _, size in case.axes) * math.prod(numbers)
+    return math.prod(case.sizes.values()) * math.prod(numbers)
 
 
 def _json_text(value: object) -> str:
@@ -352,7 +353,7 @@ class Chooser:
     def why_rejected(self, entry: CacheEntry) -> str | None:
         """Return why an entry is not used: a knob's name, type or range, or `invalid` for its own case; None if it is used."""
         case = entry.case
-        if any(size > _MOST_ELEMENTS for _, size in case.axes):
+        if max(case.sizes.values(), default=0) > _MOST_ELEMENTS:
             return f"axes: a size of more than {_MOST_ELEMENTS}"
         try:
             assert self.variant.config is not None
@@ -368,7 +369,7 @@ class Chooser:
 
 def _case_values(case: Case) -> CaseValues:
     """Return a case as `ranked` takes it."""
-    return dict(case.axes), case.dtype, case.quant, dict(case.options)
+    return case.sizes, case.dtype, case.quant, dict(case.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +447,7 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
 def _described(case: Case, nearest: Match, policy: str, gpu: str) -> str:
     """Return how an entry's case differs from a case, and the entry's config; gpu: the folder of another GPU, or empty."""
     entry = nearest.entry
-    sizes = " ".join(f"{axis}={size}" for axis, size in entry.case.axes)
+    sizes = assignments(entry.case.sizes)
     changed = "".join(f" {name}={value}" for name, value in entry.case.options if value != case.option(name))
     changed += f" {entry.policy}" if entry.policy != policy else ""
     changed += f" on {gpu}" if gpu else ""

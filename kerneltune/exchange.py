@@ -114,7 +114,7 @@ def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) ->
     """Return a JSON object for each set of entries that differ along a single axis: the case, and the configs by size."""
     axis = (op.free_axes or op.axes)[0]
     files: dict[str, dict[str, Any]] = {}
-    for entry in sorted(entries, key=lambda e: dict(e.case.axes).get(axis, 0)):
+    for entry in sorted(entries, key=lambda e: e.case.sizes.get(axis, 0)):
         case = entry.key.fields
         fixed = {name: size for name, size in case["axes"].items() if name != axis}
         parts = {"variant": entry.variant, **fixed, "dtype": case["dtype"], "quant": case["quant"], **case["options"]}

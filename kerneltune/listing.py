@@ -248,7 +248,7 @@ def check_case(op: Op, case: Case) -> None:
     traffic = _ask(subject, "traffic", op.traffic, case)
     if not isinstance(traffic, Traffic):
         raise _error(subject, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
-    if traffic.total <= 0 and all(size > 0 for _axis, size in case.axes):
+    if traffic.total <= 0 and all(case.sizes.values()):
         raise _error(subject, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
     counts: list[tuple[str, Any, Any]] = [("traffic", op.traffic, count) for count in (traffic.read, traffic.write)]
     if op.flops is not None:

@@ -74,7 +74,12 @@ class Case:
 
     def __getitem__(self, axis: str) -> int:
         """Return the size of an axis."""
-        return dict(self.axes)[axis]
+        return self.sizes[axis]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each axis by name."""
+        return dict(self.axes)
 
     def option(self, name: str) -> Option:
         """Return the value of an option."""
@@ -122,7 +127,7 @@ class TaskKey(NamedTuple):
         """Return the key as a row of a file has it, without the operator."""
         case = self.case
         return {
-            "variant": self.variant, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype, "quant": case.quant,
+            "variant": self.variant, "case": case.name, "axes": case.sizes, "dtype": case.dtype, "quant": case.quant,
             "options": dict(case.options), "policy": self.policy,
         }  # fmt: skip
 

@@ -144,8 +144,8 @@ def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[Swee
     for section, cases in sections.items():
         lines += ["", f"{section}:{'' if cases else ' []'}"]
         for op, case in dict.fromkeys(cases):
-            name = case.name or f"{op}-{'x'.join(str(size) for _, size in case.axes)}"
-            fields = {"name": name, "op": op, **dict(case.axes), "dtype": case.dtype, "quant": case.quant, **dict(case.options)}
+            name = case.name or f"{op}-{'x'.join(map(str, case.sizes.values()))}"
+            fields = {"name": name, "op": op, **case.sizes, "dtype": case.dtype, "quant": case.quant, **dict(case.options)}
             lines.append("  - {" + ", ".join(f"{field}: {json.dumps(value)}" for field, value in fields.items()) + "}")
     return "\n".join(lines) + "\n"
 

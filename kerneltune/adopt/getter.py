@@ -373,7 +373,7 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
     getter, own = installed(spec.getter, spec.folder), op.variants[0].default_config(case)
     maker = getattr(*_owner_and_name("call", spec.call, spec.folder))
     try:
-        function = make_call(spec, maker, dict(case.axes), device, seed)
+        function = make_call(spec, maker, case.sizes, device, seed)
     except Exception:  # the program's own code, on tensors without memory
         if device != "meta":
             raise

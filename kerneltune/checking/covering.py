@@ -38,11 +38,11 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
     with_work = [case for case in cases if num_elements(case)]
     if not with_work:
         return {}
-    width, least = max(map(_width, with_work)) / _WIDE, min(map(num_elements, with_work))
+    wide, least = max(map(width, with_work)) / _WIDE, min(map(num_elements, with_work))
     axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
     ragged_axes = {case: {axis for axis, size in case.axes if size > 1 and size % _ALIGNMENT} for case in with_work}
     members_of = {f"ragged {axis}": [case for case in with_work if axis in ragged_axes[case]] for axis in axes}
-    members_of["wide"] = [case for case in with_work if _width(case) >= width]
+    members_of["wide"] = [case for case in with_work if width(case) >= wide]
     members_of["tiny"] = [case for case in with_work if num_elements(case) == least]
     members_of["first"] = with_work[:1]
     for setting in dict.fromkeys(setting for case in with_work for setting in settings(case)):
@@ -59,11 +59,12 @@ def settings(case: Case) -> tuple[Setting, ...]:
 
 def num_elements(case: Case) -> int:
     """Return the product of a case's sizes; 1 without an axis."""
-    return math.prod(size for _axis, size in case.axes)
+    return math.prod(case.sizes.values())
 
 
-def _width(case: Case) -> int:
-    return max((size for _axis, size in case.axes), default=0)
+def width(case: Case) -> int:
+    """Return the size of a case's largest axis; 0 without an axis."""
+    return max(case.sizes.values(), default=0)
 
 
 def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
@@ -147,7 +148,7 @@ def _names_by_case(cases: Sequence[Case]) -> dict[Case, set[str]]:
     members_of = classes(cases)
     names_of = {case: {name for name, members in members_of.items() if case in members} for case in cases}
     large = {case for case, names in names_of.items() if names and ("tiny" not in names or "wide" in names)}
-    thick = {case for case in large if "wide" not in names_of[case] or all(size > 1 for _axis, size in case.axes)}
+    thick = {case for case in large if "wide" not in names_of[case] or all(size > 1 for size in case.sizes.values())}
     for case in thick or large:
         names_of[case].add(_OTHER_KNOBS)
     return names_of

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kerneltune.checking.check import why_not_checked
-from kerneltune.checking.covering import Setting, settings
+from kerneltune.checking.covering import Setting, settings, width
 from kerneltune.checking.pairs import check_cost
 from kerneltune.checking.smaller_sizes import MOST_COST, resized, with_smaller_sizes
 from kerneltune.errors import first_line
@@ -86,7 +86,7 @@ class _Deriver:
         met_in_bench, reasons = _pairs_of_values(self.bench), dict[ValuePair, str]()
         missing = sorted(_new_pairs([*self.check, *self.cases]), key=lambda pair: pair not in met_in_bench)
         cheapest = sorted(self.medium_first, key=partial(check_cost, self.op))
-        thick = [case for case in cheapest if all(size > 1 for _axis, size in case.axes)]
+        thick = [case for case in cheapest if all(size > 1 for size in case.sizes.values())]
         num_before = len(self.cases)
         for _pair in range(_MOST_PAIRS):
             if not missing or len(self.cases) - num_before == _MOST_PAIRED:
@@ -106,8 +106,8 @@ class _Deriver:
     def add_longest_axes(self) -> None:
         """Give the longest size of a check case to each axis that is the longest in bench cases alone."""
         in_checks = set(map(_longest, self.medium_first))
-        oblong = [case for case in self.medium_first if _longest(case) and min(size for _axis, size in case.axes) > 1]
-        by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
+        oblong = [case for case in self.medium_first if _longest(case) and min(case.sizes.values()) > 1]
+        by_size = sorted(oblong, key=lambda case: (width(case) < _LONG, width(case)))
         for axis in dict.fromkeys(map(_longest, self.bench)):
             if axis and axis not in in_checks:
                 self._add_first(_with_longest(case, axis) for case in by_size)
@@ -148,19 +148,15 @@ def _new_pairs(cases: Sequence[Case]) -> list[ValuePair]:
     return [(one, other) for one, other in pairs if one[0] != other[0] and (one, other) not in met]
 
 
-def _size(case: Case) -> int:
-    return max(size for _axis, size in case.axes)
-
-
 def _longest(case: Case) -> str:
     """Return the longest axis; empty if several axes are the longest."""
-    axes = [axis for axis, size in case.axes if size == _size(case)]
+    axes = [axis for axis, size in case.axes if size == width(case)]
     return axes[0] if len(axes) == 1 else ""
 
 
 def _with_longest(case: Case, axis: str) -> Case:
     """Exchange the sizes of an axis and of the longest axis."""
-    longest, sizes = _longest(case), dict(case.axes)
+    longest, sizes = _longest(case), case.sizes
     sizes[axis], sizes[longest] = sizes[longest], sizes[axis]
     return resized(case, sizes, (axis, longest))
 

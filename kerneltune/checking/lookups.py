@@ -24,7 +24,7 @@ def look_up_failures(op: Op, variant: Variant, checkers: Mapping[Case, Checker])
     if variant.config is None or op.origin is not None:
         return []
     seen = set[Setting]()
-    for case in (case for case in checkers if all(size for _axis, size in case.axes)):
+    for case in (case for case in checkers if all(case.sizes.values())):
         if not seen.issuperset(settings(case)) and (lines := _errors(op, variant, case, checkers[case])):
             return [Outcome("failed", line, None, case) for line in lines]
         seen.update(settings(case))

@@ -124,7 +124,7 @@ class _PairChecks:
         yield notes about inputs whose layout host code never asks, judged in a few cases.
         """
         known, unasked = set[str](), dict[str, str]()
-        thick = [case for case in self.checkers if min((size for _axis, size in case.axes), default=0) > 1]
+        thick = [case for case in self.checkers if min(case.sizes.values(), default=0) > 1]
         for number, case in enumerate(thick):
             checker, default = self.checkers[case], self._configs[case][0]
             if checker is None:

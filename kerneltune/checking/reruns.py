@@ -141,7 +141,7 @@ def _with_other_sizes(op: Op, variant: Variant, case: Case, cases: Sequence[Case
 
     for axis, size in case.axes:
         for other in [*sorted({each[axis] for each in cases} - {0, 1, size}, reverse=True), 2 * size]:
-            copy = resized(case, {**dict(case.axes), axis: other}, [axis])
+            copy = resized(case, {**case.sizes, axis: other}, [axis])
             if Fork(partial(is_possible, copy)).result():
                 yield axis, copy
                 break

@@ -69,7 +69,7 @@ class _SizeSearch:
         self.op, self.check, self.bench = op, check, bench
         self.bases = list(dict.fromkeys([*(_without_ones(case, medium_first) for case in medium_first), *medium_first]))
         cheapest = sorted(self.bases, key=self._cost)
-        longer = [base for base in cheapest if 1 not in dict(base.axes).values()]
+        longer = [base for base in cheapest if 1 not in base.sizes.values()]
         self.few_bases = list(dict.fromkeys([*self.bases[:1], *longer[:1], *cheapest[:1]]))
         self.steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
         self.costliest = max(map(self._cost, medium_first), default=0.0)
@@ -182,7 +182,7 @@ def _without_ones(case: Case, others: Sequence[Case]) -> Case:
 def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
     """Yield copies of a case that keep some sizes, and take smaller sizes of one of the other cases for the rest."""
     for num_kept in range(1, len(case.axes)):
-        for other, kept in itertools.product(others, itertools.combinations(dict(case.axes), num_kept)):
+        for other, kept in itertools.product(others, itertools.combinations(case.sizes, num_kept)):
             sizes = {axis: size if axis in kept else min(size, other[axis]) for axis, size in case.axes}
             yield resized(case, sizes, [axis for axis in sizes if axis not in kept])
 
@@ -191,12 +191,12 @@ def _with_equal_sizes(case: Case, others: Iterable[Case]) -> Iterator[Case]:
     """Yield copies of a case with smaller sizes of another case, the same size for axes that have the same size."""
     for other, (axis, tied) in itertools.product(others, case.axes):
         sizes = {its: min(size, other[axis if size == tied else its]) for its, size in case.axes}
-        if list(dict(case.axes).values()).count(tied) > 1:
+        if list(case.sizes.values()).count(tied) > 1:
             yield resized(case, sizes, sizes)
 
 
 def _with_size(case: Case, other: Case, axis: str, size: int) -> Case:
-    sizes = {**dict(case.axes), **dict(other.axes), axis: size}
+    sizes = {**case.sizes, **other.sizes, axis: size}
     return resized(case, sizes, sizes)
 
 

@@ -273,7 +273,7 @@ def _show_unchecked(plan: Plan, checked: Sequence[Record], capture: Path) -> Non
 
     launches = [sweep_case.case for sweep_case in plan.cases()]
     names = {record.case for record in checked}
-    unchecked = [f"{case.name} ({assignments(dict(case.axes))})" for case in launches if case.name not in names]
+    unchecked = [f"{case.name} ({assignments(case.sizes)})" for case in launches if case.name not in names]
     if unchecked:
         count = f"{len(unchecked)} of {counted(len(launches), 'launch', 'launches')}, too large for the interpreter"
         show_wrapped(f"values not checked: {count}: {first_of(unchecked, _SHOWN)}")

@@ -128,7 +128,7 @@ def case_name(key: TaskKey, **more: str) -> CaseName:
     """Return the names of a task's case; the policy and `more` count as options."""
     case = key.case
     options = {**dict(case.options), "policy": key.policy, **more}
-    return CaseName(key.op, case.name, case.dtype, case.quant, dict(case.axes), options)
+    return CaseName(key.op, case.name, case.dtype, case.quant, case.sizes, options)
 
 
 def distinct_names(cases: Iterable[CaseName]) -> list[CaseName]:

@@ -160,7 +160,7 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> tuple[list[Run], TuningResult |
     case = entry.case
     try:
         variant = op.variant(entry.variant)
-        names, expected = {*dict(case.axes), *dict(case.options)}, {*op.axes, *op.options}
+        names, expected = {*case.sizes, *dict(case.options)}, {*op.axes, *op.options}
         if names != expected:
             raise ValueError(f"axes and options {', '.join(sorted(names))}: expected {', '.join(sorted(expected))}")
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
