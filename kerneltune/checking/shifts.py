@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -56,26 +56,93 @@ KIND_SECONDS = 5.0
 """Processor seconds after which no further values of a kind are tried, in any case."""
 
 
+Which = Literal["usual", "changed", "blurred"]
+"""Values of inputs: `usual`, with which a variant must be right; `changed`; or `blurred`: changed, and moved by a step of bf16 at
+most, with a huge value in place of each outlier."""
+
+
+class _Outputs(NamedTuple):
+    """Hold outputs of the reference and of a variant: with changed inputs, `want` and `got`, and usual, `usual` and `right`."""
+
+    want: Outputs
+    got: Outputs
+    usual: Outputs
+    right: Outputs
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Describe other values of a case's inputs.
+    """Describe other values of a case's inputs. A variant is wrong with them if an output is far off, or if a kernel faults.
 
     Attributes:
         where: the values, as a line names them.
-        inputs: function that returns other inputs of inputs. Its further arguments are 1 for the values, 0 for values with which
-            the variant must be right; and 1 to change each value by a step of bf16 at most, or an outlier to a huge value, 0 to
-            keep it.
-        judged: function that returns the names of judged outputs, of the reference's outputs with both values.
-        has_outliers: whether rows have NaN, infinity or a huge value. Then a variant is wrong only if an output is not finite
-            where the reference is, or, with NaN, if no output has a NaN that plain values do not give, or only some rows do.
-        has_exact_bytes: whether a variant is also wrong by any bit of an output of 8 bits, if it is exact without the change.
+        inputs: function of inputs that returns inputs of usual, changed or blurred values.
+        judged: function that returns the names of judged outputs, of the reference's outputs with changed and with usual values.
     """
 
     where: str
-    inputs: Callable[..., Inputs]
+    inputs: Callable[[Inputs, Which], Inputs]
     judged: Callable[[Outputs, Outputs], list[str]]
-    has_outliers: bool = False
-    has_exact_bytes: bool = False
+
+    def wrong_outputs(self, judged: list[str], outputs: _Outputs, blurred: Callable[[], Checker]) -> tuple[list[str], str]:
+        """Return the wrong outputs, and a text about the first: outputs that are far off, and not with usual values.
+
+        With usual values, a dropout's elements are far off.
+
+        blurred: function that makes the checker of blurred inputs.
+        """
+        (want, got, usual, right), expected = outputs, blurred().expected
+        is_same = {name: _is_same(right.get(name), usual[name]) for name in judged}
+        far = [name for name in judged if _is_far(got.get(name), want[name], expected[name], is_same[name])]
+        return [name for name in far if not _is_far(right.get(name), usual[name], usual[name])], ""
+
+    def is_fault(self, line: str) -> bool:
+        """Return whether the error of a run without outputs is a mistake, and not the refusal of such values."""
+        return not line.startswith(LAUNCH_FAILURE) and _RACE not in line
+
+
+class _Number(_Change):
+    """Describe other numbers, with which a variant is also wrong by any bit of an output of 8 bits, if it else is exact."""
+
+    def wrong_outputs(self, judged: list[str], outputs: _Outputs, blurred: Callable[[], Checker]) -> tuple[list[str], str]:
+        """Return the outputs that are far off, and outputs of 8 bits with a wrong bit that are exact with usual values."""
+        (wrong, how), (want, got, usual, right) = super().wrong_outputs(judged, outputs, blurred), outputs
+        bytes_of = {name: got[name] for name in judged if isinstance(got.get(name), torch.Tensor) and got[name].itemsize == 1}
+        other = [name for name, value in bytes_of.items() if not have_same_bits(value, want[name])]
+        return wrong + [name for name in other if _is_same(right[name], usual[name])], how
+
+    def is_fault(self, line: str) -> bool:
+        """Return whether the error of a run without outputs is a mistake, as an error of a kernel's code is."""
+        return super().is_fault(line) or (_IN_KERNEL in line and _RACE not in line)
+
+
+class _Outlier(_Change):
+    """Describe inputs whose rows have NaN, infinity or a huge value, which no variant need accept."""
+
+    def wrong_outputs(self, judged: list[str], outputs: _Outputs, blurred: Callable[[], Checker]) -> tuple[list[str], str]:
+        """Return the outputs that are not finite where the reference is, or else, with NaN, the outputs that lose a NaN.
+
+        If no output has a new NaN, all outputs lose it; else the outputs in which some rows have none.
+        """
+        want, got, usual, right = outputs
+        broken = [name for name in judged if name in got and _is_broken(got[name], want[name], right[name], usual[name])]
+        if broken or not got or self.judged is not _new_nan:
+            return broken, f", and {broken[0]} is not finite where the reference is" if broken else ""
+        kept = _new_nan(got, right)
+        if not kept:
+            return judged, ", which no output has"
+        if not set(judged) <= set(kept):  # scales of fp8 values lose each NaN, and the values keep it alone
+            return [], ""
+        losing = [name for name in judged if _loses_rows(want, usual, blurred().expected, got, name)]
+        return losing, f", which some rows of {losing[0]} lose" if losing else ""
+
+    def is_fault(self, _line: str) -> bool:
+        """Return False: a variant may refuse such values."""
+        return False
+
+
+_Wrong = tuple[str, Case, _Change, str]
+"""The name of a variant, and the first case, values and error with which it is wrong."""
 
 
 def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
@@ -87,32 +154,43 @@ def wrong_by_values(op: Op, cases: Sequence[Case]) -> list[str]:
     lines, kept = list[str](), dict[str, str]()
     for name, case, change, error in Fork(partial(_search, op, cases)).result():
         if alone := Fork(partial(_wrong, op, case, op.variant(name), change)).result():
-            lines.append(f"{name} is wrong where {alone[0]}, in case {case.name}: {alone[1]}")
+            where, line = alone
+            lines.append(f"{name} is wrong where {where}, in case {case.name}: {line}")
         else:
             kept[name] = f"{name} is {RIGHT_ALONE}other calls, in case {case.name}: does host code keep a value? {error}"
     return [*lines, *kept.values()]
 
 
-def _search(op: Op, cases: Sequence[Case]) -> list[tuple[str, Case, _Change, str]]:
-    """Return the variants that are wrong with values of a kind, each with the first case, values and error of the kind."""
-    wrong = dict[tuple[object, str], tuple[str, Case, _Change, str]]()
-    few, own = _few(op, cases), [variant for variant in op.variants if not variant.is_peer]
+def _search(op: Op, cases: Sequence[Case]) -> list[_Wrong]:
+    """Return for each kind of values the variants that are wrong with them."""
+    few, own, all_wrong = _few(op, cases), [variant for variant in op.variants if not variant.is_peer], list[_Wrong]()
     of_torch = [variant for variant in own[:1] if own[1:] and only_calls_torch(op, variant, few[:1])]
+    judged = [variant for variant in own if variant not in of_torch]
     of_floats = (_far_changes, _argument_changes, _factor_changes, _outlier_changes, _full_changes, _number_changes)
     for kind in (_integer_changes, *of_floats):
-        end_s = time.thread_time() + KIND_SECONDS
-        for case, variant in itertools.product(few, [variant for variant in own if variant not in of_torch]):
-            if time.thread_time() > end_s:
-                break
-            with suppress(Exception):  # the check of the case says why
-                for change in () if variant.unsupported(case) else kind(op, case, variant):
-                    if (kind, variant.name) in wrong or time.thread_time() > end_s:
-                        break
-                    with suppress(Exception):  # values that the operator refuses
-                        found = _wrong(op, case, variant, change)
-                        if found is not None and not any(_wrong(op, case, other, change) for other in of_torch):
-                            wrong[kind, variant.name] = variant.name, case, change, found[1]
-    return [*wrong.values()]
+        wrong = dict[str, _Wrong]()
+        for case, variant, change in _changes(kind, op, few, judged):
+            with suppress(Exception):  # values that the operator refuses
+                found = None if variant.name in wrong else _wrong(op, case, variant, change)
+                if found is not None and not any(_wrong(op, case, other, change) for other in of_torch):
+                    wrong[variant.name] = variant.name, case, change, found[1]
+        all_wrong += wrong.values()
+    return all_wrong
+
+
+def _changes(
+    kind: Callable[..., Iterator[_Change]], op: Op, cases: Sequence[Case], variants: Sequence[Variant]
+) -> Iterator[tuple[Case, Variant, _Change]]:
+    """Yield the changes of a kind for each case and variant, until `KIND_SECONDS` are over."""
+    end_s = time.thread_time() + KIND_SECONDS
+    for case, variant in itertools.product(cases, variants):
+        if time.thread_time() > end_s:
+            return
+        with suppress(Exception):  # the check of the case says why
+            for change in () if variant.unsupported(case) else kind(op, case, variant):
+                if time.thread_time() > end_s:
+                    return
+                yield case, variant, change
 
 
 def _few(op: Op, cases: Sequence[Case]) -> list[Case]:
@@ -122,87 +200,23 @@ def _few(op: Op, cases: Sequence[Case]) -> list[Case]:
     return [*dict.fromkeys([*sorted(first.values(), key=smallest.index), *smallest])][:_MOST_CASES]
 
 
-class _Outputs(NamedTuple):
-    """Hold outputs of the reference and of a variant: with changed inputs, `want` and `got`, and without, `near` and `right`."""
-
-    want: Outputs
-    got: Outputs
-    near: Outputs
-    right: Outputs
-
-
 def _wrong(op: Op, case: Case, variant: Variant, change: _Change) -> tuple[str, str] | None:
-    """Return values and a line if a variant is wrong with other values of inputs, and right without the change; else None."""
+    """Return values and a line if a variant is wrong with other values of inputs, and right with usual values; else None."""
 
-    def checker(*which: int) -> Checker:
-        return Checker(replace(op, inputs=lambda *args, **named: change.inputs(op.inputs(*args, **named), *which)), case, "cpu")
+    def checker(which: Which) -> Checker:
+        return Checker(replace(op, inputs=lambda *args, **named: change.inputs(op.inputs(*args, **named), which)), case, "cpu")
 
-    near, moved, config = checker(0, 0), checker(1, 0), variant.default_config(case)
-    judged = change.judged(moved.expected, near.expected)
-    got, lines = moved.run(variant, config) if judged else ({}, [])
-    if not lines:
+    usual, changed, config = checker("usual"), checker("changed"), variant.default_config(case)
+    judged = change.judged(changed.expected, usual.expected)
+    got, lines = changed.run(variant, config) if judged else ({}, [])
+    right, others = usual.run(variant, config) if lines else ({}, [])
+    if not lines or others:
         return None
-    right, others = near.run(variant, config)
-    if others:
-        return None
-    outputs, is_fault = _Outputs(moved.expected, got, near.expected, right), False
-    if change.has_outliers:
-        wrong, how = _broken_outputs(judged, outputs)
-        if not wrong and got and change.judged is _new_nan:
-            wrong, how = _outputs_without_nan(judged, outputs, checker(1, 1))
-    else:
-        wrong, how = _far_outputs(judged, outputs, checker(1, 1)), ""
-        if change.has_exact_bytes and got:
-            wrong += _other_bytes(judged, outputs)
-        is_in_host = lines[0].startswith(LAUNCH_FAILURE) and not (change.has_exact_bytes and _IN_KERNEL in lines[0])
-        is_fault = not got and not is_in_host and _RACE not in lines[0]
-    if not wrong and not is_fault:
+    outputs = _Outputs(changed.expected, got, usual.expected, right)
+    wrong, how = change.wrong_outputs(judged, outputs, partial(checker, "blurred"))
+    if not wrong and (got or not change.is_fault(lines[0])):
         return None
     return change.where + how, next((line for line in lines if wrong and line.startswith(wrong[0])), lines[0])
-
-
-def _broken_outputs(judged: Sequence[str], outputs: _Outputs) -> tuple[list[str], str]:
-    """Return the outputs that are not finite where the reference is, and a text about the first."""
-    want, got, near, right = outputs
-    broken = [name for name in judged if name in got and _is_broken(got[name], want[name], right[name], near[name])]
-    return broken, f", and {broken[0]} is not finite where the reference is" if broken else ""
-
-
-def _outputs_without_nan(judged: list[str], outputs: _Outputs, huge: Checker) -> tuple[list[str], str]:
-    """Return the outputs that lose a NaN, and a text about the first.
-
-    If no output has a new NaN, these are all outputs; else the outputs in which some rows have none.
-
-    huge: a checker of inputs with a huge value in place of each NaN.
-    """
-    kept = _new_nan(outputs.got, outputs.right)
-    if not kept:
-        return judged, ", which no output has"
-    if not set(judged) <= set(kept):  # scales of fp8 values lose each NaN, and the values keep it alone
-        return [], ""
-    losing = [name for name in judged if _loses_rows(outputs.want, outputs.near, huge.expected, outputs.got, name)]
-    return losing, f", which some rows of {losing[0]} lose" if losing else ""
-
-
-def _far_outputs(judged: Sequence[str], outputs: _Outputs, blurred: Checker) -> list[str]:
-    """Return the outputs that are far off with the change, and were not without, as a dropout's elements are.
-
-    blurred: a checker of inputs that differ from the changed inputs by a step.
-    """
-    want, got, near, right = outputs
-    is_same = {name: _is_same(right.get(name), near[name]) for name in judged}
-    far = [name for name in judged if _is_far(got.get(name), want[name], blurred.expected[name], is_same[name])]
-    return [name for name in far if not _is_far(right.get(name), near[name], near[name])]
-
-
-def _other_bytes(judged: Sequence[str], outputs: _Outputs) -> list[str]:
-    """Return the outputs of 8 bits with a wrong bit that were exact without the change."""
-    wrong, (want, got, near, right) = list[str](), outputs
-    for name in judged:
-        value = got.get(name)
-        if isinstance(value, torch.Tensor) and value.itemsize == 1 and not have_same_bits(value, want[name]):
-            wrong += [name] * _is_same(right[name], near[name])
-    return wrong
 
 
 def _far_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -278,7 +292,7 @@ def _outlier_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]
         )
         function = partial(_replaced, [name], partial(_outlier, number, huge))
         judged = _new_nan if kind in ("NaN", "ones") else _floats
-        yield _Change(f"each row of {name} has {word}", function, judged, has_outliers=True)
+        yield _Outlier(f"each row of {name} has {word}", function, judged)
 
 
 def _full_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
@@ -300,101 +314,100 @@ def _number_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
     for (name, value), factor in itertools.product(floats.items(), _FLOAT_FACTORS):
         factor = 1 / factor if value < 1 < value * factor and factor < 2 else factor  # a rate stays below 1
         function = partial(_replaced, [name], partial(_scaled, factor))
-        yield _Change(f"{name} is {value * factor:g}", function, _tensors, has_exact_bytes=True)
+        yield _Number(f"{name} is {value * factor:g}", function, _tensors)
     wide = [name for name, value in _wide(op, inputs).items() if value.dtype == torch.float32]
     for name, (word, bits) in itertools.product(wide, _BESIDE.items()):
         where = f"each row of {name} has the number just {word}, and it is right with 1024"
-        yield _Change(where, partial(_beside, name, bits), _tensors, has_exact_bytes=True)
+        yield _Number(where, partial(_beside, name, bits), _tensors)
 
 
-def _moved(name: str, equal: Sequence[str], far: int, given: Inputs, moves: int, blurs: int) -> Inputs:
+def _moved(name: str, equal: Sequence[str], far: int, given: Inputs, which: Which) -> Inputs:
     """Return inputs with one input moved: its values lie between 0 and `far`, and every type holds them exactly.
 
-    In each row the top value is _TOP steps away from the row's constant, the next values up to _STEPS.
+    In each row the top value is _TOP steps away from the row's constant, which is `far`, or 0 for usual values; the next values
+    are up to _STEPS away.
 
-    Args:
-        equal: other inputs that are _EQUAL throughout.
-        moves: 1 if the constant is `far`, 0 if it is 0.
-        blurs: 1 to change each value by a step at most, 0 to keep it.
+    equal: other inputs that are _EQUAL throughout.
     """
     random = torch.Generator().manual_seed(0)
     ranks = torch.rand(given[name].shape, generator=random).argsort(-1)
     steps = torch.where(ranks == 0, _TOP, (_STEPS + 1 - ranks).clamp(min=0))
-    steps += blurs * torch.randint(-1, 2, steps.shape, generator=random)
-    values = far * moves + steps * (_STEP if far < 0 else -_STEP)
+    if which == "blurred":
+        steps += torch.randint(-1, 2, steps.shape, generator=random)
+    values = (0 if which == "usual" else far) + steps * (_STEP if far < 0 else -_STEP)
     others = {other: value.clamp(-1, 1) for other, value in given.items() if _is_wide(value)}
     equals = {other: torch.full_like(given[other], _EQUAL) for other in equal}
     return {**given, **others, **equals, name: given[name].clone().copy_(values)}
 
 
-def _holding(name: str, held: Sequence[float], given: Inputs, moves: int, _blurs: int) -> Inputs:
+def _holding(name: str, held: Sequence[float], given: Inputs, which: Which) -> Inputs:
     """Return inputs in which some elements of an input are the numbers that its type holds exactly."""
     value = given[name].clone()
     exact = [number for number in held if torch.tensor(number, dtype=value.dtype).item() == number]
-    for place, number in enumerate(exact if moves else ()):
+    for place, number in enumerate(exact if which != "usual" else ()):
         value.reshape(-1)[place :: len(exact) + _KEPT] = number
     return {**given, name: value}
 
 
-def _replaced(names: Sequence[str], function: Callable[..., Any], given: Inputs, moves: int, blurs: int) -> Inputs:
-    """Return inputs, some of them replaced by a function of their values and of `blurs`."""
-    return {**given, **{name: function(given[name], blurs) for name in names if moves}}
+def _replaced(names: Sequence[str], function: Callable[[Any, bool], Any], given: Inputs, which: Which) -> Inputs:
+    """Return inputs, some of them replaced by a function of their values and of whether these are to be blurred."""
+    return {**given, **{name: function(given[name], which == "blurred") for name in names if which != "usual"}}
 
 
-def _beside(name: str, bits: int, given: Inputs, moves: int, blurs: int) -> Inputs:
+def _beside(name: str, bits: int, given: Inputs, which: Which) -> Inputs:
     """Return inputs, one with a number in each row that bits give, or with 1024."""
-    return {**given, name: _with(bits if moves else _POWER, given[name], blurs)}
+    return {**given, name: _with(_POWER if which == "usual" else bits, given[name])}
 
 
-def _times(factor: float, value: torch.Tensor, blurs: int) -> torch.Tensor:
+def _times(factor: float, value: torch.Tensor, blurs: bool) -> torch.Tensor:
     noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)) * (blurs * 2.0**-8)
     return torch.empty_like(value).copy_(value * factor).mul_(noise.to(value.device).add_(1).to(value.dtype))
 
 
-def _full(value: torch.Tensor, blurs: int) -> torch.Tensor:
+def _full(value: torch.Tensor, blurs: bool) -> torch.Tensor:
     top = torch.finfo(value.dtype).max
     rows = value.float() * (top / value.float().abs().amax(-1, keepdim=True).clamp(min=_NEAR))
     noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device) - 0.5
     return torch.empty_like(value).copy_((rows * (1 + blurs * 2.0**-4 * noise)).clamp(-top, top))
 
 
-def _scaled(factor: float, value: float, blurs: int) -> float:
+def _scaled(factor: float, value: float, blurs: bool) -> float:
     return value * factor * (1 + blurs * 2.0**-8)
 
 
-def _filled(number: int, value: torch.Tensor, _blurs: int) -> torch.Tensor:
+def _filled(number: int, value: torch.Tensor, _blurs: bool) -> torch.Tensor:
     return torch.full_like(value, number)
 
 
-def _with(number: float, value: torch.Tensor, _blurs: int) -> torch.Tensor:
+def _outlier(number: float, huge: float, value: torch.Tensor, blurs: bool) -> torch.Tensor:
+    return _with(huge if blurs else number, value)
+
+
+def _with(number: float, value: torch.Tensor) -> torch.Tensor:
     """Return a tensor with a number in each row; an integer gives the bits."""
     places = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).argmax(-1, keepdim=True)
     numbers = value.clone().view(_INTEGERS[value.itemsize]) if isinstance(number, int) else value.clone()
     return numbers.scatter_(-1, places, number).view(value.dtype)
 
 
-def _outlier(number: float, huge: float, value: torch.Tensor, blurs: int) -> torch.Tensor:
-    return _with(huge if blurs else number, value, blurs)
-
-
-def _is_broken(got: torch.Tensor, want: torch.Tensor, right: torch.Tensor, near: torch.Tensor) -> bool:
+def _is_broken(got: torch.Tensor, want: torch.Tensor, right: torch.Tensor, usual: torch.Tensor) -> bool:
     """Return whether an output is not finite where the reference is, and where the output of plain values is.
 
     Elements of 0, rows of the reference that stay, and in vectors elements that stay do not count: a kernel may multiply by a
     mask of 0, which keeps NaN.
     """
-    changed = want != near
+    changed = want != usual
     is_judged = want.to(got.dtype).double().isfinite() & right.double().isfinite() & (want != 0)
     return bool((is_judged & (changed.any(-1, keepdim=True) if want.ndim > 1 else changed) & ~got.double().isfinite()).any())
 
 
-def _new_nan(want: Outputs, near: Outputs) -> list[str]:
+def _new_nan(want: Outputs, usual: Outputs) -> list[str]:
     """Return the outputs that have NaN where they had none."""
     tensors = {name: value for name, value in want.items() if isinstance(value, torch.Tensor)}
-    return [name for name, value in tensors.items() if bool((value.isnan() & ~near[name].isnan()).any())]
+    return [name for name, value in tensors.items() if bool((value.isnan() & ~usual[name].isnan()).any())]
 
 
-def _loses_rows(want: Outputs, near: Outputs, huge: Outputs, outputs: Outputs, name: str) -> bool:
+def _loses_rows(want: Outputs, usual: Outputs, huge: Outputs, outputs: Outputs, name: str) -> bool:
     """Return whether an output keeps some, and not all, of the rows, or elements of a vector, that get NaN in the reference.
 
     huge: the reference's outputs with a huge value in place of each NaN. What stays as it is does not count, as under a mask.
@@ -402,7 +415,7 @@ def _loses_rows(want: Outputs, near: Outputs, huge: Outputs, outputs: Outputs, n
     got = outputs.get(name)
     if not isinstance(got, torch.Tensor) or got.shape != want[name].shape or not got.ndim:
         return False
-    is_new, is_kept = want[name].isnan() & ~near[name].isnan() & (huge[name] != near[name]), got.isnan()
+    is_new, is_kept = want[name].isnan() & ~usual[name].isnan() & (huge[name] != usual[name]), got.isnan()
     if got.ndim > 1:
         is_new, is_kept = is_new.any(-1), is_kept.any(-1)
     return bool((is_new & is_kept).any() and (is_new & ~is_kept).any())
@@ -422,11 +435,11 @@ def _is_fp8(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and value.numel() > 0
 
 
-def _blind(far: int, want: Outputs, near: Outputs) -> list[str]:
+def _blind(far: int, want: Outputs, usual: Outputs) -> list[str]:
     """Return the outputs whose reference's values are each as around 0, or as far from it as the input."""
     limits = {name: _NEAR * _largest(value) for name, value in want.items()}
     agree = {
-        name: (_close(want[name], near[name], atol), _close(want[name].double() - far, near[name], atol))
+        name: (_close(want[name], usual[name], atol), _close(want[name].double() - far, usual[name], atol))
         for name, atol in limits.items()
     }
     return [name for name, (stays, moves) in agree.items() if bool((stays | moves).all())]
@@ -437,9 +450,9 @@ def _floats(want: Outputs, _near: Outputs) -> list[str]:
     return [name for name, value in want.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
-def _numbers(want: Outputs, near: Outputs) -> list[str]:
+def _numbers(want: Outputs, usual: Outputs) -> list[str]:
     """Return the outputs in floating point, and of int8, as quantized values are."""
-    return _floats(want, near) + [name for name, value in want.items() if getattr(value, "dtype", None) == torch.int8]
+    return _floats(want, usual) + [name for name, value in want.items() if getattr(value, "dtype", None) == torch.int8]
 
 
 def _tensors(want: Outputs, _near: Outputs) -> list[str]:
