@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -141,10 +141,11 @@ class Getter:
         items = (changed, *result[1:])
         return result._make(items) if hasattr(result, "_make") else items
 
-    @contextmanager
-    def noting_launches(self) -> Iterator[None]:
+    def noting_launches(self) -> AbstractContextManager[None]:
         """Note as the first result the integers that a launch behind a table gets by the names of its rows, or by any name."""
         from triton.runtime.jit import KernelInterface
+
+        from kerneltune.interpreter.modes import replaced
 
         launched: Any = KernelInterface.__getitem__
 
@@ -158,11 +159,7 @@ class Getter:
 
             return launch
 
-        KernelInterface.__getitem__ = noted
-        try:
-            yield
-        finally:
-            KernelInterface.__getitem__ = launched
+        return replaced({(KernelInterface, "__getitem__"): noted})
 
 
 def _integer_knobs(values: Mapping[Any, Any]) -> dict[str, int]:
