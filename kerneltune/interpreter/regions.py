@@ -1,14 +1,21 @@
-"""Give every tensor argument of a launch its own region of addresses, and name an element by its address."""
+"""Give every tensor argument of a launch its own region of addresses, name an element by its address, load without memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
 FIRST_REGION = 1 << 4
 """Lower regions are addresses of this process, which a kernel may load from a table. Their accesses are not checked."""
 _ALIGNMENT = 4096
+LOADED = (0, 1 << 24)
+"""Integers that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits a
+kernel that searches the group of a row: with 0 every group would end at row 0."""
+MORE = 3
+"""Integer of further loads without memory, by which loops from 1 to a loaded end have iterations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +81,30 @@ class Region:
 def places_text(places: Iterable[int]) -> str:
     """Return `(0, 1, 2)`."""
     return f"({', '.join(map(str, places))})"
+
+
+@dataclass(slots=True)
+class Integers:
+    """Give the integers of loads without memory: `value`; or, with `rise`, integers that rise along a tensor to its largest.
+
+    Attributes:
+        rise: factor of the integers that rise.
+        most_unknown: most elements of a tensor without a limit whose integers are large, else 0.
+        are_loaded, have_unknown: whether integers were loaded, and integers of a tensor without a limit.
+    """
+
+    value: int = 0
+    rise: float | None = None
+    most_unknown: int = 0
+    are_loaded: bool = False
+    have_unknown: bool = False
+
+    def values(self, addresses: Any, region: Region) -> Any:
+        """Return the integers at addresses of a region."""
+        if self.rise is None:
+            return self.value
+        if region.largest is None:
+            self.have_unknown = True
+            return LOADED[-1] if region.count <= self.most_unknown else 0
+        places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
+        return self.rise * region.largest * (places / (region.count - 1) if region.count > 1 else 1.0)

@@ -38,7 +38,7 @@ from kerneltune.interpreter.kernel_code import bound_arguments, cpu_tensors_of, 
 from kerneltune.interpreter.last_elements import LastElements
 from kerneltune.interpreter.promises import FOLLOWED, Vectors, follow_argument, makes_promises, vectors
 from kerneltune.interpreter.races import Conflict, Races
-from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
+from kerneltune.interpreter.regions import FIRST_REGION, LOADED, MORE, REGION_BITS, Integers, Region, places_text
 from kerneltune.interpreter.wrapping import require_unwrapped
 
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
@@ -47,11 +47,6 @@ _FindConflict = Callable[[int, int, Any, Any], Conflict | None]
 _TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detected"
 LAUNCH_SECONDS = 2.0
 """Processor time for each run of the programs of a launch without memory: a program may wait for a value for ever."""
-_LOADED = (0, 1 << 24)
-"""Values that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits a
-kernel that searches the group of a row: with 0 every group would end at row 0."""
-_MORE = 3
-"""Value of further loads without memory, by which loops from 1 to a loaded end have iterations."""
 _NARROW = 16
 """Bits of the largest elements whose casts of integers are judged."""
 
@@ -128,10 +123,8 @@ class _Guard:
         self._races = Races(0)
         self._last_elements = LastElements(0)
         self._program_number = 0
-        self._loads_index = False
         self._unjudged = ""
-        self._loading = _Loading()
-        self._load_gives, self._load_rises, self._most_unknown, self._loads_unknown = 0, -1.0, 0, False
+        self._loading, self._integers = _Loading(), Integers()
         self.deadline = 0.0
 
     def name_arguments(self, arguments: Any, args: Any, kwargs: Any) -> Any:
@@ -152,7 +145,7 @@ class _Guard:
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         num_programs = math.prod(self._grid)
-        self._races, self._last_elements, self._loads_index = Races(num_programs), LastElements(num_programs), False
+        self._races, self._last_elements = Races(num_programs), LastElements(num_programs)
 
     def begin_program(self, set_grid_idx: Any, *place: int) -> None:
         """Note the program that begins, and the time."""
@@ -235,12 +228,11 @@ class _Guard:
         faults: list[Exception] = []
         if any((self._kernel, name) in self._largest for name in bound):
             self._judge_offsets(executor, bound)
-        for loaded in _LOADED:
-            self._load_gives = loaded
+        for integers in map(Integers, LOADED):
             try:
-                self._run_corners(executor, bound)
+                self._run_corners(executor, bound, integers)
                 last_elements = self._last_elements
-                others = self._with_other_numbers(executor, bound) if self._loads_index else last_elements
+                others = self._with_other_numbers(executor, bound) if integers.are_loaded else last_elements
                 note_facts(*last_elements.facts(self._kernel, others))
                 return ""
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
@@ -260,26 +252,28 @@ class _Guard:
         tensors of one integer, as counts are, then all. An overflow that also occurs where the integers with a limit are 0 is due
         to the other integers, and no error.
         """
-        self._loads_unknown = False
-        for self._most_unknown in (0, 1, _MOST_PROGRAMS[0]):
-            fault, numbers = self._overflow(executor, bound, 1.0)
-            if fault and not (self._most_unknown and self._overflow(executor, bound, 0.0)[0]):
-                raise KernelFaultError(f"{fault}, with {numbers}")
-            if not self._loads_unknown:
+        has_unknown = False
+        for most_unknown in (0, 1, _MOST_PROGRAMS[0]):
+            integers = Integers(rise=1.0, most_unknown=most_unknown)
+            fault = self._overflow(executor, bound, integers)
+            if fault and not (most_unknown and self._overflow(executor, bound, Integers(rise=0.0, most_unknown=most_unknown))):
+                raise KernelFaultError(fault)
+            has_unknown |= integers.have_unknown
+            if not has_unknown:
                 return
 
-    def _overflow(self, executor: Any, bound: dict[str, Any], rises: float) -> tuple[str, str]:
-        """Return the error of an overflow at the corners and the integers that have limits; empty without an overflow."""
+    def _overflow(self, executor: Any, bound: dict[str, Any], integers: Integers) -> str:
+        """Return the error of an overflow at the corners with the integers that have limits; empty without an overflow."""
         try:
-            self._run_corners(executor, bound, rises)
+            self._run_corners(executor, bound, integers)
         except Exception as error:  # Triton raises its own error from a fault
             if _OVERFLOW in (fault := str(fault_of(error))):
                 limited = [each for each in self._regions if each.largest is not None]
-                return fault, " and ".join(f"{each.name} up to {each.largest}" for each in limited)
-        return "", ""
+                return f"{fault}, with {' and '.join(f'{each.name} up to {each.largest}' for each in limited)}"
+        return ""
 
-    def _run_corners(self, executor: Any, bound: dict[str, Any], load_rises: float = -1.0) -> None:
-        self._load_rises = load_rises  # factor of integers that rise along a tensor; -1: `_load_gives`
+    def _run_corners(self, executor: Any, bound: dict[str, Any], integers: Integers) -> None:
+        self._integers = integers
         self._regions.clear()
         self.deadline = time.thread_time() + LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
@@ -294,10 +288,9 @@ class _Guard:
 
     def _with_other_numbers(self, executor: Any, bound: dict[str, Any]) -> LastElements:
         """Return the accesses of the corners where loads give other integers; none if this run cannot end."""
-        self._load_gives = _MORE
         try:
             with noting(passes_on=False):
-                self._run_corners(executor, bound)
+                self._run_corners(executor, bound, Integers(MORE))
         except Exception:  # the other numbers lie outside of an argument, or the time is over
             return LastElements(0)
         return self._last_elements
@@ -331,35 +324,27 @@ class _Guard:
 
         kind = np.dtype(dtype)
         is_index = kind.kind in "iu" and kind.itemsize >= 4
-        self._loads_index |= is_index
+        self._integers.are_loaded |= is_index
         taken = vectors("load", addresses, mask, kind.itemsize)
         real = self._checked("load", addresses, mask, kind.itemsize, find_conflict)
         if real is None:  # `other` may decide which elements a kernel reads next
-            loaded = np.broadcast_to(self._values_without_memory(addresses, is_index), addresses.shape)
+            region = self._region_of(addresses)
+            loaded = np.broadcast_to(self._integers.values(addresses, region) if is_index else 0, addresses.shape)
             return np.where(mask, loaded.astype(dtype), other).astype(dtype)
         if taken is not None:
             return self._load_vectors(real - addresses, taken, other, kind)
         return self._native.load(real, mask, other, dtype)
 
+    def _region_of(self, addresses: Any) -> Region:
+        return self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
+
     def _load_vectors(self, offset: Any, taken: Vectors, other: Any, kind: Any) -> Any:
         """Load what a GPU loads by vectors; outside of the argument, garbage."""
-        region = self._regions[(int(taken.addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
+        region = self._region_of(taken.addresses)
         is_inside = taken.addresses - np.uint64(region.first) <= np.uint64(max(0, region.size - kind.itemsize))
         outside = np.full(taken.addresses.nbytes // 8 * kind.itemsize, 0x7F, np.uint8).view(kind).reshape(is_inside.shape)
         other = np.where(taken.mask, outside, other).astype(kind)
         return self._native.load(offset + taken.addresses, taken.mask & is_inside, other, kind)
-
-    def _values_without_memory(self, addresses: Any, is_index: bool) -> Any:
-        """Return the values that a load without memory gives: `_load_gives`, or numbers that rise from 0 to the largest."""
-        if self._load_rises < 0:
-            return self._load_gives if is_index else 0
-        region = self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
-        if region.largest is None:
-            self._loads_unknown |= is_index
-            return _LOADED[-1] if is_index and region.count <= self._most_unknown else 0
-        places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
-        share = places / (region.count - 1) if region.count > 1 else 1.0
-        return self._load_rises * region.largest * share
 
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:
         """Store to checked addresses."""
