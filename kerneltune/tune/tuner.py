@@ -280,35 +280,32 @@ class Tuner:
         while not request.done():
             self.use_idle_time()
             time.sleep(_POLL_S)
-        timed = [(config, times) for config, times in zip(configs, request.result(), strict=True) if times is not None]
-        configs, samples = [config for config, _ in timed], [times for _, times in timed]
-        gains = [ratio_interval(samples[0], sample) for sample in samples]
-        faster = [i for i in range(len(configs)) if gains[i].low > 1.0]
-        if self.task.op.weighs_hot and self.task.policy == "cold" and default in configs:
-            of_default = samples[configs.index(default)]
-            lost = self._hot_losses(default, [configs[i] for i in faster])
-            faster = [i for i in faster if ratio_interval(of_default, samples[i]).median > lost[configs[i]]]
-        best = max(faster, key=lambda i: gains[i].median, default=0)
-        tied = [i for i in faster if i == best or ratio_interval(samples[i], samples[best]).contains(1.0)]
-        chosen = min(tied, key=lambda i: (self.program_registers.get(configs[i], 0), i), default=0)
-        times = median_interval(samples[chosen])
+        samples = {config: times for config, times in zip(configs, request.result(), strict=True) if times is not None}
+        incumbent = next(iter(samples))
+        gains = {config: ratio_interval(samples[incumbent], times) for config, times in samples.items()}
+        faster = [config for config, gain in gains.items() if gain.low > 1.0]
+        if self.task.op.weighs_hot and self.task.policy == "cold" and default in samples:
+            lost = self._hot_losses(default, faster)
+            faster = [config for config in faster if ratio_interval(samples[default], samples[config]).median > lost[config]]
+        fastest = max(faster, key=lambda config: gains[config].median, default=incumbent)
+        tied = [
+            config for config in faster if config == fastest or ratio_interval(samples[config], samples[fastest]).contains(1.0)
+        ]
+        best = min(tied, key=lambda config: self.program_registers.get(config, 0), default=incumbent)
+        medians = {config: round(median_interval(times).median, 4) for config, times in samples.items()}
         evidence: dict[str, Any] = {
-            "time_us": round(times.median, 4),
-            "incumbent_us": round(median_interval(samples[0]).median, 4),
-            "speedup": round(gains[chosen].median, 4),
-            "ci_low": round(gains[chosen].low, 4),
-            "ci_high": round(gains[chosen].high, 4),
-            "default_us": None,
+            "time_us": medians[best],
+            "incumbent_us": medians[incumbent],
+            "speedup": round(gains[best].median, 4),
+            "ci_low": round(gains[best].low, 4),
+            "ci_high": round(gains[best].high, 4),
+            "default_us": medians.get(default),
         }
-        if default in configs:
-            default_samples = samples[configs.index(default)]
-            default_ratio = ratio_interval(default_samples, samples[chosen])
-            evidence |= {
-                "default_us": round(median_interval(default_samples).median, 4),
-                "over_default": [round(default_ratio.low, 4), round(default_ratio.high, 4)],
-                "gain": round(default_ratio.median, 4),
-            }
-        return Final(configs[0], configs[chosen], evidence)
+        if default in samples:
+            over_default = ratio_interval(samples[default], samples[best])
+            evidence["over_default"] = [round(over_default.low, 4), round(over_default.high, 4)]
+            evidence["gain"] = round(over_default.median, 4)
+        return Final(incumbent, best, evidence)
 
     def _hot_losses(self, default: Config, configs: Sequence[Config]) -> dict[Config, float]:
         """Return how many times as long as the default each config surely takes with a hot L2; 0 where it takes no longer.
