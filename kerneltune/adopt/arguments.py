@@ -252,6 +252,9 @@ class Statistics(msgspec.Struct, frozen=True):
     largest: float = 1.0
 
 
+Kept = Literal["values", "sample", "statistics", "missing"]
+
+
 class KeptValues(msgspec.Struct, frozen=True, omit_defaults=True):
     """Describe what a capture keeps of a storage.
 
@@ -263,14 +266,14 @@ class KeptValues(msgspec.Struct, frozen=True, omit_defaults=True):
         behind: bytes of the program's buffer behind the arguments.
     """
 
-    kept: Literal["values", "sample", "statistics", "missing"]
+    kept: Kept
     bytes: int = 0
     statistics: Statistics | None = None
     behind: int = 0
 
     @property
     def are_data(self) -> bool:
-        """Return whether the values are data, such as floating-point values, and no indices."""
+        """Return whether a replay gives values of its own: the values are data, such as floating-point values, or missing."""
         return self.kept != "values"
 
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from msgspec import structs
-
-from kerneltune.adopt.arguments import Argument, KeptValues, Statistics, TensorLayout, is_integer, span, views
+from kerneltune.adopt.arguments import Argument, Kept, KeptValues, Statistics, TensorLayout, is_integer, span, views
 from kerneltune.adopt.bytecode import functions_of
 
 SAMPLE_BYTES = 1 << 20
@@ -63,30 +61,31 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     shares = list(map(_share_of_indices, storages, tensors_of))
     for number in sorted(range(len(storages)), key=lambda number: -shares[number]):
         live, (begin, end) = storages[number], span(tensors_of[number])
-        is_affordable = end - begin <= bytes_left - values.bytes
-        if shares[number] == 1.0 or (shares[number] and is_affordable):
-            kept[number] = KeptValues("values" if is_affordable else "missing", end - begin)
-            if is_affordable and end > begin:
-                values.tensors[f"storage.{number}"] = _elements(live, "uint8", begin, end - begin).cpu().clone()
-            elif not is_affordable:
-                values.left_out += end - begin
-            continue
-        wanted = min(end - begin, SAMPLE_BYTES)
-        is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - values.sampled)
-        raw = _elements(live, "uint8", begin, wanted if is_affordable else min(wanted, _STATISTICS_BYTES)).cpu().clone()
-        measured = statistics(raw[:_STATISTICS_BYTES], tensors_of[number][0].dtype)
-        kept[number] = KeptValues("sample" if is_affordable else "statistics", end - begin, measured)
-        if is_affordable and wanted:
+        size, left = end - begin, bytes_left - values.bytes
+        kind, length = _kept_part(shares[number], size, left, min(left, sample_bytes_left - values.sampled))
+        raw = _elements(live, "uint8", begin, length).cpu().clone()
+        is_data = kind in ("sample", "statistics")
+        measured = statistics(raw[:_STATISTICS_BYTES], tensors_of[number][0].dtype) if is_data else None
+        if length and kind != "statistics":
             values.tensors[f"storage.{number}"] = raw
-            values.sampled += wanted
-    for number, live in enumerate(storages):
-        begin, end = span(tensors_of[number])
+        values.sampled += length if kind == "sample" else 0
+        values.left_out += size if kind == "missing" else 0
         # a kernel may read all of a buffer of which it gets the first part, as vLLM's adapters do
         behind = int(live.untyped_storage().nbytes()) - end
-        if 0 < behind <= min(_MOST_BEHIND, _MOST_PARTS * (end - begin)):
-            kept[number] = structs.replace(kept[number], behind=behind)
+        has_behind = 0 < behind <= min(_MOST_BEHIND, _MOST_PARTS * size)
+        kept[number] = KeptValues(kind, size, measured, behind if has_behind else 0)
     values.kept = tuple(kept[number] for number in range(len(kept)))
     return values
+
+
+def _kept_part(share: float, size: int, left: int, sample_left: int) -> tuple[Kept, int]:
+    """Return what is kept of a storage with a share of indices, and the bytes to read: data are sampled, else measured."""
+    if share and size <= left:
+        return "values", size
+    if share == 1.0:
+        return "missing", 0
+    sample = min(size, SAMPLE_BYTES)
+    return ("sample", sample) if sample <= sample_left else ("statistics", min(size, _STATISTICS_BYTES))
 
 
 class Effect:
