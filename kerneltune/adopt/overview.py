@@ -24,7 +24,7 @@ from kerneltune.adopt.folder import (
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, grouped, load
 from kerneltune.task import runs_folder, trials_file
-from kerneltune.wording import counted
+from kerneltune.wording import counted, first_of
 
 
 @dataclass(slots=True)
@@ -159,9 +159,9 @@ def findings(capture: Capture) -> list[str]:
         failed = [record for record in records if record.status == "failed"]
         by_reason = grouped(failed, lambda record: _NUMBERS.sub("", record.reason))
         texts = [*_kernel_findings(classes, wins, wrong)]
-        for first, *others in by_reason.values():
-            more = f" (and {len(others)} more)" if others else ""
-            texts.append(f"the check of {first.variant} failed: {first.case}{more}: {first.reason}")
+        for alike in by_reason.values():
+            cases = first_of((record.case for record in alike), 1)
+            texts.append(f"the check of {alike[0].variant} failed: {cases}: {alike[0].reason}")
         lines += [f"{classes[0].kernel.text}: {text}" for text in texts]
     return [*lines, *_several_lists(capture.classes), *capture.problems]
 

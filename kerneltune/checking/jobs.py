@@ -33,7 +33,7 @@ from kerneltune.processes.start import tell
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome, Run, Task, knobs_of
-from kerneltune.wording import assignments
+from kerneltune.wording import assignments, first_of
 
 _NAMED = ("same draw", "no barrier", "promise", "tf32 of indices", "waits")
 """Kinds of facts that a line names wherever a check has them."""
@@ -254,10 +254,8 @@ def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[st
     for op, op_jobs in grouped(jobs, lambda job: job.task.op.name).items():
         checked, largest = (_facts(job for job in op_jobs if job.is_largest is wanted) for wanted in (False, True))
         names = [] if op in failed else unreached(checked, largest)
-        if len(names) > _MOST_NAMES:
-            names[_MOST_NAMES:] = [f"and {len(names) - _MOST_NAMES} more"]
         if names:
-            lines.append(f"{op}: no check has {', '.join(names)}")
+            lines.append(f"{op}: no check has {first_of(names, _MOST_NAMES)}")
         if given_up := sorted(str(fact) for fact in {*largest, *_unchecked_configs(checked)} if fact.kind == "not judged"):
             lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
         lines += [f"{op}: {fact}" for fact in sorted(checked | largest) if fact.kind in _NAMED]

@@ -90,10 +90,7 @@ def explain(
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
     folder, text = _gpu(gpu), ",".join(case)
     if "=" in text:
-        sizes = text.split(",")
-        named_case = loading.case_of_sizes(
-            operator, sizes, dtype or operator.dtypes[0], quant or operator.quants[0], complete=True
-        )
+        named_case = loading.case_of_sizes(operator, text.split(","), dtype, quant, complete=True)
     else:
         named_case = bench_case(operator, text, dtype, quant)
     called = operator.case_of_call(named_case)

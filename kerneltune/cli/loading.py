@@ -155,8 +155,10 @@ def load_op(name: str) -> Op:
     return ops[one_of("op", name, ops)]
 
 
-def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, complete: bool = False) -> Case:
+def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str | None, quant: str | None, *, complete: bool = False) -> Case:
     """Make the case of sizes and options such as `M=8192`: every other option has its default, without a size all axes are 4096.
+
+    None stands for the operator's first element type and its first mode.
 
     complete: refuse a case without a size; a case that lacks some sizes is always refused.
     """
@@ -179,8 +181,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, compl
     missing = [axis for axis in op.axes if axis not in names]
     if missing and (complete or len(missing) < len(op.axes)):
         raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
-    one_of("dtype", dtype, op.dtypes)
-    one_of("quant", quant, op.quants)
+    dtype, quant = one_of("dtype", dtype or op.dtypes[0], op.dtypes), one_of("quant", quant or op.quants[0], op.quants)
     return Case("x".join(map(str, axes.values())), tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 

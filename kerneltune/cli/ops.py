@@ -41,7 +41,7 @@ def command(
         return
     o.one_of("op", name, listed)  # before the operators' code is loaded, which takes seconds
     op = loading.load_ops()[name]
-    case = loading.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
+    case = loading.case_of_sizes(op, sizes or [], dtype, quant)
     described = [_described(op, variant, case) for variant in op.variants]
     show_wrapped(f"{op.name}: {case.label}")
     for option, values in op.options.items():

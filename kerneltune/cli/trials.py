@@ -16,7 +16,7 @@ from kerneltune.search.loop import times_of
 from kerneltune.spec import Case
 from kerneltune.table import Column, Row, Table
 from kerneltune.task import Evaluation, gpus_with_trials, trials_file, trials_folder
-from kerneltune.wording import assignments, counted
+from kerneltune.wording import assignments, counted, first_of
 
 Searches = list[tuple[Case, dict[Any, Evaluation]]]
 """Cases with the stored evaluations of their configs."""
@@ -102,10 +102,8 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
         shares = (f"{knob} {100 * weight / weights.total():.0f} %" for knob, weight in weights.most_common(3))
         show_wrapped(f"  knobs that matter: {', '.join(shares)}")
     dead = [f"{name}={value} (-{100 * fraction:.0f} % configs)" for name, value, fraction in insight.dead_values(cases)]
-    hidden = 0 if whole else max(0, len(dead) - _DEAD)
     if dead:
-        more = f" and {hidden} more" if hidden else ""
-        show_wrapped(f"  never within 2 %: {', '.join(dead[: len(dead) - hidden])}{more}")
+        show_wrapped(f"  never within 2 %: {first_of(dead, len(dead) if whole else _DEAD)}")
     cover = insight.set_cover(cases)
     keep, how = "keeps" if len(cover.configs) == 1 else "keep", "" if cover.is_exact else ", perhaps not the fewest"
     good = f"every case ({len(cases)}) within 2 % of its best (worst {100 * cover.worst_gap:.1f} %{how})"

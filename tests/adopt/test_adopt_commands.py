@@ -199,7 +199,7 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
             )
     report = " ".join(run("adopt", "lint", tmp_path).stdout.split())
     assert report.count("the check of optimized failed") == 1  # checks of two classes, whose reasons differ in numbers alone
-    assert "two_kernels.row_sum: the check of optimized failed: row_sum-0 (and 1 more): y_ptr: 0 of 8 differ, 1.5e-02" in report
+    assert "two_kernels.row_sum: the check of optimized failed: row_sum-0 and 1 more: y_ptr: 0 of 8 differ, 1.5e-02" in report
     assert "out of bounds" not in report
 
 

@@ -361,7 +361,7 @@ def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
     job.facts.update(Fact("branch", f"size > {count}", "sums_of_rows") for count in range(10))
     (line,) = coverage_lines([job])
     assert line.count("size >") == 8
-    assert line.endswith("size > 7 in sums_of_rows, and 2 more")
+    assert line.endswith("size > 7 in sums_of_rows and 2 more")
 
 
 @triton.jit
