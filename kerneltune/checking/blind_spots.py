@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from kerneltune.checking.check import Checker
 from kerneltune.spec import Case, Inputs, Op, Variant
+from kerneltune.task import knobs_of
 
 _BLOCK = 16
 """Least size of a block; smaller knobs are counts."""
@@ -197,12 +198,12 @@ def _equal(op: Op, cases: Sequence[Case]) -> Iterator[str]:
 
 def _unread(op: Op, cases: Sequence[Case]) -> Iterator[str]:
     """Yield a line for each own variant whose host function reads a knob of its config in none of the smallest cases."""
-    for variant in (variant for variant in op.variants if not variant.is_peer and is_dataclass(variant.config)):
+    for variant in (variant for variant in op.variants if not variant.is_peer and variant.config is not None):
         read, knobs = set[str](), set[str]()
         for case in [case for case in cases if not variant.unsupported(case)][:_FEW_CASES]:
             try:
                 config = variant.default_config(case)
-                knobs |= {field.name for field in fields(config)}
+                knobs |= knobs_of(config).keys()
                 Checker(op, case, "cpu").outputs(variant, _watched(config, read))
             except Exception:  # the check of the case says why
                 break
@@ -216,8 +217,7 @@ def _never_ragged_by_one(op: Op, variant: Variant, cases: Sequence[Case]) -> Ite
     lengths, blocks = dict[str, set[int]](), set[int]()
     for case in cases:
         with suppress(Exception):  # the check of the case says why
-            config = variant.default_config(case)
-            knobs = [getattr(config, field.name) for field in fields(config)] if is_dataclass(config) else []
+            knobs = knobs_of(variant.default_config(case)).values()
             blocks |= {knob for knob in knobs if type(knob) is int and knob >= _BLOCK}
             inputs = op.inputs(case, device="cpu")
             sizes = {size for value in inputs.values() if isinstance(value, torch.Tensor) for size in value.shape}
@@ -245,6 +245,6 @@ def _watched(config: Any, read: set[str]) -> Any:
 
     kind = type(config)
     copy: Any = object.__new__(type(kind.__name__, (kind,), {"__slots__": (), "__getattribute__": noted}))
-    for field in fields(config):
-        object.__setattr__(copy, field.name, getattr(config, field.name))
+    for name, value in knobs_of(config).items():
+        object.__setattr__(copy, name, value)
     return copy
