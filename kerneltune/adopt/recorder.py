@@ -198,9 +198,8 @@ class Recorder:
                     recorded = by_launch.find(args, kwargs)
                     if recorded is None:
                         recorded = by_launch.remember(launch, deciding, self._class_of(launch, by_launch.num_keys))
-            launched = recorded.launched
-            if launched is not None and not program.is_capturing():
-                self._hold_values(recorded, launched, Launch(autotuner, args, kwargs))
+            if (before := self._without_effect(recorded)) is not None:
+                self._hold_values(recorded, before, Launch(autotuner, args, kwargs))
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), first_line(error))
         return recorded
@@ -257,9 +256,7 @@ class Recorder:
         return recorded
 
     def _hold_values(self, recorded: RecordedClass, before: _Held, launch: Launch) -> None:
-        """Hold the values of a launch if the launch before, whose values are kept, has shown no effect."""
-        if not self._is_without_effect(recorded, before):
-            return
+        """Hold the values of a launch, as the launch before, whose values are kept, has shown no effect."""
         recorded.launched, recorded.num_without_effect = None, recorded.num_without_effect + 1
         if recorded.num_without_effect > _MOST_WITHOUT_EFFECT:
             return
@@ -274,18 +271,17 @@ class Recorder:
             effect = Effect(described.arguments, storages)
             recorded.held = _Held(launch_class, values, effect, "launch" if is_missing else "effect")
 
-    def _is_without_effect(self, recorded: RecordedClass, held: _Held, wait: bool = False) -> bool:
-        """Return whether a launch is known to have shown no effect; write values that have shown an effect."""
-        if held.effect is None:
-            return True
-        if not held.effect.is_known(wait):
-            return False
-        if not held.effect.is_seen:
-            return True
+    def _without_effect(self, recorded: RecordedClass, wait: bool = False) -> _Held | None:
+        """Return the values of a launch that is known to have shown no effect; write values that have shown an effect."""
+        held = recorded.launched
+        if held is None or program.is_capturing() or (held.effect is not None and not held.effect.is_known(wait)):
+            return None
+        if held.effect is None or not held.effect.is_seen:
+            return held
         recorded.launched = None
         if held.awaits == "effect":
             write_class(self.root, held.launch_class, held.values.tensors, is_better=True)
-        return False
+        return None
 
     def _pruned(self, launch: Launch) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
@@ -438,9 +434,7 @@ class Recorder:
             try:
                 self._harvest(wait)
                 for recorded in [each for classes in list(self._classes.values()) for each in list(classes.values())]:
-                    launched = recorded.launched
-                    if launched is not None and not program.is_capturing():
-                        self._is_without_effect(recorded, launched, wait)
+                    self._without_effect(recorded, wait)
                 for digest, launches in self._counters.by_name().items():
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
