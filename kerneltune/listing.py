@@ -166,9 +166,8 @@ def _missing_functions(op: Op) -> Iterator[str]:
     """Yield `field: value: expected a function` for each field that must be a function and is not, such as `invalid=None`."""
     fields = {name: getattr(op, name) for name in ("inputs", "reference", "compare", "traffic")}
     fields |= {name: value for name in ("as_called", "flops") if (value := getattr(op, name)) is not None}
-    for variant in op.variants:
-        for name in ("run", "space", "invalid", "unsupported", "promising"):
-            fields[f"variants: {variant.name}: {name}"] = getattr(variant, name)
+    of_variant = ("run", "space", "invalid", "unsupported", "promising")
+    fields |= {f"variants: {variant.name}: {name}": getattr(variant, name) for variant in op.variants for name in of_variant}
     for name, value in fields.items():
         if not callable(value):
             yield f"{name}: {value!r}: expected a function"

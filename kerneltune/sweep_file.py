@@ -68,10 +68,8 @@ class Sweep:
         """Return whether the file's `headline` selects a bench case."""
         case = sweep_case.case
         values = {"op": sweep_case.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
-        for key, patterns in self.headline.items():
-            if not any(fnmatch.fnmatch(values[key], pattern) for pattern in patterns):
-                return False
-        return bool(self.headline)
+        named = ((values[key], patterns) for key, patterns in self.headline.items())
+        return bool(self.headline) and all(any(fnmatch.fnmatch(value, each) for each in patterns) for value, patterns in named)
 
 
 def results_root(folder: Path | None) -> Path:

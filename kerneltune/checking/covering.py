@@ -69,11 +69,8 @@ def width(case: Case) -> int:
 
 def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the valid configs of each supported case, the default among them even where the space does not offer it."""
-    configs = {}
-    for case in cases:
-        if variant.unsupported(case) is None:
-            configs[case] = list(dict.fromkeys([variant.default_config(case), *variant.configs(case)]))
-    return configs
+    supported = [case for case in cases if variant.unsupported(case) is None]
+    return {case: list(dict.fromkeys([variant.default_config(case), *variant.configs(case)])) for case in supported}
 
 
 def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, Case], float]) -> Iterator[Pair]:

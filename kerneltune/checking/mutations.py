@@ -131,7 +131,7 @@ def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict
     An output of length 1 along its first axis counts only if it has this length in all cases: `compare` may look at the first
     matrix alone.
     """
-    seen: dict[str, dict[bool, dict[str, bool]]] = {}
+    seen: dict[tuple[str, bool], dict[str, bool]] = {}
     supported = [case for case in cases if variant.unsupported(case) is None and op.traffic(case).total]
     for case in sorted(supported, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
         checker = Checker(op, case, "cpu")
@@ -141,11 +141,11 @@ def _refusals(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[str, dict
             raise CaseError(f"{op.name} {variant.name} {case.name}: {wrong[0]}: only outputs of a right variant can be perturbed")
         for name, mutation, changed in _mutated(outputs):
             refused = bool(checker.disagreements({**outputs, name: changed}))
-            of_output = seen.setdefault(name, {}).setdefault(changed.shape[:1].numel() > 1, {})
+            of_output = seen.setdefault((name, changed.shape[:1].numel() > 1), {})
             of_output[mutation] = of_output.get(mutation, False) or refused
     if not seen:
         raise CaseError(f"{op.name} {variant.name}: no check case gives outputs that can be perturbed")
-    return {name: by_length.get(True) or by_length[False] for name, by_length in seen.items()}
+    return {name: seen.get((name, True)) or seen[name, False] for name, _is_long in seen}
 
 
 def _outcome(label: str, is_refused: Mapping[str, bool]) -> Outcome:

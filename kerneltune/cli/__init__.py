@@ -154,10 +154,7 @@ def _holders(option: str) -> str:
     commands = dict(whole.commands)
     for name in ("cache", "adopt"):
         commands |= {f"{name} {inner}": command for inner, command in commands.pop(name).commands.items()}
-    holders = []
-    for name, command in commands.items():
-        if any(option in parameter.opts for parameter in command.params):
-            holders.append(name)
+    holders = [name for name, command in commands.items() if any(option in parameter.opts for parameter in command.params)]
     if not holders or len(holders) > _MANY_COMMANDS:
         return ""
     return f"; {' and '.join(filter(None, [', '.join(holders[:-1]), holders[-1]]))} {'has' if len(holders) == 1 else 'have'} it"

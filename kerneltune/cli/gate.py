@@ -199,10 +199,8 @@ def _report(verdict: "Verdict", forms: Forms) -> None:
     from kerneltune.gating.report import error_annotation, gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = forms.markdown == STDOUT
-    writers: list[Callable[[], None]] = []
-    for path, render in ((forms.junit, gate_junit), (None if is_printed else forms.markdown, gate_markdown)):
-        if path is not None:
-            writers.append(partial(write, path, render(verdict)))
+    renders = ((forms.junit, gate_junit), (None if is_printed else forms.markdown, gate_markdown))
+    writers: list[Callable[[], None]] = [partial(write, path, render(verdict)) for path, render in renders if path is not None]
     if forms.annotations and os.environ.get("GITHUB_STEP_SUMMARY"):
         summary = (gate_markdown(verdict) + "\n").encode()
         writers.append(partial(append_lines, Path(os.environ["GITHUB_STEP_SUMMARY"]), summary, keep_partial=True))

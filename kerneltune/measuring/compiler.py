@@ -121,8 +121,7 @@ class CompilePool:
     def compile(self, jobs: Sequence[CompileJob], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[CompileResult]:
         """Compile all jobs, and yield their results in the order of the jobs."""
         pending = [self.submit(job, timeout_s) for job in jobs]
-        for job in pending:
-            yield job.result()
+        yield from (job.result() for job in pending)
 
     def _compile(self, job: CompileJob, timeout_s: float) -> CompileResult:
         compiler, has_died = self._idle.get(), False

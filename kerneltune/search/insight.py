@@ -1,6 +1,7 @@
 """Analyse trials: how many a search needed, knobs that matter, values that never win, ties, the fewest configs for all cases."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,15 +68,14 @@ def importances(times: Mapping[Knobs, float]) -> dict[str, float]:
 
 def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[DeadValue]:
     """Return the values of knobs that no good config of any case has, the largest fraction of configs first."""
-    tried: dict[tuple[str, Any], int] = {}
+    tried: Counter[tuple[str, Any]] = Counter()
     alive: set[tuple[str, Any]] = set()
     total = 0
     for times in cases:
         best = min(times.values())
         for knobs, time in times.items():
             total += 1
-            for pair in knobs:
-                tried[pair] = tried.get(pair, 0) + 1
+            tried.update(knobs)
             if time <= (1 + NEAR) * best:
                 alive.update(knobs)
     dead = [DeadValue(*pair, count / total) for pair, count in tried.items() if pair not in alive]

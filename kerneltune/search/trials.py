@@ -6,6 +6,7 @@ space with other knob values opens another study. A finished trial is a line tha
 so a kill loses at most the running trial.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -118,13 +119,13 @@ class TrialStore:
 
     def _offered(self, task: Task, config: Config) -> dict[str, list[Any]]:
         """Return the values of every knob in the space of a task and in configs beside the space."""
-        choices = self._choices.get(task.key)
+        choices, earlier = self._choices.get(task.key), dict[Knobs, Evaluation]()
         if choices is None:
             space = task.variant.space(task.case)
             choices = self._choices[task.key] = {name: dict.fromkeys(values) for name, values in space.items()}
-            for knobs in self._evaluations.get(task.key, ()):
-                _add_choices(choices, knobs)
-        _add_choices(choices, knob_pairs(config))
+            earlier = self._evaluations.get(task.key, {})
+        for name, value in itertools.chain(knob_pairs(config), *earlier):
+            choices.setdefault(name, {})[value] = None
         return {name: sorted(values, key=knob_order) for name, values in choices.items()}
 
     def refresh(self) -> None:
@@ -148,11 +149,6 @@ class TrialStore:
         """Return the knobs of a task's configs that have a time, fastest first."""
         timed = [(evaluation.time_us, knobs) for knobs, evaluation in self.evaluations(task).items() if evaluation.time_us]
         return [dict(knobs) for _, knobs in sorted(timed)]
-
-
-def _add_choices(choices: dict[str, dict[Any, None]], knobs: Knobs) -> None:
-    for name, value in knobs:
-        choices.setdefault(name, {})[value] = None
 
 
 def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool = False) -> TrialStore:
