@@ -124,7 +124,7 @@ def current() -> Device:
         driver = pynvml.nvmlSystemGetDriverVersion()
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     arch = gpu.gcnArchName.split(":")[0] if is_hip else f"sm_{gpu.major}{gpu.minor}"
-    return Device(gpu.name, arch, gpu.multi_processor_count, gpu.L2_cache_size, str(driver), unit_of(str(gpu.uuid)))
+    return Device(gpu.name, arch, gpu.multi_processor_count, gpu.L2_cache_size, str(driver), serial_digest(str(gpu.uuid)))
 
 
 @cache
@@ -149,7 +149,7 @@ def only_model() -> str:
     return name
 
 
-def unit_of(uuid: str) -> str:
+def serial_digest(uuid: str) -> str:
     """Return the digest of a GPU's identifier, by which records tell GPUs apart; empty for an identifier of zeros."""
     uuid = uuid.removeprefix("GPU-")
     if not uuid.strip("0-"):

@@ -143,7 +143,7 @@ class Plan:
         return [sweep_cases[at * len(sweep_cases) // count] for at in range(count)]
 
     def variants(self, op: str, *, installed: bool = True) -> list[Variant]:
-        """Return the selected variants of an operator that have their packages; with `installed` False, that lack any."""
+        """Return the selected variants of an operator whose packages are installed; without `installed`, the other variants."""
         matches, peers = self.selection.matches_variant, self.options.peers
         selected = [variant for variant in self.ops[op].variants if matches(variant.name, peers or not variant.is_peer)]
         return [variant for variant in selected if installed is not bool(variant.missing())]

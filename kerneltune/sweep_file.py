@@ -30,8 +30,8 @@ _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
 _FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
 _MOST_CASES = 100_000
 """Most rows of a sweep file; an entry for two operators counts twice."""
-NO_FAMILY = ", or a .yaml file; sweep, trials and tune also take the folder of a capture"
-NO_OP = ", or an operator that --plugin or --captured loads"
+OR_FAMILY = ", or a .yaml file; sweep, trials and tune also take the folder of a capture"
+OR_OP = ", or an operator that --plugin or --captured loads"
 """End of messages about a family, or an operator: what else may be given in its place."""
 
 
@@ -115,7 +115,7 @@ def find(family: str) -> Path:
         raise ValueError(f"{family}: no capture: expected a folder that `kerneltune capture` wrote")
     captures = sorted(str(classes.parent) for classes in Path(family).parent.glob("*/classes"))
     files = [str(path) for path in (Path(f"{family}.yaml"), Path(f"{family}.yml")) if path.is_file()]
-    raise unknown("family", family, [*families(), *captures, *files], NO_FAMILY)
+    raise unknown("family", family, [*families(), *captures, *files], OR_FAMILY)
 
 
 def families() -> list[str]:
@@ -197,7 +197,7 @@ class _Reader:
         fields, family = root.fields(_TOP), _read_family(root)
         if "ops" not in fields:
             root.fail("names of operators", "missing", "ops")
-        self.ops = _operators(fields["ops"], self.known, NO_OP)
+        self.ops = _operators(fields["ops"], self.known, OR_OP)
         if "defaults" in fields:
             self.defaults = fields["defaults"].fields()
             self.check_defaults()

@@ -78,13 +78,13 @@ def test_has_gpu_without_a_driver_is_false_without_torch(monkeypatch: pytest.Mon
     assert not device.has_gpu()
 
 
-def test_unit_of_a_serial_is_a_digest_that_differs_between_gpus() -> None:
-    first, second = device.unit_of("GPU-0a1b-2"), device.unit_of("GPU-0a1b-3")
-    assert first == device.unit_of("0a1b-2")
+def test_serial_of_a_gpu_is_a_digest_that_differs_between_gpus() -> None:
+    first, second = device.serial_digest("GPU-0a1b-2"), device.serial_digest("GPU-0a1b-3")
+    assert first == device.serial_digest("0a1b-2")
     assert first != second
     assert len(first) == 12
     assert "0a1b" not in first
-    assert device.unit_of("GPU-00000000-0000") == ""
+    assert device.serial_digest("GPU-00000000-0000") == ""
 
 
 def test_arch_of_a_gpu_folder_is_known_without_the_gpu() -> None:

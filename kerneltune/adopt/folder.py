@@ -352,7 +352,7 @@ def read_blocks(root: Path) -> dict[str, dict[str, str]]:
 def without_coupled_blocks(launch_class: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
     """Return a class without the grids of candidates whose blocks the program depends on, see `tuning.probe_blocks`.
 
-    blocks: names of blocks -> why they may not change; empty if they may. `untried` is the reason of a block without an entry.
+    blocks: name of a block -> why it may not change; empty if it may. untried: why a block without an entry may not change.
     """
     if not launch_class.is_plain:
         return launch_class

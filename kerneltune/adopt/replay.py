@@ -38,7 +38,7 @@ class ReplayError(CaseError):
 
 
 def live_kernel(launch_class: LaunchClass) -> Any:
-    """Import a captured kernel's module and return its autotuner."""
+    """Return the autotuner of a captured kernel, after the import of its module."""
     home, name = launch_class.home or launch_class.kernel, launch_class.kernel.text
     held = vars(_module_of(launch_class, home))
     tuners = _named_alike(launch_class, attribute(held, home.name), held)

@@ -25,7 +25,7 @@ matrices (2), none.
 
 
 class _GapRun(NamedTuple):
-    """Hold a run on inputs with gaps: the gaps that host code accepts by input, the outputs, and the errors.
+    """Hold a run on inputs with gaps: by input the gaps that host code accepts, the outputs, and the errors.
 
     Without accepted gaps, there are no outputs and no errors.
     """

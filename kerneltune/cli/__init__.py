@@ -135,7 +135,7 @@ def _refused(error: Exception) -> typer.Exit:
     if option is not None and hasattr(error, "possibilities"):
         text = f"{text.rstrip('.')}{_argument(option, getattr(error, 'ctx', None)) or _holders(option)}"
     elif missing == "family" and text.startswith("Missing"):
-        text = loading.without_family()
+        text = loading.missing_family()
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)

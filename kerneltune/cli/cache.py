@@ -270,7 +270,7 @@ def check(configs: o.Configs = None) -> None:
     """
     o.read_configs(configs)
     files = _chosen(None, None)
-    entries = [entry for path in files for entry in fitting_entries(path)]
+    entries = [entry for path in files for entry in checked_entries(path)]
     folders, own = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files)), cache.default_root()
     if not entries:
         raise ValueError(f"no cached configs in {counted(len(files), 'file')} of {folders}")
@@ -287,7 +287,7 @@ def check(configs: o.Configs = None) -> None:
         raise typer.Exit(1)
 
 
-def fitting_entries(path: Path) -> list[CacheEntry]:
+def checked_entries(path: Path) -> list[CacheEntry]:
     """Return the entries of a file; an entry that calls do not use is an error."""
     ops = loading.load_ops()
     o.one_of(f"{path}: op", path.stem, ops)
@@ -326,7 +326,7 @@ def _chosen(op: str | None, gpu: str | None) -> list[Path]:
     names = sorted({path.stem for path in files})
     if op is not None and op not in names:
         if op not in loading.load_summaries():
-            raise unknown("op with cached configs", op, names, sweep_file.NO_OP)
+            raise unknown("op with cached configs", op, names, sweep_file.OR_OP)
         command = f"kerneltune tune {loading.family_of(op) or 'FAMILY'} --op {op}"
         raise ValueError(f"op: {op!r}: no cached configs in {cache.default_root()}: `{command}` finds them")
     if gpu is not None:

@@ -143,12 +143,12 @@ def _judged_file(
 
 def _require_usable_configs(records: Iterable[Record]) -> None:
     """Raise ValueError for a config file of the records' operators and GPUs that has an entry which calls do not use."""
-    from kerneltune.cli.cache import fitting_entries
+    from kerneltune.cli.cache import checked_entries
 
     ops = loading.load_ops()
     for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
         if op in ops:
-            fitting_entries(path_of(op, gpu))
+            checked_entries(path_of(op, gpu))
 
 
 def _measured(baseline: str, plan: Plan, processes: int, margin: float | None, save: Path | None) -> "Verdict":

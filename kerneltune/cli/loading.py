@@ -21,9 +21,9 @@ from kerneltune.task import runs_folder, trials_folder
 _USUAL_SIZE, _DIGITS = 4096, 15
 
 
-def without_family() -> str:
+def missing_family() -> str:
     """Return the message of a command that was called without a family."""
-    return f"Missing argument 'family': expected one of {', '.join(sweep_file.families())}{sweep_file.NO_FAMILY}"
+    return f"Missing argument 'family': expected one of {', '.join(sweep_file.families())}{sweep_file.OR_FAMILY}"
 
 
 def family_of(op: str) -> str:

@@ -204,7 +204,7 @@ def given(group: Any) -> dict[str, Any]:
 def one_of(field: str, value: str, known: Collection[str]) -> str:
     """Return the value if it is known."""
     if value not in known:
-        raise unknown(field, value, known, sweep_file.NO_OP if field.split()[-1] == "op" else "")
+        raise unknown(field, value, known, sweep_file.OR_OP if field.split()[-1] == "op" else "")
     return value
 
 

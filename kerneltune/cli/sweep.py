@@ -80,7 +80,7 @@ def command(
         ops = loading.load_ops()
         return _renew(ops, replace(selection, family=family), loading.make_options(results=results, **fields))
     if not family:
-        raise ValueError(loading.without_family())
+        raise ValueError(loading.missing_family())
     file = family
     if folder:
         o.use_capture(folder)
@@ -94,7 +94,7 @@ def command(
     _run(plan, family, folder, strict, accept or [])
 
 
-def _run(plan: Plan, asked: str, capture: str, strict: bool, accepted: Sequence[str]) -> None:
+def _run(plan: Plan, family: str, capture: str, strict: bool, accepted: Sequence[str]) -> None:
     """Run the stages of a sweep, named by a family or by the folder of a capture; show records and files.
 
     A check ends with 1 if a variant failed or, with strict, if a line to read has none of the accepted texts.
@@ -110,7 +110,7 @@ def _run(plan: Plan, asked: str, capture: str, strict: bool, accepted: Sequence[
     if is_timed:
         show(sweep_table(swept.records, brief=True).text(width()))
     else:
-        _show_checks(plan, asked, capture, swept, to_read)
+        _show_checks(plan, family, capture, swept, to_read)
     for op in (plan.ops[name] for name in dict.fromkeys(record.op for record in swept.records)):
         for variant in plan.variants(op.name, installed=False) if is_foreign(op) else ():
             show_wrapped(f"{op.name} {variant.name}: left out: its requires are not installed: {', '.join(variant.missing())}")
@@ -126,7 +126,7 @@ def _run(plan: Plan, asked: str, capture: str, strict: bool, accepted: Sequence[
     _end_checks(own, swept, len(to_read), strict)
 
 
-def _show_checks(plan: Plan, asked: str, capture: str, swept: "SweepResult", to_read: Collection[str]) -> None:
+def _show_checks(plan: Plan, family: str, capture: str, swept: "SweepResult", to_read: Collection[str]) -> None:
     """Show the table of checks, and lines about cases that were skipped or not checked, and about the coverage."""
     show(check_table(swept.records, to_read).text(width()))
     show("")
@@ -138,7 +138,7 @@ def _show_checks(plan: Plan, asked: str, capture: str, swept: "SweepResult", to_
         _show_unchecked(plan, swept.records, Path(capture))
     if plan.options.extent != "check":
         show_wrapped(
-            f"On a GPU, `kerneltune sweep {asked}` also tunes what lacks a config, times all variants and peers, and writes "
+            f"On a GPU, `kerneltune sweep {family}` also tunes what lacks a config, times all variants and peers, and writes "
             f"records and tables to {plan.options.results}."
         )
     for outcome in swept.coverage:

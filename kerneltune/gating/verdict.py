@@ -147,7 +147,7 @@ def gate(
         rows += [_judged(replace(change, p=p), margin, note) for change, p in zip(group, p_values, strict=True)]
     rows += filter(None, (_not_compared(old, fresh, new_setups, peers) for old, fresh in pairs))
     notes = [
-        _other_unit(changes),
+        _other_gpu(changes),
         _too_short(changes, margin),
         _older("baseline", len(baseline) - len(old_rows)),
         _older("new", len(new) - len(new_rows)),
@@ -362,7 +362,7 @@ def _one_line(*parts: str) -> str:
     return printable(" ".join("; ".join(filter(None, parts)).split()))
 
 
-def _other_unit(compared: Sequence[Change]) -> str:
+def _other_gpu(compared: Sequence[Change]) -> str:
     """Return a note on rows whose two sides were measured on different GPUs of the same model; empty if no row was."""
     moved = [change.new for change in compared if "unit" in differing_run_fields(change.old, change.new)]
     if not moved:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command_line import operators, refused, run
 
-from kerneltune.sweep_file import NO_OP
+from kerneltune.sweep_file import OR_OP
 from kerneltune.wording import first_of
 
 
@@ -104,7 +104,7 @@ def test_cache_export_of_an_operator_without_knobs_says_that_it_has_no_configs()
 
 def test_cache_show_of_unknown_names_fails_with_known_names(stored: Path) -> None:
     assert stored.is_file()
-    assert refused("cache", "show", "softmax") == f"error: op with cached configs: 'softmax': expected one of rmsnorm_bwd{NO_OP}"
+    assert refused("cache", "show", "softmax") == f"error: op with cached configs: 'softmax': expected one of rmsnorm_bwd{OR_OP}"
     assert refused("cache", "show", "rmsnorm_bwd", "--gpu", "b200") == "error: gpu: 'b200': expected one of nvidia_h200"
     assert refused("cache", "show", "rmsnorm_bwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16"
     assert refused("cache", "show", "rmsnorm_bwd", "--case", "a*").startswith("error: case: 'a*': expected one of ")
@@ -134,7 +134,7 @@ def test_cache_check_names_field_and_value_of_a_broken_entry(fields: dict[str, A
 def test_cache_check_names_a_broken_file(stored: Path, configs_dir: Path) -> None:
     stranger = configs_dir / "nvidia_h200" / "softmax.json"
     stranger.write_text(stored.read_text().replace("rmsnorm_bwd", "softmax"))
-    assert refused("cache", "check") == f"error: {stranger}: op: 'softmax': expected one of {first_of(operators(), 25)}{NO_OP}"
+    assert refused("cache", "check") == f"error: {stranger}: op: 'softmax': expected one of {first_of(operators(), 25)}{OR_OP}"
     stored.write_text(stored.read_text()[:-20])
     assert refused("cache", "check").startswith(f"error: {stored}:")
 

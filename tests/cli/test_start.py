@@ -14,7 +14,7 @@ from command_line import both, operators, record, refused, run
 from kerneltune import cli, device
 from kerneltune.cli import doctor
 from kerneltune.files import data_root
-from kerneltune.sweep_file import NO_FAMILY
+from kerneltune.sweep_file import OR_FAMILY
 from kerneltune.wording import first_of
 
 COMMANDS = [
@@ -148,8 +148,8 @@ def test_wrong_command_or_option_fails_with_one_line(tmp_path: Path) -> None:
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
     error = refused("sweep")
     assert error.startswith("error: Missing argument 'family': expected one of decode, fp8_")
-    assert error.endswith(NO_FAMILY)
-    assert refused("tune", "nowhere").endswith(NO_FAMILY)
+    assert error.endswith(OR_FAMILY)
+    assert refused("tune", "nowhere").endswith(OR_FAMILY)
     with chdir(tmp_path):
         Path("mine.yaml").touch()
         assert "did you mean mine.yaml? expected one of" in refused("sweep", "mine")

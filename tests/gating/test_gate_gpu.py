@@ -32,4 +32,4 @@ def test_unit_of_a_record_is_that_of_the_gpu_on_torch_s_bus() -> None:
     p = torch.cuda.get_device_properties(torch.cuda.current_device())
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByPciBusId(f"{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
-    assert device.current().unit == device.unit_of(pynvml.nvmlDeviceGetUUID(handle)) != ""
+    assert device.current().unit == device.serial_digest(pynvml.nvmlDeviceGetUUID(handle)) != ""

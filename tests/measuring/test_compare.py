@@ -234,8 +234,8 @@ def test_compared_records_without_a_right_variant_are_failed_and_untimed(gpu: No
 
 def test_unit_is_a_digest_of_the_gpu_s_identifier() -> None:
     uuid = "5c7a2d5e-3f4b-4b0f-8d7e-0123456789ab"
-    unit = device.unit_of(uuid)
-    assert unit == device.unit_of(f"GPU-{uuid}") != device.unit_of(uuid[::-1])
+    unit = device.serial_digest(uuid)
+    assert unit == device.serial_digest(f"GPU-{uuid}") != device.serial_digest(uuid[::-1])
     assert len(unit) == 12
     assert unit not in uuid
-    assert device.unit_of("GPU-00000000-0000-0000-0000-000000000000") == device.unit_of("") == ""
+    assert device.serial_digest("GPU-00000000-0000-0000-0000-000000000000") == device.serial_digest("") == ""
