@@ -40,14 +40,14 @@ class ServedList:
         kernel: the table's kernel; None where the table has none for this autotuner.
         is_tuned: whether the table's kernel was tuned with this list.
         served_slot, missed_slot: places of the counts of launches.
-        device: folder name of the GPU whose table is served.
         key_names: arguments in the keys of launches: the arguments of the author's key, and the sizes that decide between rows.
-        by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
-        by_author_key: the table's rows by author's key and element types.
-        by_row: the config objects of the table's rows, see `allowed`, by the identities of the rows' configs.
+        device: folder name of the GPU whose table is served.
         author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
-        shown: the list that `autotuner.configs` now holds: the author's list, or only the config for torch.compile.
-        assigned: beside the author's list, the lists that the program has assigned to the autotuner.
+        by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
+        by_author_key: the table's rows by author's key and element types, added by the first launch of each.
+        by_row: the config objects of the table's rows, see `allowed`, by the identities of the rows' configs.
+        shown: of the author's list, what `autotuner.configs` now holds: the list, or only the config for torch.compile.
+        assigned: of the author's list, the lists that the program has assigned to the autotuner.
         on_others: the same list on GPUs of other models, whose tables differ, by the GPU's folder name.
     """
 
@@ -58,10 +58,10 @@ class ServedList:
     missed_slot: int
     key_names: set[str]
     device: str = field(default_factory=program.device_slug)
+    author_choices: dict[Any, Any] | None = None
     by_launch: LaunchMap[ServedChoices] = field(default_factory=LaunchMap)
     by_author_key: LaunchMap[Group] = field(default_factory=LaunchMap)
     by_row: dict[int, ServedChoices] = field(default_factory=dict)
-    author_choices: dict[Any, Any] | None = None
     shown: list[Any] | None = None
     assigned: dict[Any, "ServedList"] = field(default_factory=dict)
     on_others: dict[str, "ServedList"] = field(default_factory=dict)
