@@ -258,39 +258,33 @@ def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:
     return "; ".join(words)
 
 
-def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
+def _ab_summary(rows: Sequence[Comparison]) -> Iterator[str]:
+    """Yield how fast B is beside A: in all rows, the slowest rows, each operator, each bound; and what makes it doubtful."""
     speedups = [row.speedup for row in rows if row.speedup is not None]
-    skipped = len(rows) - len(speedups)
-    lines = [f"{skipped} of {_count(rows)} not compared"] if skipped else []
+    if len(speedups) < len(rows):
+        yield f"{len(rows) - len(speedups)} of {_count(rows)} not compared"
     if not speedups:
-        return lines
+        return
     marks = [row.mark for row in rows if row.speedup is not None]
     wins, ties, losses = (marks.count(mark) for mark in ("+", "", "-"))
-    extent = f"{min(speedups):.2f}x to {max(speedups):.2f}x"
-    lines += [
-        f"B is {statistics.geometric_mean(speedups):.2f}x as fast as A: geometric mean of {_count(speedups)}, {extent}; "
-        f"{wins} faster (+), {ties} within 5 %, {losses} slower (-)"
-    ]
-    slow = sum(speedup <= _MUCH_SLOWER for speedup in speedups)
-    if slow:
+    extent = f"{_count(speedups)}, {min(speedups):.2f}x to {max(speedups):.2f}x"
+    counts = f"{wins} faster (+), {ties} within 5 %, {losses} slower (-)"
+    yield f"B is {statistics.geometric_mean(speedups):.2f}x as fast as A: geometric mean of {extent}; {counts}"
+    if slow := sum(speedup <= _MUCH_SLOWER for speedup in speedups):
         more = "; …" if slow > _NAMED else ""
-        lines.append(f"20 % slower or more in {counted(slow, 'row')}: {'; '.join(slowest(rows)[: min(slow, _NAMED)])}{more}")
+        yield f"20 % slower or more in {counted(slow, 'row')}: {'; '.join(slowest(rows)[: min(slow, _NAMED)])}{more}"
     kinds = {name.op: name.kind for name in case_names(row.a for row in rows)}
-    groups = list(dict.fromkeys((row.a.op, row.a.quant) for row in rows))
-    for op, quant in groups if len(groups) > 1 else ():
-        part = [row.speedup for row in rows if (row.a.op, row.a.quant) == (op, quant) and row.speedup is not None]
-        if part:
-            lines.append(f"  {kinds[op]} {quant}: {statistics.geometric_mean(part):.2f}x in {_count(part)}")
-    lines += _reached(rows)
-    floors = [row.aa_floor for row in rows if row.aa_floor is not None]
-    if floors:
-        lines.append(f"noise, a variant against itself: at most {max(floors):.1%}")
-    differing_runs = list(filter(None, (differing_run_fields(row.a, row.b) for row in rows if row.speedup is not None)))
-    if differing_runs:
-        words = dict.fromkeys(_RUN_WORDS.get(name, name) for fields in differing_runs for name in fields)
+    groups = grouped(rows, lambda row: (row.a.op, row.a.quant))
+    for (op, quant), members in groups.items() if len(groups) > 1 else ():
+        if part := [row.speedup for row in members if row.speedup is not None]:
+            yield f"  {kinds[op]} {quant}: {statistics.geometric_mean(part):.2f}x in {_count(part)}"
+    yield from _reached(rows)
+    if floors := [row.aa_floor for row in rows if row.aa_floor is not None]:
+        yield f"noise, a variant against itself: at most {max(floors):.1%}"
+    if runs := list(filter(None, (differing_run_fields(row.a, row.b) for row in rows if row.speedup is not None))):
+        words = dict.fromkeys(_RUN_WORDS.get(name, name) for fields in runs for name in fields)
         remark = f"A and B are of different runs (another {' or '.join(words)}): may differ by a few per cent"
-        lines.append(f"{len(differing_runs)} of {_count(speedups)}: {remark}")
-    return lines
+        yield f"{len(runs)} of {_count(speedups)}: {remark}"
 
 
 def _reached(rows: Sequence[Comparison]) -> list[str]:
