@@ -97,9 +97,8 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     from kerneltune.checking.memory import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, interleave, num_input_sets, throttled
 
-    num_bytes = []
-    for _name, _run, args in sides:
-        num_bytes.append(sum(value.nbytes for value in named_values(args).values() if isinstance(value, torch.Tensor)))
+    values = [named_values(args).values() for _name, _run, args in sides]
+    num_bytes = [sum(value.nbytes for value in each if isinstance(value, torch.Tensor)) for each in values]
     try:
         counts = [num_input_sets(POLICIES["cold"], used, device.current().l2_bytes, gpu_free_bytes()) for used in num_bytes]
         policy = POLICIES["cold"]

@@ -118,10 +118,7 @@ def tune_capture(
         chosen = [by_digest[launch_class.digest] for launch_class in chosen]
     tasks = _tasks(capture, chosen)
     cache.use_root(root / "configs")
-    sweep, forced = write_capture_sweep(capture), root / _FORCED
-    if force and not forced.is_file():  # else an earlier command was interrupted
-        replace_text(forced, datetime.now(UTC).isoformat(timespec="seconds"))
-    since = forced.read_text(encoding="utf-8") if force else ""
+    sweep, since = write_capture_sweep(capture), _forced_since(root) if force else ""
     due = _due(root, chosen, tasks, since)
     again = [] if force else [task for task in due if task.own_entry()]
     if len(due) < len(tasks) and force:
@@ -135,12 +132,20 @@ def tune_capture(
         needed = f"the command again takes about {max(more_s, 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
     elif force:
-        forced.unlink()
+        (root / _FORCED).unlink()
     tuned, without_config = _collect(capture, failures)
     skipped, table = _skipped(capture, without_config | reasons), make_table(tuned)
     digest = write_table(root, table)
     keep_compiled(root, table, tuned, progress)
     return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
+
+
+def _forced_since(root: Path) -> str:
+    """Return when a search with `force` began: now, or when an earlier command began it that was interrupted."""
+    forced = root / _FORCED
+    if not forced.is_file():
+        replace_text(forced, datetime.now(UTC).isoformat(timespec="seconds"))
+    return forced.read_text(encoding="utf-8")
 
 
 def _due(root: Path, classes: Sequence[LaunchClass], tasks: Sequence[Task], since: str) -> list[Task]:

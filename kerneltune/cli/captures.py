@@ -75,10 +75,8 @@ def _tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[t
     if tuned and all(has_choice):
         author = "author's choice µs"
     head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
-    rows: list[tuple[str, ...]] = []
-    for tuned_class in sorted(tuned, key=lambda tuned_class: -tuned_class.cost_us):
-        rows.append((tuned_class.launch_class.label, *time_cells(tuned_class.evidence), tuned_class.best.label))
-    return head, rows
+    by_cost = sorted(tuned, key=lambda tuned_class: -tuned_class.cost_us)
+    return head, [(each.launch_class.label, *time_cells(each.evidence), each.best.label) for each in by_cost]
 
 
 def time_cells(evidence: "Mapping[str, Any]") -> tuple[str, ...]:
