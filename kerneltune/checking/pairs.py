@@ -146,7 +146,7 @@ class _PairChecks:
         Small tensors count little in the largest case, which has the largest product of sizes. Because bytes may depend on an
         option, such as the number of experts that a token takes, the largest case of each value of an option is judged.
         """
-        usable = {case: it for case, it in self.checkers.items() if it and num_elements(case) and self._op.origin is None}
+        usable = {case: each for case, each in self.checkers.items() if each and num_elements(case) and self._op.origin is None}
         largest = dict[object, Case]()
         for case in sorted(usable, key=lambda case: (num_elements(case), self._op.traffic(case).total), reverse=True):
             for setting in case.options or [("", "")]:

@@ -183,13 +183,10 @@ def _changes(
 ) -> Iterator[tuple[Case, Variant, _Change]]:
     """Yield the changes of a kind for each case and variant, until `KIND_SECONDS` are over."""
     end_s = time.thread_time() + KIND_SECONDS
-    for case, variant in itertools.product(cases, variants):
-        if time.thread_time() > end_s:
-            return
+    in_time = partial(itertools.takewhile, lambda _: time.thread_time() <= end_s)
+    for case, variant in in_time(itertools.product(cases, variants)):
         with suppress(Exception):  # the check of the case says why
-            for change in () if variant.unsupported(case) else kind(op, case, variant):
-                if time.thread_time() > end_s:
-                    return
+            for change in in_time(() if variant.unsupported(case) else kind(op, case, variant)):
                 yield case, variant, change
 
 

@@ -103,23 +103,28 @@ class _SizeSearch:
         """
         in_checks = dict(launches.facts_of([*self.check, *self.found]))
         is_complete = not launches.not_judged
-        known, by_facts = set[Fact]().union(*(it.facts for it in in_checks.values())), dict[frozenset[Fact], Case]()
-        most_programs = max([_FEW_PROGRAMS, *(MOST_COST * it.num_programs for it in in_checks.values())])
+        known, by_facts = set[Fact]().union(*(each.facts for each in in_checks.values())), dict[frozenset[Fact], Case]()
+        most_programs = max([_FEW_PROGRAMS, *(MOST_COST * each.num_programs for each in in_checks.values())])
         for case, in_bench in launches.facts_of(sorted(bench, key=self._cost)):
-            bench_facts = in_bench.facts
-            by_facts[frozenset(bench_facts)] = case
+            by_facts[frozenset(in_bench.facts)] = case
             for wants_even_blocks in (False, True) if is_complete else ():
-                missing = {fact for fact in bench_facts - known if (fact.kind == "even blocks") is wants_even_blocks}
+                missing = {fact for fact in in_bench.facts - known if (fact.kind == "even blocks") is wants_even_blocks}
                 candidates = self._candidates(case, wants_even_blocks, partial(launches.have_one_of, missing)) if missing else ()
-                for candidate, found in launches.facts_of(candidates):
-                    if found.num_programs <= most_programs and found.facts & missing and not why_not_checked(self.op, candidate):
-                        self.found.append(candidate)
-                        known |= found.facts
-                        missing -= found.facts
-                    if not missing:
-                        break
-            known |= bench_facts
+                known |= self._add_cases(launches.facts_of(candidates), missing, most_programs)
+            known |= in_bench.facts
         return by_facts
+
+    def _add_cases(self, candidates: Iterable[tuple[Case, LaunchFacts]], missing: set[Fact], most_programs: float) -> set[Fact]:
+        """Add candidates with missing facts, which are removed, until no fact is missing; return the facts of the added cases."""
+        added = set[Fact]()
+        for candidate, found in candidates:
+            if found.num_programs <= most_programs and found.facts & missing and not why_not_checked(self.op, candidate):
+                self.found.append(candidate)
+                added |= found.facts
+                missing -= found.facts
+            if not missing:
+                break
+        return added
 
     def _candidates(self, case: Case, wants_even_blocks: bool, is_new: Callable[[Case], bool]) -> Iterator[Case]:
         """Yield copies of a bench case with smaller sizes, without copies that cost too much, in the order of their trial.
@@ -252,8 +257,8 @@ class _Launches:
             supported = [variant for variant in self._variants if not variant.unsupported(case)]
             by_variant = [facts_by_config(self._op, variant, case, self._configs(variant, case)) for variant in supported]
             if any(by_variant) or not by_variant:
-                facts = set[Fact]().union(*(it.facts for by_config in by_variant for it in by_config.values()))
-                most_programs = (max(it.num_programs for it in by_config.values()) for by_config in by_variant if by_config)
+                facts = set[Fact]().union(*(each.facts for by_config in by_variant for each in by_config.values()))
+                most_programs = (max(each.num_programs for each in by_config.values()) for by_config in by_variant if by_config)
                 yield case, LaunchFacts({fact._replace(block=0) for fact in facts}, sum(most_programs))
 
     def have_one_of(self, facts: Set[Fact], case: Case) -> bool:
