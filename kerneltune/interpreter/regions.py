@@ -1,6 +1,6 @@
 """Give every tensor argument of a launch its own region of addresses, name an element by its address, load without memory."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,10 +99,11 @@ class Integers:
     are_loaded: bool = False
     have_unknown: bool = False
 
-    def values(self, addresses: Any, region: Region) -> Any:
-        """Return the integers at addresses of a region."""
+    def values(self, addresses: Any, region_of: Callable[[Any], Region]) -> Any:
+        """Return the integers at some addresses; region_of: function of addresses that returns the region of the first."""
         if self.rise is None:
             return self.value
+        region = region_of(addresses)
         if region.largest is None:
             self.have_unknown = True
             return LOADED[-1] if region.count <= self.most_unknown else 0

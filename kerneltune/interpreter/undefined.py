@@ -328,8 +328,7 @@ class _Guard:
         taken = vectors("load", addresses, mask, kind.itemsize)
         real = self._checked("load", addresses, mask, kind.itemsize, find_conflict)
         if real is None:  # `other` may decide which elements a kernel reads next
-            region = self._region_of(addresses)
-            loaded = np.broadcast_to(self._integers.values(addresses, region) if is_index else 0, addresses.shape)
+            loaded = np.broadcast_to(self._integers.values(addresses, self._region_of) if is_index else 0, addresses.shape)
             return np.where(mask, loaded.astype(dtype), other).astype(dtype)
         if taken is not None:
             return self._load_vectors(real - addresses, taken, other, kind)

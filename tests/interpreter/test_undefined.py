@@ -359,6 +359,17 @@ def test_load_of_a_meta_tensor_gives_other_where_the_mask_is_false() -> None:
 
 
 @triton.jit
+def _behind_a_far_first(x_ptr, y_ptr):
+    at = tl.arange(0, 16).to(tl.int64)
+    tl.store(y_ptr + at, tl.load(x_ptr + tl.where(at > 0, at, 1 << 60), mask=at > 0, other=0))
+
+
+def test_load_of_a_meta_tensor_may_mask_an_address_in_no_argument() -> None:
+    x, y = (torch.empty(16, dtype=torch.int32, device="meta") for _ in range(2))
+    assert fault(lambda: _behind_a_far_first[(1,)](x, y)) == ""
+
+
+@triton.jit
 def _group_of_row(ends_ptr, y_ptr, SHIFT: tl.constexpr, TURNS: tl.constexpr):
     row, group = tl.program_id(0), 0
     while tl.load(ends_ptr + group) <= row:
