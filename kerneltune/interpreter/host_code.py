@@ -167,9 +167,10 @@ def _conditions_of_parts(node: ast.AST) -> dict[ast.AST, ast.expr]:
     """Return the conditions under which Python computes parts of an `and`, an `or` and an `if` within an expression."""
     match node:
         case ast.BoolOp(operator, [_, *others] as operands):
-            before = [ast.BoolOp(operator, operands[:number]) for number in range(1, len(operands))]
-            is_or = isinstance(operator, ast.Or)
-            return {other: ast.UnaryOp(ast.Not(), it) if is_or else it for other, it in zip(others, before, strict=True)}
+            before: list[ast.expr] = [ast.BoolOp(operator, operands[:number]) for number in range(1, len(operands))]
+            if isinstance(operator, ast.Or):
+                before = [ast.UnaryOp(ast.Not(), condition) for condition in before]
+            return dict(zip(others, before, strict=True))
         case ast.IfExp(test, body, other):
             return {body: test, other: ast.UnaryOp(ast.Not(), test)}
     return {}

@@ -179,13 +179,12 @@ class _Reading:
             self._read(node.body)
         else:
             self._expression(node)
-        value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        target = getattr(node, "targets", [getattr(node, "target", None)])[0]
-        match target, value:
-            case ast.Tuple(names), ast.Tuple(parts) if len(names) == len(parts):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        match node:
+            case ast.Assign([ast.Tuple(names), *_], ast.Tuple(parts)) if len(names) == len(parts):
                 pairs = list(zip(names, parts, strict=True))
-            case _:
-                pairs = [(target, value)] if isinstance(value, ast.expr) else []
+            case ast.Assign([target, *_], value) | ast.AnnAssign(target, _, ast.expr() as value):
+                pairs = [(target, value)]
         values = [self._value(part) for _name, part in pairs]
         self._forget(node)
         for (name, part), of_name in zip(pairs, values, strict=True):
