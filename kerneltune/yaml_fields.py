@@ -113,17 +113,15 @@ class Field:
         items = self.items()
         if not items:
             self.fail("at least one value", "[]")
-        distinct: list[tuple[Field, Any]] = []
-        seen: set[tuple[type, object]] = set()
+        distinct: dict[tuple[type, object], tuple[Field, Any]] = {}
         for item in items:
             value = item.scalar()
             if self.name.endswith("dtype") and isinstance(value, str):
                 value = dtype_name(value)
-            if (type(value), value) in seen:
+            if (type(value), value) in distinct:
                 item.fail("each value once", repr(value))
-            seen.add((type(value), value))
-            distinct.append((item, value))
-        return distinct
+            distinct[type(value), value] = item, value
+        return list(distinct.values())
 
     def text(self, placeholders: bool = False) -> str:
         """Return a name, which may have `placeholders` for sizes."""
@@ -155,16 +153,15 @@ class Field:
 
     def sizes(self, smallest: int) -> list[int]:
         """Return the sizes of an axis."""
-        sizes = []
-        for item, value in self.values():
+        values = self.values()
+        for item, value in values:
             if type(value) is not int or value < smallest:
                 item.fail(f"an integer of {smallest} or more", repr(value))
             if not _SIZE.fullmatch(item.node.value):
                 item.fail("a size in decimal or hexadecimal digits", f"{item.node.value}, which YAML reads as {str(value)[:40]}")
             if value > _LARGEST:
                 item.fail(f"at most {_LARGEST}", str(value)[:40])
-            sizes.append(value)
-        return sizes
+        return [value for _item, value in values]
 
 
 def read_integers(path: Path) -> dict[str, list[int]]:

@@ -1,6 +1,7 @@
 """Write the report page: HTML with the data of families, of cases with their records, and of configs."""
 
 import importlib.resources
+import itertools
 import json
 import re
 import zlib
@@ -118,15 +119,9 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[
 
 def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
     """Return the records that a page has room for, case by case, and a remark about the records left out."""
-    groups = grouped(records, case_key)
-    shown: list[Record] = []
-    cases = 0
-    for group in groups.values():
-        if shown and len(shown) + len(group) > MOST_RECORDS:
-            break
-        shown += group
-        cases += 1
-    left_out = len(groups) - cases
+    groups = list(grouped(records, case_key).values())
+    num_shown = max(1, sum(count <= MOST_RECORDS for count in itertools.accumulate(map(len, groups))))
+    shown, left_out = list(itertools.chain(*groups[:num_shown])), len(groups) - num_shown
     remarks = [tables.INTERPRETER_NOTE] if any(record.device == INTERPRETER for record in shown) else []
     if left_out:
         remarks.append(
