@@ -435,38 +435,44 @@ def key_function(
             are part of the key.
         has_signs: whether the signs of floats whose values are no part of the key are.
     """
-    parts = ["len(kwargs)", *(["device()"] if has_several_models() else ())]
-    pointers, sources = list[str](), [f"v{place}" for place in range(len(launch.values))]
-    for name, value, source in zip(launch.names, launch.values, sources, strict=True):
-        is_deciding = name in deciding
-        if name in NO_ARGUMENT:
-            parts.append(f"{source}.__code__" if is_deciding and inspect.isfunction(value) else f"{source}.__class__")
-        elif is_descriptor(value):
-            parts.append(f"other({source})" if is_deciding else f"{source}.base.dtype")
-        elif is_tensor(value):
-            shape = [f"{source}.shape"] if is_deciding and hasattr(value, "shape") else []
-            pointers.append(pointer := f"p{source}")
-            is_aligned = f"({pointer} := {source}.data_ptr()) % {arguments.ALIGNMENT} == 0"
-            parts += [f"{source}.dtype", *shape, *([f"{source}.stride()", is_aligned] if has_layout else ())]
-        elif is_deciding and type(value) in arguments.SCALAR_TYPES:
-            parts += [f"{source}.__class__", *([] if value is None else [source])]  # because True == 1 == 1.0
-        elif is_deciding and is_function(value):
-            parts.append(f"{source}.fn")
-        elif is_deciding or arguments.holds_tensor(value):
-            parts.append(f"other({source})")
-        else:
-            parts.append(f"{source}.__class__")
-            if has_signs and isinstance(value, float):
-                parts += [f"{source} > 0", f"{source} < 0"]
-    if has_layout:
-        parts.append(f"shared([{', '.join(pointers)}])")
+    sources, num_args = [f"v{place}" for place in range(len(launch.values))], len(launch.args)
+    parts = ", ".join(_key_parts(launch, sources, deciding, has_layout, has_signs))
     names: dict[str, Any] = {"other": _other_key, "shared": _shared, "device": lambda: sys.modules["torch"].cuda.current_device()}
-    num_args = len(launch.args)
     given = [f"{source} = kwargs[{name!r}]" for source, name in zip(sources[num_args:], launch.kwargs, strict=True)]
-    lines = [f"[{', '.join(sources[:num_args])}] = args", *given, f"return ({', '.join(parts)},)"]
+    lines = [f"[{', '.join(sources[:num_args])}] = args", *given, f"return ({parts},)"]
     exec(compile("\n ".join(["def key_of(args, kwargs):", *lines]), __file__, "exec"), names)  # torch.compile skips our files
     key_of: Callable[..., tuple[Any, ...]] = names["key_of"]
     return key_of
+
+
+def _key_parts(
+    launch: Launch, sources: Sequence[str], deciding: Collection[str], has_layout: bool, has_signs: bool
+) -> Iterator[str]:
+    """Yield the expressions of the parts of a key, in which `sources` name the values of a launch; see `key_function`."""
+    yield from ["len(kwargs)", *(["device()"] if has_several_models() else ())]
+    pointers = list[str]()
+    for name, value, source in zip(launch.names, launch.values, sources, strict=True):
+        is_deciding = name in deciding
+        if name in NO_ARGUMENT:
+            yield f"{source}.__code__" if is_deciding and inspect.isfunction(value) else f"{source}.__class__"
+        elif is_descriptor(value):
+            yield f"other({source})" if is_deciding else f"{source}.base.dtype"
+        elif is_tensor(value):
+            yield from [f"{source}.dtype", *([f"{source}.shape"] if is_deciding and hasattr(value, "shape") else ())]
+            pointers.append(f"p{source}")
+            is_aligned = f"(p{source} := {source}.data_ptr()) % {arguments.ALIGNMENT} == 0"
+            yield from [f"{source}.stride()", is_aligned] if has_layout else ()
+        elif is_deciding and type(value) in arguments.SCALAR_TYPES:
+            yield from [f"{source}.__class__", *([] if value is None else [source])]  # because True == 1 == 1.0
+        elif is_deciding and is_function(value):
+            yield f"{source}.fn"
+        elif is_deciding or arguments.holds_tensor(value):
+            yield f"other({source})"
+        else:
+            yield f"{source}.__class__"
+            yield from [f"{source} > 0", f"{source} < 0"] if has_signs and isinstance(value, float) else ()
+    if has_layout:
+        yield f"shared([{', '.join(pointers)}])"
 
 
 def all_but_floats(launch: Launch) -> set[str]:
