@@ -20,7 +20,8 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     An argument is written if a launch changes the captured values, or filled values in their place. An argument whose old values
     do not change the results is poisoned before all later launches.
     """
-    reference = getattr(live_kernel(replay.launch_class), "kerneltune_reference", None)
+    kernel = live_kernel(replay.launch_class)
+    reference = getattr(kernel, "kerneltune_reference", None)
     if reference is not None:
         _vary(replay, large=1.0)  # a large row would hide differences elsewhere: they are relative to all elements
     replay.before = [storage.clone() for storage in replay.storages]
@@ -37,16 +38,12 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
             replay.noise[name] = max(replay.noise.get(name, 0.0), rms)
     _poison(replay, stored, written)
     if any(replay.guard_bytes):
-        _run(replay, stored)
-        replay.guard_contents = [guard.clone() for guard in replay.guards(replay.storages)]
-        _run(replay, stored)
-        pairs = zip(replay.guard_contents, replay.guards(replay.storages), strict=True)
-        replay.guard_noise = [0.0 if _has_same_bytes(*pair) else relative_difference(*pair)[0] for pair in pairs]
+        _note_guards(replay, stored)
     replay.restore()
     if reference is not None:
         replay.expected |= _reference_values(replay, reference, written)
         replay.has_reference = True
-        replay.tolerance = getattr(live_kernel(replay.launch_class), "kerneltune_tolerance", None)
+        replay.tolerance = getattr(kernel, "kerneltune_tolerance", None)
         if not any(storage.is_cuda for storage in replay.storages):
             replay.overflows = _overflows(replay, stored, reference, written)
     first = replay.launch_class.candidate(stored)
@@ -54,6 +51,15 @@ def learn(replay: Replay, stored: StoredConfig) -> list[str]:
     if not replay.expected and is_launched and any(map(torch.numel, _tensors(replay.named).values())):
         raise ReplayError(f"{replay.launch_class.kernel.text}: the author's first config changes no argument: nothing to compare")
     return written
+
+
+def _note_guards(replay: Replay, stored: StoredConfig) -> None:
+    """Note what a launch leaves behind the arguments, and how much it varies between two launches."""
+    _run(replay, stored)
+    replay.guard_contents = [guard.clone() for guard in replay.guards(replay.storages)]
+    _run(replay, stored)
+    pairs = zip(replay.guard_contents, replay.guards(replay.storages), strict=True)
+    replay.guard_noise = [0.0 if _has_same_bytes(*pair) else relative_difference(*pair)[0] for pair in pairs]
 
 
 def _run(replay: Replay, stored: StoredConfig) -> None:
