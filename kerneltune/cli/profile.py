@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -101,13 +101,12 @@ def _show(reports: Sequence[NcuReport], names: tuple[str, str]) -> None:
             show_table(("place", "excess", "source"), [(line.place, f"{line.excess:,.0f}", line.source) for line in worst])
 
 
-def _rows(pair: Sequence[Profile | None]) -> list[tuple[str, ...]]:
-    rows = [("time under ncu µs", *(f"{p.time_us:.1f}" if p and p.time_us is not None else "-" for p in pair))]
+def _rows(pair: Sequence[Profile | None]) -> Iterator[tuple[str, ...]]:
+    yield "time under ncu µs", *(f"{p.time_us:.1f}" if p and p.time_us is not None else "-" for p in pair)
     for label in METRICS:
-        rows.append((label, *(f"{p.values[label]:,.1f}".removesuffix(".0") if p and label in p.values else "-" for p in pair)))
-    rows.append(("occupancy limited by", *(p.limiter or "-" if p else "-" for p in pair)))
+        yield label, *(f"{p.values[label]:,.1f}".removesuffix(".0") if p and label in p.values else "-" for p in pair)
+    yield "occupancy limited by", *(p.limiter or "-" if p else "-" for p in pair)
     for rank in range(_STALLS):
         stalls = [p.stalls[rank] if p and rank < len(p.stalls) else None for p in pair]
         if any(stalls):
-            rows.append((f"stall {rank + 1}", *(f"{stall[0]} {stall[1]:.2f}" if stall else "-" for stall in stalls)))
-    return rows
+            yield f"stall {rank + 1}", *(f"{stall[0]} {stall[1]:.2f}" if stall else "-" for stall in stalls)

@@ -1,7 +1,7 @@
 """Judge configs by the facts that compiling alone gives, against the configs of a file or a revision."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kerneltune.gating.verdict import PASS, REGRESSION, UNUSABLE, Verdict
 from kerneltune.inspection.static import Survey, numbered
@@ -56,19 +56,17 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0, refused: Call
     return Verdict((), PASS, f"{none}; {text}", notes)
 
 
-def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
-    """Return a line for each kernel that spills more or accesses memory less widely than its earlier self, by name and order."""
-    findings = []
+def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> Iterator[str]:
+    """Yield a line for each kernel that spills more or accesses memory less widely than its earlier self, by name and order."""
     before = numbered(old)
     for key, second in numbered(new).items():
         first = before.get(key)
         spilled = first.spill_bytes if first else max((kernel.spill_bytes for kernel in old), default=0)
         if second.spill_bytes > spilled:
-            findings.append(f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}")
+            yield f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}"
         for kind in ("load", "store"):
             was, now = (typical_bits(kernel.accesses, kind) for kernel in (first or second, second))
             if 0 < now < was:
-                findings.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")
+                yield f"{second.name}: {kind}s are {now} bits wide, were {was}"
             elif narrowed := narrowed_bits((first or second).accesses, second.accesses, kind):
-                findings.append(f"{second.name}: {narrowed} bits of {kind}s are less than {was} bits wide")
-    return findings
+                yield f"{second.name}: {narrowed} bits of {kind}s are less than {was} bits wide"
