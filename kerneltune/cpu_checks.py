@@ -13,7 +13,7 @@ from kerneltune import records
 from kerneltune.checking.addresses import largest_cases
 from kerneltune.checking.check import host_folder, is_foreign, meta_inputs
 from kerneltune.checking.covering import settings
-from kerneltune.checking.derived import derived_cases
+from kerneltune.checking.derived import Derived, derived_cases
 from kerneltune.checking.jobs import CaseJob, Job, address_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
 from kerneltune.checking.pairs import facts_by_config
 from kerneltune.interpreter.facts import Fact
@@ -57,10 +57,11 @@ def check_on_cpu(
     deriving = Fork(partial(_derived_checks, plan))
     try:
         runner.run("check", runner.case_jobs(sweep_cases))
-        derived, unchecked, facts = deriving.result()
+        by_op, unchecked = deriving.result()
     finally:
         deriving.end()
-    further = _further_jobs(plan, [*sweep_cases, *derived], facts)
+    derived = [SweepCase(op, case) for op, of_op in by_op.items() for case in of_op.cases]
+    further = _further_jobs(plan, [*sweep_cases, *derived], {op: of_op.facts for op, of_op in by_op.items()})
     runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
     found = [*runner.case_records(), *runner.failures(further), *runner.compile_refusals()]
     notes = [*runner.coverage(further), *runner.without_reference(), *map(partial(Outcome, "noted"), unchecked)]
@@ -206,14 +207,13 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
     return [outcome for job in jobs for outcome in outcomes[job]]
 
 
-def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[Fact]]]:
-    """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
-    derived, lines, bench, facts = [], [], cases_by_op(plan.cases()), {}
+def _derived_checks(plan: Plan) -> tuple[dict[str, Derived], list[str]]:
+    """Return what is derived for each operator with check cases, and a line for each operator with values that stay unchecked."""
+    by_op, lines, bench = {}, [], cases_by_op(plan.cases())
     for op, cases in cases_by_op(plan.cases("check")).items():
-        added, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
-        derived += [SweepCase(op, case) for case in added]
-        if without:
-            lines.append(f"{op}: only bench cases have {', '.join(without)}: never checked here")
+        by_op[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
+        if unchecked := by_op[op].unchecked:
+            lines.append(f"{op}: only bench cases have {', '.join(unchecked)}: never checked here")
         never = {(name, value) for name, values in plan.ops[op].options.items() for value in values}
         never -= {value for each in (*plan.sweep.check, *plan.sweep.bench) if each.op == op for value in settings(each.case)}
         if never and is_foreign(plan.ops[op]):
@@ -221,7 +221,7 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
             lines.append(f"{op}: no case has {listed}: never checked here")
     checked = {sweep_case.op for sweep_case in plan.sweep.check}
     lines += [f"{op}: no check case: never checked here" for op in bench if op not in checked]
-    return derived, lines, facts
+    return by_op, lines
 
 
 def _further_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
