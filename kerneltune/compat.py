@@ -4,8 +4,9 @@ docs/private_names.md says for each name why kerneltune needs it, what happens w
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -57,16 +58,54 @@ def sleep_on_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+@contextmanager
+def own_functions(judge: Callable[[str, Any, Any], None] = lambda *_: None) -> Iterator[None]:
+    """Let operators of torch.library.custom_op call their own functions for tensors without memory, and for tensors of the CPU.
+
+    The function for a GPU takes the place of the fake, and for the CPU of a function that is missing, which is lasting.
+
+    judge: gets the name of an operator, and the results of its own function and of its fake.
+    """
+    others = [each for each in list(custom_ops.OPDEFS.values()) if not each._init_fn.__module__.startswith("torch.")]
+    fakes = {operator: operator._abstract_fn for operator in others}
+    try:
+        for operator, fake in fakes.items():
+            own = operator._backend_fns.get("cuda", operator._init_fn)
+            if not {None, "cpu"} & operator._backend_fns.keys():
+                operator.register_kernel("cpu", own)
+            operator._abstract_fn = partial(_judged, partial(judge, operator._qualname), own, fake)
+        yield
+    finally:
+        for operator, fake in fakes.items():
+            operator._abstract_fn = fake
+
+
+def _judged(judge: Callable[[Any, Any], None], own: Callable[..., Any], fake: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of an operator's own function, and let the result of its fake be judged."""
+    outputs = own(*args, **kwargs)
+    if fake not in (None, own):
+        judge(outputs, fake(*args, **kwargs))
+    return outputs
+
+
+def innermost_error(error: Exception) -> Exception:
+    """Return the error of Triton's compiler in the function that it failed in, which errors in its callers wrap."""
+    while type(error.__cause__) is type(error):
+        error = error.__cause__
+    return error
+
+
 def failing_line(error: Exception) -> str:
     """Return `FILE:LINE: ` of the kernel's line at which Triton's compiler failed; empty if unknown.
 
-    The function that compiles a kernel has another name in Triton 3.9; in every version the kernel is `self` of a frame.
+    The function that compiles a kernel has another name in Triton 3.9. In every version the kernel is `self` of a frame, or
+    `jit_fn` of the code generator.
     """
     from triton.runtime.jit import JITFunction
 
     line = getattr(getattr(error, "node", None), "lineno", None)
     owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    kernels = [owner for owner in owners if isinstance(owner, JITFunction)]
+    kernels = [kernel for kernel in (getattr(owner, "jit_fn", owner) for owner in owners) if isinstance(kernel, JITFunction)]
     if line is None or not kernels:
         return ""
     function = kernels[-1].fn

@@ -4,7 +4,7 @@ import itertools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kerneltune.checking.check import host_folder, is_foreign, meta_inputs, only_calls_torch, poisoned_memory, smallest_cases
+from kerneltune.checking.check import (
+    host_folder,
+    is_foreign,
+    launches_kernel,
+    meta_inputs,
+    only_calls_torch,
+    poisoned_memory,
+    smallest_cases,
+)
 from kerneltune.errors import first_line, is_own, statement_in
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
@@ -59,11 +67,12 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     try:
         inputs = meta_inputs(op, case)
         largest = _largest_numbers(op, case, variant, inputs, checks)
-        with strict(host_folder(op), largest), noting() as facts:
+        with strict(host_folder(op), largest, "meta"), noting() as facts:
             variant.run(inputs, config)
         if any(fact.kind == "on the CPU" for fact in facts):
             return _made_without_device(host_folder(op), variant, inputs, config)
-        if is_foreign(op) and not _has_launch(facts) and _launches(op, variant, checks):
+        has_launch = any(fact.kind == "launch" for fact in facts)
+        if is_foreign(op) and not has_launch and launches_kernel(op, variant, _small(op, variant, checks)):
             text = f"addresses of {variant.name} in {case.name}: no kernel is launched without memory: is a fake registered?"
             note_facts(Fact("not judged", text))
     except CaseError as error:  # no inputs, or a captured launch that cannot be made again
@@ -82,19 +91,8 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     return []
 
 
-def _has_launch(facts: Set[Fact]) -> bool:
-    return any(fact.kind == "launch" for fact in facts)
-
-
-def _launches(op: Op, variant: Variant, checks: Sequence[Case]) -> bool:
-    """Return whether a variant launches a kernel in a small check case, as a function with a registered fake does."""
-    with suppress(Exception), noting(passes_on=False):  # the check of the case says why
-        for case in smallest_cases(op, [case for case in checks if not variant.unsupported(case)], _FEW_CASES):
-            with unlaunched(host_folder(op)) as launches:
-                variant.run(op.inputs(case, device="cpu"), variant.default_config(case))
-            if _has_launch(launches.facts):
-                return True
-    return False
+def _small(op: Op, variant: Variant, checks: Sequence[Case]) -> list[Case]:
+    return smallest_cases(op, [case for case in checks if not variant.unsupported(case)], _FEW_CASES)
 
 
 def _made_without_device(folder: str, variant: Variant, inputs: Inputs, config: Config) -> list[str]:
@@ -102,11 +100,8 @@ def _made_without_device(folder: str, variant: Variant, inputs: Inputs, config: 
 
     Host code is told that there is a GPU, as it may pin memory then, and may give `device="cpu"`. It is not judged if it fails.
     """
-    a_gpu: dict[tuple[Any, str], Any] = {
-        (torch.cuda, "is_available"): lambda: True,
-        (torch.Tensor, "is_cuda"): property(lambda tensor: tensor.is_meta),
-    }
-    with suppress(Exception), replaced(a_gpu), strict():
+    has_gpu: dict[tuple[Any, str], Any] = {(torch.cuda, "is_available"): lambda: True}
+    with suppress(Exception), strict(device="meta"), replaced(has_gpu):
         for module in list(sys.modules.values()):
             if is_own(folder, file := getattr(module, "__file__", None) or "") and _SETS_DEVICE.search(Path(file).read_text()):
                 return []
@@ -142,15 +137,15 @@ def _largest_numbers(op: Op, case: Case, variant: Variant, inputs: Inputs, check
     """
     known = defaultdict[tuple[str, str], list[tuple[dict[str, int], int, int]]](list)
 
-    def integers(of_case: Inputs, config: Config) -> dict[tuple[str, str], tuple[int, int]]:
-        with poisoned_memory(), unlaunched(host_folder(op)) as launches:  # integers that a kernel writes are the largest
+    def integers(of_case: Inputs, config: Config, device: str) -> dict[tuple[str, str], tuple[int, int]]:
+        with poisoned_memory(), unlaunched(host_folder(op), device) as launches:  # integers that a kernel writes are the largest
             variant.run(of_case, config)
         return launches.integers
 
-    for check in checks if integers(inputs, variant.default_config(case)) else ():
+    for check in checks if integers(inputs, variant.default_config(case), "meta") else ():
         with suppress(Exception):  # the record of the check says why a case has no inputs, or why host code fails
             of_check = op.inputs(check, device="cpu")
-            for argument, numbers in integers(of_check, variant.default_config(check)).items():
+            for argument, numbers in integers(of_check, variant.default_config(check), "cpu").items():
                 known[argument].append((_sizes(check, of_check), *numbers))
     largest: dict[tuple[str, str], int] = {}
     for argument, (size_name, size) in itertools.product(known, _sizes(case, inputs).items()):

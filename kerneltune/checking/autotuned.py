@@ -1,25 +1,23 @@
 """Let the configs that autotuners of a variant's kernels choose among be values of a knob, so that checks run each."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, make_dataclass, replace
 from typing import Any
 
-from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import taking
-from kerneltune.spec import Config, Inputs, Outputs, Variant, knobs_of_class
+from kerneltune.spec import Case, Config, Inputs, Outputs, Variant, knobs_of_class
 
 _KNOB = "autotuner_config"
 """Name of the knob: the number of a config in the list of each autotuner, from 0."""
 
 
-def num_autotuned(facts: Iterable[Fact]) -> int:
-    """Return the length of the longest list of an autotuner's configs among facts of launches; 1 without an autotuner."""
-    return max((int(fact.where) for fact in facts if fact.kind == "autotuned"), default=1)
+def with_knob(variant: Variant, kept: Mapping[Case, Sequence[int]]) -> Variant:
+    """Return a variant with the knob `_KNOB` beside its own knobs.
 
-
-def with_knob(variant: Variant, number: int) -> Variant:
-    """Return a variant with the knob `_KNOB` beside its own knobs, with `number` values; the default is 0."""
+    Args:
+        kept: each case's numbers of configs, of which the first is the default; a missing or empty list stands for the first.
+    """
     own: Any = variant.config
 
     def own_config(config: Config) -> Config:
@@ -29,14 +27,22 @@ def with_knob(variant: Variant, number: int) -> Variant:
         with taking(0 if config is None else getattr(config, _KNOB)):
             return variant.run(inputs, own_config(config))
 
+    def numbers(case: Case) -> Sequence[int]:
+        return kept.get(case) or (0,)
+
     return replace(
         variant,
         run=run,
         config=_config_class(own),
-        space=lambda case: {**variant.space(case), _KNOB: tuple(range(number))},
+        space=lambda case: {**variant.space(case), _KNOB: tuple(numbers(case))},
         invalid=lambda case, config: variant.invalid(case, own_config(config)),
-        default=lambda case: _config(own, [] if own is None else astuple(variant.default_config(case)), 0),
+        default=lambda case: _config(own, [] if own is None else astuple(variant.default_config(case)), numbers(case)[0]),
     )
+
+
+def variant_of(variant: Variant, config: Config) -> Variant:
+    """Return the variant that runs a config of a pair: with `_KNOB` if the config has it."""
+    return with_knob(variant, {}) if hasattr(config, _KNOB) else variant
 
 
 @functools.cache

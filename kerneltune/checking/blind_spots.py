@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kerneltune.checking.check import Checker
+from kerneltune.checking.check import Checker, bytes_of
 from kerneltune.spec import Case, Inputs, Op, Variant
 from kerneltune.task import knobs_of
 
@@ -129,7 +129,7 @@ def _tensors(inputs: Inputs) -> list[Any]:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor's elements."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes_of(tensor).numpy().tobytes()
 
 
 def _constant(op: Op, cases: Sequence[Case]) -> Iterator[str]:

@@ -4,13 +4,11 @@ Every check of the package gives an `Outcome`. A check that runs out of memory d
 nothing and records nothing.
 """
 
-import math
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from kerneltune.checking.consistency import FirstSeen
+from kerneltune.checking.hints import FIRST_AT, hint
 from kerneltune.checking.memory import out_of_memory_reason, why_too_large, within_memory
 from kerneltune.checking.quotients import AsOnGpu
 from kerneltune.compat import version
@@ -27,9 +26,8 @@ from kerneltune.errors import first_line, line_of_inputs, place_of, statement_in
 from kerneltune.interpreter.corrections import exact_quotients
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.garbage import INTEGER_GARBAGE
+from kerneltune.interpreter.garbage import zeros_for_garbage
 from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
-from kerneltune.kernel_lib.check_values import kind_of_row
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
@@ -37,11 +35,6 @@ from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
 LAUNCH_FAILURE = "the launch failed"
 _MOST_CHANGEABLE = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
-_FIRST_AT = re.compile(r"first at \([^)]*\)")
-_NUMBER = r"(-?(?:inf|\d+(?:\.\d+)?(?:e[+-]\d+)?))"
-_HUGE, _LEAST_HUGE = re.compile(rf"first at \([^)]*\): {_NUMBER}"), 1e30
-"""Value of the first wrong element; a load under a mask without `other` gives the largest and the least value of its type."""
-_FIRST_NUMBERS = re.compile(rf"{_HUGE.pattern}, expected {_NUMBER}")
 _RESTORED_BYTES = 1 << 24
 """Largest input, in bytes, that is restored before each run: check cases are smaller, measured cases are larger."""
 
@@ -177,21 +170,28 @@ class Checker:
             return {}, [str(fault_of(error) or f"{LAUNCH_FAILURE}: {place}{first_line(error)}")]
         if lines := _not_dense(outputs) or self._overwritten(outputs) or self.disagreements(outputs):
             given: Outputs = outputs if isinstance(outputs, Mapping) else {}
-            lines = self._explained(lines, given, facts)
-            divisions = sorted(str(fact) for fact in facts if fact.kind == "division")
-            return given, [*lines, *self._blamed_quotients(variant, config, divisions)]
+            return given, self._explained(lines, given, facts, partial(self._agrees_within, variant, config))
         if all(map(_is_of_indices, outputs.values())):
             note_facts(*(fact._replace(kind="tf32 of indices") for fact in facts if fact.kind == "tf32"))
         seen = self._first_seen
         lines = seen.other_place(variant, self.case, self._placement_of_outputs(outputs))
         return outputs, lines or seen.other_type(variant, self.case, outputs, self.expected)
 
-    def _explained(self, lines: Sequence[str], outputs: Outputs, facts: Set[Fact]) -> list[str]:
-        """Return the errors of a run with what explains them: values, rows, types, and facts of the launches."""
-        lines = [f"{line}{self._undefined(outputs, line)}" for line in lines]
-        lines = [f"{line}{self._kind_of_row(outputs, line)}" for line in lines]
+    def _explained(self, lines: Sequence[str], outputs: Outputs, facts: Set[Fact], agrees: Callable[..., bool]) -> list[str]:
+        """Return the errors of a run with what explains them: values, rows, types, facts of the launches, and other runs.
+
+        agrees: returns whether the run agrees within a context.
+        """
+        garbage = ", ".join(sorted({os.path.basename(fact.where) for fact in facts if fact.kind == "garbage"}))
+        if garbage and agrees(zeros_for_garbage()):
+            return [*lines, f"right if loads under a mask without `other` give 0, {garbage}"]
+        is_interpreted = self._device == "cpu"
+        lines = [
+            f"{line}{hint(line, outputs, self.expected, self.inputs_before, is_interpreted, bool(garbage))}" for line in lines
+        ]
         causes = sorted(str(fact) for fact in facts if fact.kind in ("tf32", "vector"))
-        return [*lines, *self._other_kinds(outputs), *causes]
+        divisions = sorted(str(fact) for fact in facts if fact.kind == "division")
+        return [*lines, *self._other_kinds(outputs), *causes, *self._blamed_quotients(agrees, divisions)]
 
     def run_again(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Run a variant as `run` does; a subclass may change the layout of inputs."""
@@ -237,7 +237,7 @@ class Checker:
         if isinstance(lines, list | tuple) and all(isinstance(line, str) and line for line in lines):
             if outputs and not self.expected:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
-            unplaced = [_FIRST_AT.sub("", line) for line in lines]  # `q scale: …` may repeat `scale: …`
+            unplaced = [FIRST_AT.sub("", line) for line in lines]  # `q scale: …` may repeat `scale: …`
             repeated = {text for text in unplaced for other in unplaced if text.endswith(f" {other}")}
             return [line for line, text in zip(lines, unplaced, strict=True) if text not in repeated]
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
@@ -267,20 +267,22 @@ class Checker:
             if isinstance(value, torch.Tensor) and (self._keeps_all or value.nbytes <= _RESTORED_BYTES):
                 yield name, value
 
-    def _blamed_quotients(self, variant: Variant, config: Config, divisions: Sequence[str]) -> list[str]:
+    def _blamed_quotients(self, agrees: Callable[..., bool], divisions: Sequence[str]) -> list[str]:
         """Return the divisions without which a run would agree: of the kernel, of the reference, or both; none on a GPU."""
         number = self._quotients.first if self._quotients is not None else ""
         hint = f"torch multiplies by the reciprocal of {number}: divide by a tensor on the GPU for exact quotients"
         of_kernel, of_reference = tuple(divisions), (hint,) if number else ()
         for kernel, reference in dict.fromkeys([(of_kernel, ()), ((), of_reference), (of_kernel, of_reference)]):
-            if (kernel or reference) and self._agrees_exactly(variant, config, bool(kernel), bool(reference)):
+            if (kernel or reference) and agrees(exact_quotients() if kernel else nullcontext(), bool(reference)):
                 return [*kernel, *reference]
         return []
 
-    def _agrees_exactly(self, variant: Variant, config: Config, is_kernel_exact: bool, is_reference_exact: bool) -> bool:
-        """Return whether a run agrees if the kernel's quotients, or the reference's by numbers, are exact."""
+    def _agrees_within(
+        self, variant: Variant, config: Config, context: AbstractContextManager[Any], is_reference_exact: bool = False
+    ) -> bool:
+        """Return whether a run within a context agrees with the reference, if wanted with its exact quotients."""
         other = copy(self)
-        with suppress(Exception), noting(passes_on=False), exact_quotients() if is_kernel_exact else nullcontext():
+        with suppress(Exception), noting(passes_on=False), context:
             outputs = {name: value.clone() for name, value in other.outputs(variant, config).items()}  # some may be inputs
             if is_reference_exact:
                 other.restore()
@@ -299,41 +301,6 @@ class Checker:
                 lines.append(f"{name} is {got.dtype}, the reference gives {expected.dtype}")
         return lines
 
-    def _undefined(self, outputs: Outputs, line: str) -> str:
-        """Return the likely cause of wrong elements that hold what checks, or the interpreter, put in undefined elements."""
-        is_interpreted, huge = self._device == "cpu", _HUGE.search(line)
-        if limit := _limit_of_type(outputs.get(line.partition(": ")[0]), line):
-            return limit
-        if is_interpreted and huge and abs(float(huge[1])) > _LEAST_HUGE:
-            return f"; {huge[1]} may come from a load under a mask without `other`"
-        name = line.partition(": ")[0]
-        got, want = outputs.get(name), self.expected.get(name)
-        if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor) or got.shape != want.shape:
-            return ""
-        if got.is_floating_point() or got.is_complex() or got.dtype == torch.bool:
-            return ""
-        wrong, largest = got[got != want], torch.iinfo(got.dtype).max
-        if 2 * int((wrong == largest).sum()) > wrong.numel():
-            return f"; {largest} may be an element that is never written: checks fill memory with it"
-        if is_interpreted and 2 * int((wrong == INTEGER_GARBAGE).sum()) > wrong.numel():
-            return f"; {INTEGER_GARBAGE} may be a cast of NaN or of a value out of range, or a load under a mask without `other`"
-        return ""
-
-    def _kind_of_row(self, outputs: Outputs, line: str) -> str:
-        """Return what `vary_rows` made of the first wrong row in the inputs."""
-        output, first = outputs.get(line.partition(": ")[0]), _FIRST_AT.search(line)
-        if not first or not isinstance(output, torch.Tensor) or "never written" in line:
-            return ""
-        place, inputs_of = list(map(int, re.findall(r"\d+", first[0]))), dict[str, list[str]]()
-        for name, value in self.inputs_before.items():
-            shape = value.shape[:-1]
-            is_inside = len(place) >= len(shape) and all(at < size for at, size in zip(place, shape, strict=False))
-            if value.is_floating_point() and value.numel() and shape and output.shape[: len(shape)] == shape and is_inside:
-                row = int(torch.arange(shape.numel()).view(shape)[tuple(place[: len(shape)])])
-                if kind := kind_of_row(value, row):
-                    inputs_of.setdefault(kind, []).append(f"row {row} of {name}")
-        return "".join(f"; {' and '.join(names)}: {kind}" for kind, names in inputs_of.items())
-
     def _placement_of_outputs(self, outputs: Outputs) -> dict[str, bool]:
         """Return output -> whether it shares an input's storage; leave out inputs that are unchanged, or not restored."""
         input_of, are_over_inputs = names_by_storage(self.inputs), dict[str, bool]()
@@ -347,20 +314,6 @@ class Checker:
 
 def _is_of_indices(output: object) -> bool:
     return isinstance(output, torch.Tensor) and output.itemsize > 1 and not output.is_floating_point()
-
-
-def _limit_of_type(output: object, line: str) -> str:
-    """Return the limit of an output's type that explains the first wrong element: its largest number, or its smallest step."""
-    numbers = _FIRST_NUMBERS.search(line)
-    if not numbers or not isinstance(output, torch.Tensor) or not output.is_floating_point():
-        return ""
-    given, wanted, limits = float(numbers[1]), float(numbers[2]), torch.finfo(output.dtype)
-    step = limits.smallest_normal * limits.eps
-    if math.isinf(given) and limits.max < abs(wanted) < math.inf:
-        return f"; {output.dtype} holds at most {limits.max:g}"
-    if 0 < abs(given - wanted) < 1.01 * step:
-        return f"; {output.dtype} has steps of {step:.2g} near 0: atol must allow them"
-    return ""
 
 
 def _not_dense(outputs: object) -> list[str]:
@@ -378,7 +331,13 @@ def names_by_storage(values: Mapping[str, Any]) -> dict[int, str]:
 
 def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits; a NaN equals a NaN with the same bits."""
-    return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
+    return torch.equal(bytes_of(a), bytes_of(b))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements as uint8 (N,)."""
+    adjacent = tensor.reshape(-1).contiguous()
+    return adjacent.as_strided((adjacent.numel(),), (1,)).view(torch.uint8)  # an axis of one element keeps its stride
 
 
 def check_runs(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | None = None) -> list[Outcome]:
@@ -474,12 +433,18 @@ def _is_of_import(error: BaseException) -> bool:
 
 def only_calls_torch(op: Op, variant: Variant, cases: Iterable[Case]) -> bool:
     """Return whether a variant without knobs launches no kernel in any of some cases; False if this is unknown."""
-    ran = list[Case]()
-    for case in cases if variant.config is None else ():
-        try:
-            with refusing_launches(host_folder(op)):
-                variant.run(op.inputs(case, device="cpu"), None)
-        except Exception:  # a launch, or an error that the record of the check names
-            return False
-        ran.append(case)
-    return bool(ran)
+    return variant.config is None and launches_kernel(op, variant, cases) is False
+
+
+def launches_kernel(op: Op, variant: Variant, cases: Iterable[Case]) -> bool | None:
+    """Return whether the default config of a variant launches a kernel in some case; None if a case fails before, or for none."""
+    launches = None
+    for case in cases:
+        with noting(passes_on=False) as facts:
+            try:
+                with refusing_launches(host_folder(op)):
+                    variant.run(op.inputs(case, device="cpu"), variant.default_config(case))
+                launches = False
+            except Exception:  # a launch, or an error that the record of the check names
+                return any(fact.kind == "launch" for fact in facts) or None
+    return launches

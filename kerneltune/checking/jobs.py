@@ -16,7 +16,7 @@ from kerneltune.checking.check import check_runs, is_foreign
 from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
-from kerneltune.checking.pairs import around_default, check_pairs
+from kerneltune.checking.pairs import around_default, check_pairs, with_configs_of_autotuners
 from kerneltune.checking.reruns import (
     repeated_draws,
     with_cause,
@@ -35,7 +35,7 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome, Run, Task, knobs_of
 from kerneltune.wording import assignments, first_of
 
-_NAMED = ("same draw", "no barrier", "promise", "tf32 of indices", "waits")
+_NAMED = ("same draw", "no barrier", "promise", "tf32 of indices", "waits", "fake")
 """Kinds of facts that a line names wherever a check has them."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
@@ -128,18 +128,20 @@ def address_job(task: Task, facts: Collection[Fact] = (), check_cases: Sequence[
     def work() -> list[Outcome]:
         note_facts(*facts)
         begun_s, default_facts, notes = time.thread_time(), set[Fact](), list[Outcome]()
-        for number, config in enumerate(around_default(task.variant, task.case)):
+        tell(Outcome("failed", "", task.default, task.case))
+        variant = with_configs_of_autotuners(task.op, task.variant, task.case)
+        for number, config in enumerate(around_default(variant, task.case)):
             if number and time.thread_time() - begun_s > _ADDRESSES_S:
                 break
             failed = Outcome("failed", "", config, task.case)
             tell(failed)
             with noting(passes_on=number == 0) as config_facts:
-                lines = address_errors(task.op, task.case, task.variant, config, check_cases)
+                lines = address_errors(task.op, task.case, variant, config, check_cases)
             if lines:
                 return [replace(failed, reason=line) for line in lines]
             default_facts = config_facts if number == 0 else default_facts
             short = [] if notes else cut_short(default_facts, config_facts)
-            if short and _reaches_last(task, config, check_cases, config_facts):
+            if short and _reaches_last(replace(task, variant=variant), config, check_cases, config_facts):
                 text = f"{task.op.name} {task.variant.name}: with {assignments(knobs_of(config))} the largest case {short[0]}"
                 notes = [Outcome("noted", f"{text}, and with the default config it does: a grid cut short?", config, task.case)]
         return notes
@@ -238,11 +240,11 @@ def _facts(jobs: Iterable[Job]) -> set[Fact]:
 
 
 def _unchecked_configs(checked: Set[Fact]) -> Iterator[Fact]:
-    """Yield a fact for each kernel with configs of an autotuner that no check took."""
-    taken = grouped((fact for fact in checked if fact.kind == "autotuned"), lambda fact: (fact.text, int(fact.where)))
-    for (kernel, count), facts in taken.items():
-        if missing := count - len({fact.block for fact in facts}):
-            yield Fact("not judged", f"{missing} of {count} configs of the autotuner of {kernel}")
+    """Yield a fact for each kernel with configs that its autotuner may choose in a check, and that no check took."""
+    kept = {fact for fact in checked if fact.kind == "kept config"}
+    unchecked = {fact for fact in kept if fact._replace(kind="taken config") not in checked}
+    for (kernel, count), facts in grouped(unchecked, lambda fact: (fact.text, fact.where)).items():
+        yield Fact("not judged", f"{len(facts)} of {count} configs of the autotuner of {kernel}")
 
 
 def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[str]:

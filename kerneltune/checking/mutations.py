@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from kerneltune.checking.check import Checker, have_same_bits
+from kerneltune.checking.check import Checker, bytes_of, have_same_bits
 from kerneltune.spec import Case, Op, Outputs, Variant
 from kerneltune.task import CaseError, Outcome
 
@@ -77,7 +77,7 @@ def _scaled(factor: float, values: torch.Tensor) -> torch.Tensor:
     wide = values.float()
     if values.dtype.itemsize > 1:
         return (wide * factor).to(values.dtype)
-    bits = values.contiguous().view(torch.uint8)
+    bits = bytes_of(values).view(values.shape)
     step = ((bits + 1).view(values.dtype).float() - wide).abs()
     share = (factor - 1) * wide.abs() / step
     is_moved = step.isfinite() & (torch.rand(wide.shape, generator=torch.Generator().manual_seed(0)) < share)

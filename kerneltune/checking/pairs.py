@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from kerneltune.checking.autotuned import num_autotuned, with_knob
+from kerneltune.checking.autotuned import with_knob
 from kerneltune.checking.check import host_folder, is_foreign
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
@@ -52,8 +52,8 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome
     cost = partial(check_cost, op)
     by_cost = sorted(configs_by_case(variant, cases), key=cost)
     facts = _facts_in_fork(op, variant, by_cost)
-    if (number := num_autotuned(fact for launches in facts.values() for each in launches.values() for fact in each.facts)) > 1:
-        variant = with_knob(variant, number)
+    if any(_kept(by_config) for by_config in facts.values()):
+        variant = with_knob(variant, {case: _kept(by_config) for case, by_config in facts.items()})
         facts = _facts_in_fork(op, variant, by_cost)
     configs = configs_by_case(variant, cases)
     even_blocks, leading = _with_new_facts(facts)
@@ -187,13 +187,24 @@ def facts_by_config(
     try:
         inputs = op.inputs(case, device="meta")
         for config in configs:
-            with unlaunched(host_folder(op)) as launches:
+            with unlaunched(host_folder(op), "meta") as launches:
                 variant.run(inputs, config)
             by_config[config] = launches
     except Exception as error:  # code that reads values fails on tensors without memory
         if why_not is not None:
             why_not.append(f"{statement_in(host_folder(op), error)}{first_line(error)}")
     return by_config
+
+
+def with_configs_of_autotuners(op: Op, variant: Variant, case: Case) -> Variant:
+    """Return a variant that has the configs of its kernels' autotuners in a case as values of a knob; else the variant itself."""
+    kept = _kept(facts_by_config(op, variant, case, [variant.default_config(case)]))
+    return with_knob(variant, {case: kept}) if kept else variant
+
+
+def _kept(by_config: Mapping[Config, LaunchFacts]) -> list[int]:
+    """Return the numbers of the configs among which autotuners choose in launches."""
+    return sorted({fact.block for each in by_config.values() for fact in each.facts if fact.kind == "kept config"})
 
 
 def around_default(variant: Variant, case: Case) -> Iterator[Config]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kerneltune.checking.autotuned import variant_of
 from kerneltune.checking.check import Checker, smallest_cases, why_not_checked
 from kerneltune.checking.dispatch import Calls
 from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
@@ -27,6 +28,8 @@ from kerneltune.wording import differing
 
 _MOST_CASES, _MOST_S = 2, 4.0
 """The smallest cases, and the processor seconds after which no further config of a variant runs again."""
+_CAUSE_S = 10.0
+"""Seconds after which no further call is tried before a pair that failed."""
 _MOST_CONFIGS = 4
 """Most configs whose call is tried before a pair that failed."""
 _MOST_PROGRAMS, _MOST_COST = 256, 1.0
@@ -103,6 +106,7 @@ def with_cause(op: Op, variant: Variant, failure: Outcome) -> Outcome:
     Each order runs in a fork, so this process must have run no variant.
     """
     is_second, begun_s = failure.reason.startswith(_SECOND), time.monotonic()
+    variant = variant_of(variant, failure.config)
     with suppress(Exception):  # the check of the case says why
         assert failure.case
         pair = Checker(op, failure.case, "cpu", seed=int(is_second)), failure.config
@@ -110,7 +114,7 @@ def with_cause(op: Op, variant: Variant, failure: Outcome) -> Outcome:
             for before, other in _other_calls(op, failure, is_second):
                 if Fork(partial(_first_error, variant, [other, pair])).result()[0]:
                     return replace(failure, reason=f"{RIGHT_ALONE}{before}: {_IS_KEPT} {failure.reason.removeprefix(_SECOND)}")
-                if time.monotonic() - begun_s > _MOST_S:
+                if time.monotonic() - begun_s > _CAUSE_S:
                     break
     return failure
 

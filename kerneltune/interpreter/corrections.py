@@ -3,6 +3,7 @@
 The module imports torch and triton in functions, because Triton decides at its import whether it interprets.
 """
 
+import ast
 import math
 import sys
 import warnings
@@ -16,8 +17,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kerneltune.interpreter.facts import iterations_of, note_here
+from kerneltune.interpreter.combining import reduced, scanned
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, note_here
 from kerneltune.interpreter.faults import is_kernel_file, setting
+from kerneltune.interpreter.loops import iterations_of
 from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes, with_quick_accesses
 
 _USED = (
@@ -62,7 +65,7 @@ def correct_interpreter() -> None:
 
     changes: dict[str, Callable[[Any], Any]] = {
         "_convert_float": _rounded, "_patch_lang_core": _patched_core, "_patch_lang": _once,
-        "_get_np_dtype": remembered_dtypes, "_implicit_cvt": _with_casts, "_patch_attr": _called_directly,
+        "_get_np_dtype": remembered_dtypes, "_implicit_cvt": _with_fp32, "_patch_attr": _called_directly,
         "_interpreter": with_quick_accesses,
     }  # fmt: skip
     if missing := [name for name in (*changes, *_USED) if not hasattr(interpreter, name)]:
@@ -89,6 +92,13 @@ def correct_interpreter() -> None:
     quicken()
     interpreter.interpreter_semantic.where = _noting_scalars(interpreter.interpreter_semantic.where)
     interpreter.ReduceOps.min_max = partialmethod(_min_max_without_warning, interpreter.ReduceOps.min_max)
+    interpreter.GridExecutor.__init__ = partialmethod(_with_tuple, interpreter.GridExecutor.__init__)
+    interpreter.ReduceOps.generic_reduce = partialmethod(reduced, interpreter.ReduceOps.generic_reduce)
+    interpreter.ScanOps.generic_scan = partialmethod(scanned, interpreter.ScanOps.generic_scan)
+    rewriter = interpreter.ASTTransformer
+    rewriter.visit_BoolOp = rewriter.visit_UnaryOp = _logic_of_blocks
+    rewriter.visit_Assign = partialmethod(_assign_rewritten, rewriter.visit_Assign)
+    interpreter.interpreter_semantic.is_block, interpreter.interpreter_semantic.of_blocks = _is_block, _of_blocks
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
         reduction.apply_impl = partialmethod(_reduce_in_fp32, reduction.apply_impl)
 
@@ -164,18 +174,65 @@ class _Names:
     """Give the global names of a function as attributes."""
 
 
-class _Real(float):
-    """Stand for a floating-point argument; compiled kernels have a tensor there, which can be cast."""
+def _with_fp32(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a floating-point argument a tensor of fp32, as compiled kernels have it: its product with 16 bits is in fp32."""
+    from triton.runtime.interpreter import TensorHandle, tl
 
-    def to(self, dtype: Any, *_: Any, **__: Any) -> Any:
-        from triton.runtime import interpreter
+    def converted(value: Any) -> Any:
+        if not isinstance(value, float):
+            return convert(value)
+        return tl.core.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
 
-        return interpreter.interpreter_semantic.to_tensor(float(self)).to(dtype)
+    return converted
 
 
-def _with_casts(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Give floating-point arguments a method `to`, because the interpreter passes them as Python floats."""
-    return lambda value: _Real(value) if type(value) is float else convert(value)
+_LEFT = "_left_of_and_or"
+
+
+def _with_tuple(executor: Any, initialize: Callable[..., None], fn: Any, names: Any, grid: Any, *hooks: Any) -> None:
+    """Let a grid be a list, as on a GPU."""
+    initialize(executor, fn, names, (lambda bound: tuple(grid(bound))) if callable(grid) else tuple(grid), *hooks)
+
+
+def _logic_of_blocks(transformer: Any, node: Any) -> Any:
+    """Rewrite `and`, `or` and `not`: of blocks, Triton's compiler combines all elements, where Python takes one of the operands.
+
+    `a and b` becomes `of_blocks("And", a, b) if is_block(a) else a and b`, and evaluates `a` once.
+    """
+    transformer.generic_visit(node)
+    if not isinstance(node, ast.BoolOp) and not isinstance(node.op, ast.Not):
+        return node
+    result, *others = node.values if isinstance(node, ast.BoolOp) else (node.operand, None)
+    left, kept = ast.Name(_LEFT, ast.Store()), ast.Name(_LEFT, ast.Load())
+    for other in others:
+        operands: list[ast.expr] = [kept] if other is None else [kept, other]
+        of_python = ast.UnaryOp(node.op, kept) if other is None else ast.BoolOp(node.op, operands)
+        of_blocks = _call("of_blocks", ast.Constant(type(node.op).__name__), *operands)
+        result = ast.IfExp(_call("is_block", ast.NamedExpr(left, result)), of_blocks, of_python)
+    return ast.copy_location(result, node)
+
+
+def _assign_rewritten(transformer: Any, assign: Callable[[Any, ast.Assign], ast.AST], node: ast.Assign) -> ast.AST:
+    node.value = transformer.visit(node.value)  # which the interpreter leaves out
+    return assign(transformer, node)
+
+
+def _call(name: str, *args: ast.expr) -> ast.Call:
+    """Return a call of a method of `interpreter_semantic`, which Triton adds to the names of a kernel's module."""
+    return ast.Call(ast.Attribute(ast.Name("interpreter_semantic", ast.Load()), name, ast.Load()), list(args), [])
+
+
+def _is_block(value: Any) -> bool:
+    return bool(getattr(getattr(value, "type", None), "is_block", bool)())
+
+
+def _of_blocks(operator: str, left: Any, right: Any = None) -> Any:
+    """Return `and`, `or` or `not` of a block; a constant that decides nothing has no effect, as in compiled kernels."""
+    if operator == "Not":
+        return left == 0
+    if not hasattr(right, "handle"):
+        return left if bool(right) == (operator == "And") else right
+    return left.logical_and(right) if operator == "And" else left.logical_or(right)
 
 
 def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
@@ -260,8 +317,18 @@ def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
 
 
 def _dot_in_tf32(builder: Any, dot: Callable[..., Any], left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
-    """Round fp32 operands of a product to tf32, unless its `input_precision` is another: tensor cores of NVIDIA do by default."""
+    """Round fp32 operands of a product to tf32, unless its `input_precision` is another: tensor cores of NVIDIA do by default.
+
+    A product of int8 is made in fp64, where it is exact: numpy has no fast product of integers. Without memory there is nothing
+    to multiply.
+    """
     from triton.runtime.interpreter import TensorHandle
+
+    if WITHOUT_MEMORY.get():
+        return TensorHandle(total.data.copy(), total.dtype.scalar)
+    if left.dtype.scalar.is_int8() and right.dtype.scalar.is_int8():
+        product = np.matmul(left.data.astype(np.float64), right.data.astype(np.float64))
+        return TensorHandle(total.data + product.astype(total.data.dtype), total.dtype.scalar)
 
     def rounded(operand: Any) -> Any:
         bits = operand.data.astype(np.float32).view(np.uint32)

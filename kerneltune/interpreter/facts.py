@@ -19,7 +19,7 @@ Kind = Literal[
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
-    "promise", "vector", "tf32 of indices", "no reference", "waits", "autotuned",
+    "promise", "vector", "tf32 of indices", "no reference", "waits", "kept config", "taken config", "fake", "garbage",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -32,6 +32,7 @@ _TEXTS: Mapping[str, str] = {
     "tf32": "products of fp32 are rounded to tf32, {where}",
     "tf32 of indices": "products of fp32 that decide among integers are rounded to tf32, {where}: `input_precision='ieee'`?",
     "division": "`/` of fp32 is not exact on a GPU, {where}: tl.div_rn is",
+    "kept config": "config {block} of the autotuner of {text}",
     "last not loaded": "loads no last element of {text} in {where}",
     "last not stored": "stores no last element of {text} in {where}",
     "not judged": "{text}",
@@ -43,10 +44,11 @@ _TEXTS: Mapping[str, str] = {
     "promise": "{text} at {where} does not hold: wrong where it makes an access a vector",
     "vector": "a load is a vector of other elements than the program's, by {text}, {where}",
     "waits": "{text} waits for the GPU at {where}, so that no CUDA graph holds it: times need `policy='eager'`",
+    "fake": "{where} of {text} differs between the operator and its register_fake: wrong under torch.compile",
     "on the CPU": "{text} of {where} lies on the CPU, its other tensors on the GPU: is it made without `device=`?",
 }
 """Texts of the kinds that users and tests see."""
-_ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
+ITERATIONS: Sequence[Kind] = ("no iteration", "one iteration", "two iterations")
 _OF_CODE = ("launch", "call", "branch")
 _SIZE_ABOVE = re.compile(r"^\S+(?=( - 1)? > \d+ beside )")
 """Size above a limit of values that a launch without memory does not know: T and x.shape[0] may be names of the same size."""
@@ -80,7 +82,10 @@ class Fact(NamedTuple):
     | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
     | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
     | waits | a variant, timed as a graph, calls a function of torch that waits for a GPU | variant | FILE:LINE |
-    | autotuned | an autotuner with COUNT configs takes the config with the number `block` | kernel | COUNT |
+    | garbage | a load without `other` leaves elements out by its mask | | PATH:LINE |
+    | kept config | an autotuner with COUNT configs may choose the config with the number `block` | kernel | COUNT |
+    | taken config | it takes this config | kernel | COUNT |
+    | fake | the function of `register_fake` gives another output than its operator | operator | ATTRIBUTE of output NUMBER |
     | no reference | a captured kernel's author gives no reference | kernel | |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """
@@ -97,12 +102,6 @@ class Fact(NamedTuple):
 _NOTED: ContextVar[set[Fact] | None] = ContextVar("noted", default=None)
 WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
 """Set while a launch runs on tensors without memory: only its addresses count."""
-_LONG_LOOP = 128
-"""Most iterations of a loop that a launch without memory runs, half of them the first and half the last, as a launch has 2 s."""
-_OUTER_LOOP, _INNER_LOOP = 16, 8
-"""Most iterations of a loop that holds a loop, and fewest of a loop within a loop, as a persistent kernel has."""
-AROUND: ContextVar[int] = ContextVar("around", default=1)
-"""Product of the iterations of the loops that run in a launch without memory; each program begins with 1."""
 
 
 @contextmanager
@@ -162,22 +161,6 @@ def comparison(text: str, one: object, other: object) -> list[Fact]:
     return [Fact("unequal" if one != other else "equal" if one > 1 else "equal at 1", f"`{text}`")]
 
 
-def iterations_of(loop: range) -> Iterator[int]:
-    """Note how many iterations a loop has, and yield the iterations to run: without memory the first and last of many."""
-    note_here(_ITERATIONS[min(len(loop), 2)])
-    if not WITHOUT_MEMORY.get():
-        yield from loop
-        return
-    number, around = 0, AROUND.get()
-    half, inside = max(_INNER_LOOP, _LONG_LOOP // around) // 2, around
-    while number < len(loop):
-        AROUND.set(inside := around * min(len(loop), 2 * half))
-        yield loop[number]
-        half = half if AROUND.get() == inside else min(half, _OUTER_LOOP // 2)  # a loop within has left its product
-        number = number + 1 if number + 1 < half else max(number + 1, len(loop) - half)
-    AROUND.set(inside if around > 1 else 1)
-
-
 def unreached(checks: Set[Fact], largest: Set[Fact]) -> list[str]:
     """Return a text for each fact that checks should have and lack, then for each condition of which checks reach a single side.
 
@@ -205,14 +188,14 @@ def _due(checks: Set[Fact], largest: Set[Fact]) -> set[Fact]:
 
     - Two iterations of each loop, but for loops with a single iteration in the largest cases. A loop without an iteration there
       may have any number of iterations, because launches without memory load zeros.
-    - The facts of the largest cases that tell of two programs, of lossy casts and of code.
+    - The facts of the largest cases that tell of two programs, of lossy casts, of kept configs and of code.
     - Equal sizes above 1 where checks compare sizes that are both 1, if the sizes differ in another check, or are equal above 1
       in the largest cases.
     """
-    due = {fact for fact in largest if fact.kind in ("two programs", "lossy cast", *_OF_CODE)}
+    due = {fact for fact in largest if fact.kind in ("two programs", "lossy cast", "kept config", *_OF_CODE)}
     for fact in checks | largest:
         once, twice = fact._replace(kind="one iteration"), fact._replace(kind="two iterations")
-        if fact.kind in _ITERATIONS and (twice in largest or once not in largest):
+        if fact.kind in ITERATIONS and (twice in largest or once not in largest):
             due.add(twice)
     for fact in checks:
         equal, unequal = fact._replace(kind="equal"), fact._replace(kind="unequal")

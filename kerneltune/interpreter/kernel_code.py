@@ -342,6 +342,8 @@ def _is_small(node: ast.expr, values: Mapping[str, list[ast.expr]], within: froz
             return bool(assigned) and all(_is_small(value, values, within | {name}) for value in assigned)
         case ast.BinOp(left, _, right) | ast.Call(ast.Attribute(_, "where"), [_, left, right]):
             return _is_float(node) or (_is_small(left, values, within) and _is_small(right, values, within))
+        case ast.Call(ast.Attribute(value, "to" | "cast"), _):
+            return _is_float(node) or _is_small(value, values, within)
         case ast.Call(ast.Attribute(_, "zeros"), _):
             return True
     return _is_float(node)

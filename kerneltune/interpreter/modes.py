@@ -11,6 +11,7 @@ a folder. `facts.noting` collects what launches note in every mode, and patches 
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,8 @@ import numpy as np
 from kerneltune.errors import is_own
 from kerneltune.interpreter.barriers import barrier_parts
 from kerneltune.interpreter.corrections import correct_interpreter
-from kerneltune.interpreter.facts import Fact, note_facts, noting
+from kerneltune.interpreter.facts import Fact, Kind, note_facts, noting
+from kerneltune.interpreter.faults import setting
 from kerneltune.interpreter.host_code import limits_of, noting_host, untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, facts_of, integers_of
 from kerneltune.interpreter.promises import promise_parts
@@ -64,7 +66,7 @@ def corrected() -> Iterator[None]:
 
 
 @contextmanager
-def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = None) -> Iterator[None]:
+def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = None, device: str = "cpu") -> Iterator[None]:
     """Correct the interpreter, and raise KernelFaultError if a kernel has undefined behaviour.
 
     The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
@@ -75,19 +77,23 @@ def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = Non
         folder: folder of host code whose branches are noted.
         largest: kernel and argument, a tensor on device `meta` -> its largest integer. Offsets that are computed from its values
             must not overflow if the values rise along the tensor from 0 to the largest.
+        device: device of the tensors.
     """
     from triton import knobs
 
+    correct_interpreter()  # before the parts wrap its functions
     parts = dict[tuple[Any, str], Any]()
     if knobs.runtime.interpret:
         parts = strict_parts(largest or {}) | wrapping_parts() | promise_parts() | barrier_parts() | _untimed()
-    with corrected(), replaced(parts), noting_host(folder if parts else ""), _uncompiled() if parts else nullcontext():
+    with corrected(), replaced(parts), noting_host(folder if parts else ""), host_on(device) if parts else nullcontext():
         yield
 
 
 @contextmanager
-def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
+def unlaunched(folder: str = "", device: str = "cpu") -> Iterator[LaunchFacts]:
     """Collect launches of interpreted kernels, with facts of these and of host code in a folder, and run no program.
+
+    device: device of the tensors.
 
     What host code keeps for a further call, such as a workspace that grows, is forgotten, as each case is checked by itself.
     """
@@ -105,7 +111,7 @@ def unlaunched(folder: str = "") -> Iterator[LaunchFacts]:
             launches.integers |= integers_of(executor.fn.__name__, bound)
 
     uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
-    with noting() as facts, uncalled, _forgetting(folder), noting_host(folder), _uncompiled():
+    with noting() as facts, uncalled, _forgetting(folder), noting_host(folder), host_on(device):
         launches = LaunchFacts(facts)
         yield launches
 
@@ -128,18 +134,13 @@ def read_sources(folder: str) -> None:
                 kernel.rewrite()
 
 
-@contextmanager
-def taking(number: int) -> Iterator[None]:
-    """Let each autotuner take the config with this number in its list, or its first if it has fewer."""
-    token = _TAKEN.set(number)
-    try:
-        yield
-    finally:
-        _TAKEN.reset(token)
+def taking(number: int) -> AbstractContextManager[int]:
+    """Let each autotuner take the config with this number in its list, or the first that it keeps if it drops this config."""
+    return setting(_TAKEN, number)
 
 
 def _untimed() -> dict[tuple[Any, str], Any]:
-    """Return the patches with which autotuners take a config by its number, the first by default, as they can time none.
+    """Return the patches with which autotuners take a config by its number, as they can time none; else the first they keep.
 
     An autotuner forgets the config after the launch, because the next launch may be of another number.
     """
@@ -148,33 +149,76 @@ def _untimed() -> dict[tuple[Any, str], Any]:
     run = Autotuner.run
 
     def untimed(autotuner: Any, *_args: Any, config: Any, **_named: Any) -> float:
-        configs, number = autotuner.configs, _TAKEN.get()
-        note_facts(Fact("autotuned", autotuner.base_fn.__name__, str(len(configs)), min(number, len(configs) - 1)))
-        return float(configs.index(config) != number)
+        note_facts(_fact_of_config("kept config", autotuner, config))
+        return float(_number_of(autotuner, config) != _TAKEN.get())
 
     def forgetting(autotuner: Any, *args: Any, **named: Any) -> Any:
         autotuner.cache.clear()
-        return run(autotuner, *args, **named)
+        result = run(autotuner, *args, **named)
+        note_facts(_fact_of_config("taken config", autotuner, autotuner.best_config))
+        return result
 
     return {(Autotuner, "_bench"): untimed, (Autotuner, "run"): forgetting}
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Let functions of torch.compile run as they are written: for a CPU they compile for seconds, to code that no GPU runs."""
+def _fact_of_config(kind: Kind, autotuner: Any, config: Any) -> Fact:
+    return Fact(kind, autotuner.base_fn.__name__, str(len(autotuner.configs)), _number_of(autotuner, config))
+
+
+def _number_of(autotuner: Any, config: Any) -> int:
+    """Return the place of a config in an autotuner's list; the length of the list for a config that pruning has made."""
+    configs = autotuner.configs
+    return configs.index(config) if config in configs else len(configs)
+
+
+def without_gpu() -> AbstractContextManager[Any]:
+    """Answer what a module asks about the GPU while it is imported, if there is none."""
     import torch
 
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    from kerneltune.interpreter.gpu_calls import gpu_parts
+
+    return nullcontext() if torch.cuda.is_available() else replaced(gpu_parts("cpu"))
+
+
+@contextmanager
+def host_on(device: str) -> Iterator[None]:
+    """Let host code run as it is written for a GPU, on tensors of a device: `cpu`, or `meta` without memory.
+
+    Functions of torch.compile run as they are written: for a CPU they compile for seconds, to code that no GPU runs. A registered
+    operator runs the function that it runs on a GPU; without memory, a fact is noted if its fake gives other outputs.
+    """
+    import torch
+
+    from kerneltune.compat import own_functions
+    from kerneltune.interpreter.gpu_calls import OnDevice, gpu_parts
+
+    is_compiling = "torch._dynamo" in sys.modules
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+    with replaced(gpu_parts(device)), OnDevice(device), own_functions(_judge_fake), stance:
+        yield
+
+
+def _judge_fake(name: str, outputs: Any, faked: Any) -> None:
+    """Note a fact if the function of `register_fake` gives other outputs than the operator."""
+    from torch.utils._pytree import tree_leaves
+
+    pairs = itertools.zip_longest(tree_leaves(outputs), tree_leaves(faked))
+    for number, (output, fake) in enumerate(pairs):
+        for what in ("dtype", "shape"):
+            if getattr(output, what, None) != getattr(fake, what, None):
+                note_facts(Fact("fake", name, f"{what} of output {number}"))
 
 
 @contextmanager
 def refusing_launches(folder: str) -> Iterator[None]:
-    """Raise RuntimeError in place of a launch of an interpreted kernel; what host code keeps is forgotten as by `unlaunched`."""
+    """Note a launch of an interpreted kernel, and raise RuntimeError; what host code keeps is forgotten as by `unlaunched`."""
     from triton.runtime.interpreter import GridExecutor
 
-    def refuse(*_args: Any, **_kwargs: Any) -> None:
+    def refuse(executor: Any, *_args: Any, **_kwargs: Any) -> None:
+        note_facts(Fact("launch", executor.fn.__name__))
         raise RuntimeError("launched")
 
-    with replaced({(GridExecutor, "__call__"): refuse}), _forgetting(folder), _uncompiled():
+    with replaced({(GridExecutor, "__call__"): refuse} | _untimed()), _forgetting(folder), host_on("cpu"):
         yield
 
 

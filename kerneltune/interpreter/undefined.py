@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kerneltune.interpreter.facts import AROUND, WITHOUT_MEMORY, Fact, note_facts, note_here, noting, noting_draws
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note_facts, note_here, noting, noting_draws
 from kerneltune.interpreter.faults import (
     KernelFaultError,
     begin_time,
@@ -36,6 +36,7 @@ from kerneltune.interpreter.garbage import cast_to_integer, garbage
 from kerneltune.interpreter.host_code import untraced
 from kerneltune.interpreter.kernel_code import bound_arguments, cpu_tensors_of, facts_of, floats_of, names_of
 from kerneltune.interpreter.last_elements import LastElements
+from kerneltune.interpreter.loops import AROUND
 from kerneltune.interpreter.promises import FOLLOWED, Vectors, follow_argument, makes_promises, vectors
 from kerneltune.interpreter.races import Conflict, Races
 from kerneltune.interpreter.regions import FIRST_REGION, LOADED, MORE, REGION_BITS, Integers, Region, places_text
@@ -173,6 +174,7 @@ class _Guard:
         taken = np.asarray(mask.data)  # of a block pointer, a plain array whose `data` is its memory
         if other is None and not self._loading.has_other and not taken.all():
             kind = pointers.get_element_ty()
+            note_here("garbage")
             other = self._interpreter.TensorHandle(garbage(taken, kind, self._interpreter._get_np_dtype(kind)), kind)
         return masked_load(pointers, mask, other, *rest, **named)
 

@@ -16,8 +16,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from kerneltune.compat import failing_line
+from kerneltune.compat import failing_line, innermost_error
 from kerneltune.errors import first_line, line_of_inputs, reads_values, statement_in
+from kerneltune.interpreter.modes import host_on, without_gpu
 from kerneltune.measuring.assembly import TARGETS, Kernel, Target
 from kerneltune.measuring.dry_driver import activate
 from kerneltune.processes.worker import Worker, WorkerCrashedError, WorkerHungError
@@ -185,7 +186,8 @@ class Compiler:
         if cores:
             os.sched_setaffinity(0, cores)
         os.environ.pop("TRITON_INTERPRET", None)
-        self._launched = activate(target)
+        self._launched, self._importing = activate(target), ExitStack()
+        self._importing.enter_context(without_gpu())
         hash_triton_sources()
 
     def compile(self, job: CompileJob) -> CompileResult:
@@ -196,8 +198,10 @@ class Compiler:
         try:
             inputs = job.make_inputs(device="meta")
             line_of = first_line
-            job.run(inputs, job.config)
-        except Exception as exception:  # any other error of a compiler is a property of the config, and is recorded
+            with host_on("meta"):
+                job.run(inputs, job.config)
+        except Exception as raised:  # any other error of a compiler is a property of the config, and is recorded
+            exception = innermost_error(raised)
             is_of_triton = type(exception).__module__.startswith("triton.")
             place = failing_line(exception) or ("" if is_of_triton else statement_in("", exception))
             unknown = line_of is first_line and reads_values(exception)

@@ -128,7 +128,10 @@ def _module(name: str) -> Any:
         sys.path.append(folder)
     if file and not file.is_file():
         raise ImportError(f"no such file: {file}")
-    module = importlib.import_module(file.stem if file else name)
+    from kerneltune.interpreter.modes import without_gpu
+
+    with without_gpu():
+        module = importlib.import_module(file.stem if file else name)
     if file and Path(str(module.__file__)).resolve() != file.resolve():
         raise ImportError(f"another module is called {file.stem}: {module.__file__}; rename the file")
     return module

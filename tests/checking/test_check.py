@@ -75,11 +75,12 @@ def test_line_of_compare_that_repeats_another_output_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("mistake", "hint"),
     [
-        ("cast", "90 may be a cast of NaN or of a value out of range, or a load under a mask without `other`"),
+        ("cast", "90 may be a cast of NaN or of a value out of range"),
         ("unwritten", "127 may be an element that is never written: checks fill memory with it"),
         ("large row", "row 5 of x and row 5 of y: large values"),
         ("first row", ""),
-        ("masked", "-1e+37 may come from a load under a mask without `other`"),
+        ("masked", ""),
+        ("another view", ""),
         ("q: first at (77, 0): 1e+3.0", ""),
         ("q: first at (): -", ""),
     ],
@@ -91,13 +92,15 @@ def test_failure_explains_undefined_values_and_kinds_of_rows(mistake: str, hint:
             q.copy_(inputs["x"] > 0)
         if mistake == "cast":
             q[7] = 90
-        if mistake in ("large row", "first row"):
-            q[5 if mistake == "large row" else 0] -= 1
+        if mistake in ("large row", "first row", "another view"):
+            q[0 if mistake == "first row" else 5] -= 1
         return {"q": q}
 
     def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
         if mistake == "masked":
             return ["q: 1 of 144 wrong, first at (0, 1): -1e+37, expected 2"]
+        if mistake == "another view":
+            return ["q: 16 of 144 wrong, first at (5, 0): 7, expected 0"]
         if mistake.startswith("q: "):
             return [mistake]
         return all_same_bits(case, inputs, outputs, expected)
@@ -114,6 +117,31 @@ def test_failure_explains_undefined_values_and_kinds_of_rows(mistake: str, hint:
     )
     (line,) = check.Checker(op, Case("small", (("M", 9), ("N", 16)), "float32"), "cpu").run(variant, None)[1]
     assert line.partition("; ")[2] == hint
+
+
+@triton.jit
+def _maximum_of_row(x_ptr, y_ptr, N, shift, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * N + at, at < N)
+    tl.store(y_ptr + tl.program_id(0), tl.max(x) + shift)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU gives any value")
+@pytest.mark.parametrize(
+    ("shift", "hint"), [(0, "right if loads under a mask without `other` give 0, test_check.py:{}"), (1, "wrong, first at")]
+)
+def test_failure_names_loads_without_other_if_it_hangs_on_them(shift: int, hint: str) -> None:
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        y = torch.empty(len(inputs["x"]), dtype=torch.int32)
+        _maximum_of_row[(len(y),)](inputs["x"], y, inputs["x"].shape[1], shift, 16)
+        return {"y": y}
+
+    op = replace(
+        op_with(""), variants=(Variant("optimized", run),), reference=lambda inputs: {"y": inputs["x"].amax(1)},
+        inputs=lambda case, *, device, seed=0: {"x": torch.full((case["M"], case["N"]), 7, dtype=torch.int32, device=device)},
+    )  # fmt: skip
+    lines = check.Checker(op, Case("small", (("M", 3), ("N", 9)), "int32"), "cpu").run(op.variants[0], None)[1]
+    assert lines[-1].startswith(hint.format(_maximum_of_row.fn.__code__.co_firstlineno + 3)) == (shift == 0), lines
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from kerneltune.checking.derived import derived_cases
 from kerneltune.checking.jobs import CaseJob, address_job, coverage_lines, pairs_job, run_jobs
 from kerneltune.checking.pairs import check_pairs
 from kerneltune.interpreter.facts import Fact, noting
+from kerneltune.records import RIGHT_ALONE
 from kerneltune.spec import Inputs, Outputs, Variant
 from kerneltune.task import Run, Task, knobs_of
 
@@ -153,6 +154,73 @@ def test_pairs_check_every_config_of_an_autotuner(knobs: Any) -> None:
     assert every("alone" not in outcome.reason for outcome in failed), failed
 
 
+_KEPT: dict[str, int] = {}
+
+
+def _run_with_a_kept_length(given: Inputs, _config: Any) -> Outputs:
+    length = given["x"].shape[1]
+    return _run_tuned(2.0 * _KEPT.setdefault("length", length) / max(1, length), given, None)
+
+
+def test_config_of_an_autotuner_that_is_wrong_after_another_case_alone_names_the_case() -> None:
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]})
+    variant = Variant("optimized", _run_with_a_kept_length)
+    ((_job, outcomes),) = run_jobs([pairs_job(Task(op, CASES[0], variant), CASES)])
+    failed = [outcome for outcome in outcomes if "autotuner_config" in knobs_of(outcome.config) and outcome.status == "failed"]
+    assert failed
+    assert every(RIGHT_ALONE in outcome.reason for outcome in failed), failed
+
+
+def _run_pruned(most_small: int, factor: float, given: Inputs, _config: Any) -> Outputs:
+    """Run `_tuned`, whose config 0 is kept up to a length of rows, and config 1 for longer rows."""
+    prune = {"early_config_prune": lambda configs, named, **_: [configs[named["N"] > most_small]]}
+    kernel = triton.autotune(_tuned.configs, key=["N"], prune_configs_by=prune)(_tuned.fn)
+    y = torch.empty_like(given["x"])
+    kernel[(len(y),)](given["x"], y, y.shape[1], factor)
+    return {"y": y}
+
+
+def test_config_counts_as_checked_in_cases_alone_whose_pruning_keeps_it() -> None:
+    lengths = sorted(case["N"] for case in CASES)
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]})
+    right, wrong = (Variant("optimized", partial(_run_pruned, lengths[0], factor)) for factor in (2.0, 3.0))
+    (coverage,) = [outcome for outcome in check_pairs(op, right, CASES) if outcome.status == "checked"]
+    assert f"2 configs on {len(CASES)} cases, all pairs" in coverage.reason
+    failed = [outcome for outcome in check_pairs(op, wrong, CASES) if outcome.status == "failed"]
+    assert failed
+    kept = {(outcome.case["N"] > lengths[0], knobs_of(outcome.config)["autotuner_config"]) for outcome in failed if outcome.case}
+    assert kept == {(True, 1)}
+
+
+def test_coverage_names_configs_that_pruning_keeps_in_bench_cases_alone() -> None:
+    variant = Variant("optimized", partial(_run_pruned, max(case["N"] for case in CASES), 3.0))
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
+    jobs = [pairs_job(Task(op, CASES[0], variant), CASES), address_job(Task(op, BENCH[0], variant))]
+    dict(run_jobs(jobs))
+    (line,) = [line for line in coverage_lines(jobs) if "autotuner" in line]
+    assert line.startswith("scaled: no check has config 1 of the autotuner of _tuned, "), line
+
+
+@triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 64})], key=["N"])
+@triton.jit
+def _with_32_bits_in_a_config(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * N if BLOCK > 16 else tl.program_id(0).to(tl.int64) * N
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + row + at, 2 * tl.load(x_ptr + row + at, at < N, other=0.0), at < N)
+
+
+def test_addresses_of_the_largest_case_are_judged_with_each_config_of_an_autotuner() -> None:
+    def run(given: Inputs, _config: Any) -> Outputs:
+        x, y = given["x"], torch.empty_like(given["x"])
+        _with_32_bits_in_a_config[lambda meta: (len(x), triton.cdiv(x.shape[1], meta["BLOCK"]))](x, y, x.shape[1])
+        return {"y": y}
+
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(Variant("optimized", run),))
+    ((_job, (failed,)),) = run_jobs([address_job(Task(op, case_of("tall", 70_000, 40_000), op.variants[0]))])
+    assert "int32 overflow" in failed.reason
+    assert knobs_of(failed.config) == {"autotuner_config": 1}
+
+
 ALONE = """
 import torch
 import triton
@@ -192,25 +260,47 @@ def test_kernel_that_a_module_holds_in_an_autotuner_alone_is_judged(tmp_path: Pa
         assert not [fact for fact in facts if fact.kind == "not judged"]
 
 
-@torch.library.custom_op("kerneltune_tests::doubled", mutates_args=())
-def doubled_by_custom_op(x: torch.Tensor) -> torch.Tensor:
+def _doubled_rows(x: torch.Tensor) -> torch.Tensor:
     return _run_tuned(2.0, {"x": x}, None)["y"]
 
 
-@doubled_by_custom_op.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+doubled_by_custom_op = torch.library.custom_op("kerneltune_tests::doubled", mutates_args=())(_doubled_rows)
+doubled_by_custom_op.register_fake(torch.empty_like)
+doubled_with_wrong_fake = torch.library.custom_op("kerneltune_tests::doubled_half", mutates_args=())(_doubled_rows)
+doubled_with_wrong_fake.register_fake(lambda x: torch.empty_like(x, dtype=torch.float16))
+doubled_on_a_gpu = torch.library.custom_op("kerneltune_tests::doubled_gpu", mutates_args=(), device_types="cuda")(_doubled_rows)
+_LIBRARY = torch.library.Library("kerneltune_tests_by_library", "FRAGMENT")
+_LIBRARY.define("doubled(Tensor x) -> Tensor")
+_LIBRARY.impl("doubled", _doubled_rows, "CPU")
+torch.library.register_fake("kerneltune_tests_by_library::doubled", torch.empty_like, lib=_LIBRARY)
 
 
-@pytest.mark.parametrize(("double", "is_judged"), [(doubled_by_custom_op, False), (lambda x: 2 * x, True)])
-def test_coverage_says_that_a_custom_operator_with_a_fake_is_not_judged(double: Any, is_judged: bool) -> None:
+@pytest.mark.parametrize(
+    ("double", "line"),
+    [
+        (doubled_by_custom_op, ""),
+        (doubled_on_a_gpu, ""),
+        (lambda x: 2 * x, ""),
+        (
+            doubled_with_wrong_fake,
+            "dtype of output 0 of kerneltune_tests::doubled_half differs between the operator and its register_fake: wrong under"
+            " torch.compile",
+        ),
+        (
+            lambda x: torch.ops.kerneltune_tests_by_library.doubled(x),
+            "not judged: 1 of 2 configs of the autotuner of _tuned; "
+            f"addresses of optimized in {BENCH[0].name}: no kernel is launched without memory: is a fake registered?",
+        ),
+    ],
+    ids=["custom_op", "for a GPU alone", "no operator", "wrong fake", "Library"],
+)
+def test_registered_operator_is_judged_by_its_own_function(double: Any, line: str) -> None:
     variant = Variant("optimized", lambda given, _config: {"y": double(given["x"])})
     op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
-    addresses = address_job(Task(op, BENCH[0], variant), (), CASES)
-    dict(run_jobs([addresses]))
-    line = "no kernel is launched without memory: is a fake registered?"
-    named = f"scaled: not judged: addresses of optimized in {BENCH[0].name}: {line}"
-    assert coverage_lines([addresses]) == [named] * (not is_judged)
+    task = Task(op, CASES[1], variant)
+    jobs = [pairs_job(task, CASES), address_job(replace(task, case=BENCH[0]), (), CASES)]
+    assert [it.reason for _job, outcomes in run_jobs(jobs) for it in outcomes if it.status == "failed"] == []
+    assert coverage_lines(jobs) == [f"scaled: {line}"] * bool(line)
 
 
 def _no_backend(_graph: Any, _inputs: Any) -> Any:

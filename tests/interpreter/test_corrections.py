@@ -1,8 +1,11 @@
 """Triton's interpreter, corrected."""
 
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -214,15 +217,15 @@ def test_product_with_a_loop_index_has_its_32_bits() -> None:
 
 
 @triton.jit
-def adding_kernel(y_ptr, eps):
-    tl.store(y_ptr, eps.to(tl.float32) + 1.0)
+def scaling_kernel(x_ptr, y_ptr, factor):
+    tl.store(y_ptr, (tl.load(x_ptr) * factor).to(tl.float32) + factor.to(tl.float32) * 0)
 
 
-def test_floating_point_argument_is_cast_as_in_a_compiled_kernel() -> None:
-    y = torch.empty(1)
+def test_floating_point_argument_is_a_tensor_of_fp32_as_in_a_compiled_kernel() -> None:
+    x, y = torch.tensor([3.0], dtype=torch.bfloat16), torch.empty(1)
     with corrected():
-        adding_kernel[(1,)](y, 0.5)
-    assert y.item() == 1.5
+        scaling_kernel[(1,)](x, y, 0.1)
+    assert y.item() == np.float32(0.1) * np.float32(3), "the product is not rounded to bf16"
 
 
 @triton.jit
@@ -331,3 +334,27 @@ def test_division_of_fp32_is_a_step_off_where_it_rounds_unless_div_rn(is_exact: 
     assert off[:4].tolist() == [0] * 4
     assert (int(off.max()), 8 < int(off.sum()) < 56) == ((0, False) if is_exact else (1, True))
     assert any("`/` of fp32 is not exact on a GPU, test_corrections.py:" in str(fact) for fact in reached) is not is_exact
+
+
+FIRST = """
+import torch, triton, triton.language as tl
+from kerneltune.interpreter.modes import strict
+
+@triton.jit
+def product(x_ptr, y_ptr):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, tl.dot(x, x))
+
+x, y = torch.full((16, 16), 1.0 + 2**-12), torch.empty(16, 16)
+with strict():
+    product[(1,)](x, y)
+print(y[0, 0].item())
+"""
+
+
+def test_first_launch_of_a_process_is_corrected(tmp_path: Path) -> None:
+    file = tmp_path / "first.py"
+    file.write_text(FIRST)
+    printed = subprocess.check_output([sys.executable, str(file)], text=True, env=environment())
+    assert printed.split() == ["16.0"], "operands are rounded to tf32"

@@ -1,0 +1,123 @@
+"""Let host code that is written for a GPU run on tensors of the CPU, or on tensors without memory.
+
+Questions about the GPU are answered for the smallest slice of an H100 (MIG 1g.10gb), whose few SMs let persistent kernels loop in
+small cases.
+"""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_IS_GPU = re.compile(r"cuda(:\d+)?")
+_MOVING = {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream}
+"""Methods of a tensor that a GPU may read from then on, or reads already."""
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 MIG 1g.10gb", major=9, minor=0, total_memory=10 << 30, multi_processor_count=16, warp_size=32,
+    max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
+    shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
+)  # fmt: skip
+_ANSWERS: dict[str, Any] = {
+    "current_device": 0, "get_device_capability": (9, 0), "get_device_name": _PROPERTIES.name,
+    "get_device_properties": _PROPERTIES, "mem_get_info": (_PROPERTIES.total_memory, _PROPERTIES.total_memory),
+    "set_device": None, "synchronize": None,
+}  # fmt: skip
+"""Functions of torch.cuda, and what they return without a GPU."""
+_QUEUES = "Event", "Stream", "current_stream", "default_stream", "stream"
+
+
+class OnDevice(TorchFunctionMode):
+    """Make tensors for a GPU on another device within `with`, also pinned tensors, and move them there."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        if func in _MOVING:
+            return args[0].to(self._device)
+        named = {name: self._moved(value) for name, value in (kwargs or {}).items()}
+        if named.pop("pin_memory", False) or type(named.get("device")) is int:
+            named["device"] = self._device
+        return func(*map(self._moved, args), **named)
+
+    def _moved(self, value: Any) -> Any:
+        return self._device if isinstance(value, str | torch.device) and _IS_GPU.fullmatch(str(value)) else value
+
+
+def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
+    """Return the functions of torch and Triton that are replaced while host code for a GPU runs on tensors of a device.
+
+    These tensors say that they are on a GPU, and may be given to `torch.cuda.device`. Without a GPU, streams and events do
+    nothing, and questions about the GPU have answers.
+    """
+    from triton.runtime.driver import driver
+
+    has_gpu, of_gpu = torch.cuda.is_available(), torch.cuda.device.__init__
+
+    def select(selection: Any, chosen: Any) -> None:
+        if has_gpu and (isinstance(chosen, int) or _IS_GPU.fullmatch(str(chosen))):
+            of_gpu(selection, chosen)
+        else:
+            selection.idx = selection.prev_idx = -1
+
+    parts: dict[tuple[Any, str], Any] = {
+        (torch.Tensor, "is_cuda"): property(lambda tensor: tensor.device.type in (device, "cuda")),
+        (torch.cuda.device, "__init__"): select,
+    }
+    if not has_gpu:
+        parts |= {(torch.cuda, name): lambda *_args, _answer=answer, **_named: _answer for name, answer in _ANSWERS.items()}
+        parts |= {(torch.cuda, name): _Queue for name in _QUEUES}
+    try:
+        assert driver.active  # a GPU's, or the driver of a process that compiles
+    except RuntimeError:
+        parts[type(driver), "active"] = property(lambda _holder: _Driver(device))
+    return parts
+
+
+class _Queue:
+    """Stand for a stream, an event, or the context of a stream: each call on a CPU ends before the next."""
+
+    device, cuda_stream = "cuda:0", 0
+
+    def __init__(self, *_args: object, **_named: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_args, **_named: self
+
+    def __enter__(self) -> "_Queue":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Driver:
+    """Stand for Triton's driver, and for its `utils`, where host code asks about the GPU."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self.utils = device, self
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, _PROPERTIES.warp_size)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device(self._device)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int = 0) -> int:
+        return 0
+
+    def get_device_properties(self, _device: int = 0) -> dict[str, int]:
+        num_sms, shared = _PROPERTIES.multi_processor_count, _PROPERTIES.shared_memory_per_block_optin
+        return {"multiprocessor_count": num_sms, "max_shared_mem": shared, "warpSize": _PROPERTIES.warp_size}

@@ -1,0 +1,82 @@
+"""Host code that is written for a GPU, on tensors of the CPU and without memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.interpreter.modes import noting, strict, unlaunched, without_gpu
+from kerneltune.measuring.assembly import TARGETS
+from kerneltune.measuring.compiler import CompileJob, CompilePool
+from kerneltune.ops import load_with
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU where there is none")
+
+
+@triton.jit
+def _doubled(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    for begin in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(y_ptr + at, 2 * tl.load(x_ptr + at, at < N, other=0.0), at < N)
+
+
+def doubled(given: Any, _config: Any = None) -> dict[str, torch.Tensor]:
+    x = given["x"]
+    assert x.is_cuda
+    assert torch.cuda.get_device_capability(x.device)[0] >= 8
+    side, ready = torch.cuda.Stream(), torch.cuda.Event()
+    ready.record(torch.cuda.current_stream())
+    with torch.cuda.device(x.device.index), torch.cuda.device(x.device), torch.cuda.stream(side):
+        side.wait_event(ready)
+        y = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+        limits = torch.tensor([1, 2]).pin_memory().to("cuda:0", non_blocking=True)
+        more = torch.ones(2, device=torch.device("cuda")) + x.new_ones(2, device=0) + torch.ones(2).cuda()
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    assert triton.runtime.driver.active.utils.get_device_properties(0)["multiprocessor_count"] > 1
+    assert {limits.device, more.device, y.device} == {x.device, triton.runtime.driver.active.get_active_torch_device()}
+    _doubled[[min(num_sms, triton.cdiv(x.numel(), 64))]](x, y, x.numel(), 64)
+    torch.cuda.synchronize()
+    return {"y": y}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_host_code_for_a_gpu_runs_on_other_tensors(device: str) -> None:
+    x = torch.randn(3000, device=device)
+    with strict(device=device), noting() as facts:
+        y = doubled({"x": x})["y"]
+    assert device == "meta" or torch.equal(y, 2 * x)
+    with unlaunched(device=device) as launches:
+        doubled({"x": x})
+    assert 1 < launches.num_programs < 3000 // 64, "a persistent kernel loops in a small case"
+    assert {fact.text for fact in facts if fact.kind == "launch"} == {"_doubled"}
+    assert not x.is_cuda, "the stand-in ends with the check"
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.cuda.synchronize()
+
+
+def _inputs(device: str) -> dict[str, torch.Tensor]:
+    return {"x": torch.empty(3000, device=device)}
+
+
+@pytest.fixture
+def compiling() -> Iterator[CompilePool]:
+    with CompilePool(TARGETS["sm_90"], 1) as pool:
+        yield pool
+
+
+def test_host_code_for_a_gpu_is_compiled(compiling: CompilePool) -> None:
+    (result,) = compiling.compile([CompileJob(_inputs, doubled, None)])
+    assert (result.error, [kernel.name for kernel in result.kernels]) == ("", ["_doubled"])
+
+
+def test_module_that_asks_about_the_gpu_while_it_is_imported_is_a_plugin(tmp_path: Path) -> None:
+    file = tmp_path / "asks_at_import.py"
+    asking = "torch.cuda.get_device_properties(0).multi_processor_count"
+    file.write_text(f"import torch\nfrom fake_operator import OP\nassert {asking} > 1\n")
+    assert "fake" in load_with(str(file))
+    with without_gpu():
+        assert torch.cuda.current_device() == 0
