@@ -59,31 +59,40 @@ def sleep_on_gpu(cycles: int) -> None:
 
 
 @contextmanager
-def own_functions(judge: Callable[[str, Any, Any], None] = lambda *_: None) -> Iterator[None]:
+def own_functions(within: Callable[[], AbstractContextManager[Any]], judge: Callable[[str, Any, Any], None]) -> Iterator[None]:
     """Let operators of torch.library.custom_op call their own functions for tensors without memory, and for tensors of the CPU.
 
     The function for a GPU takes the place of the fake, and for the CPU of a function that is missing, which is lasting.
 
-    judge: gets the name of an operator, and the results of its own function and of its fake.
+    Args:
+        within: makes the context in which a function runs: torch leaves its modes before it calls an operator.
+        judge: gets the name of an operator, and the results of its own function and of its fake.
     """
     others = [each for each in list(custom_ops.OPDEFS.values()) if not each._init_fn.__module__.startswith("torch.")]
-    fakes = {operator: operator._abstract_fn for operator in others}
+    before = [(operator, operator._abstract_fn, operator._backend_fns) for operator in others]
     try:
-        for operator, fake in fakes.items():
-            own = operator._backend_fns.get("cuda", operator._init_fn)
-            if not {None, "cpu"} & operator._backend_fns.keys():
+        for operator, fake, functions in before:
+            own = functions.get("cuda", operator._init_fn)
+            if not {None, "cpu"} & functions.keys():
                 operator.register_kernel("cpu", own)
-            operator._abstract_fn = partial(_judged, partial(judge, operator._qualname), own, fake)
+            operator._backend_fns = {device: partial(_within, within, function) for device, function in functions.items()}
+            if fake is not own:  # as of torch.library.triton_op
+                operator._abstract_fn = partial(_judged, partial(judge, operator._qualname), partial(_within, within, own), fake)
         yield
     finally:
-        for operator, fake in fakes.items():
-            operator._abstract_fn = fake
+        for operator, fake, functions in before:
+            operator._abstract_fn, operator._backend_fns = fake, functions
+
+
+def _within(within: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with within():
+        return function(*args, **kwargs)
 
 
 def _judged(judge: Callable[[Any, Any], None], own: Callable[..., Any], fake: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the result of an operator's own function, and let the result of its fake be judged."""
     outputs = own(*args, **kwargs)
-    if fake not in (None, own):
+    if fake is not None:
         judge(outputs, fake(*args, **kwargs))
     return outputs
 

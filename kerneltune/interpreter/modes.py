@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -194,7 +195,7 @@ def host_on(device: str) -> Iterator[None]:
 
     is_compiling = "torch._dynamo" in sys.modules
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-    with replaced(gpu_parts(device)), OnDevice(device), own_functions(_judge_fake), stance:
+    with replaced(gpu_parts(device)), OnDevice(device), own_functions(partial(OnDevice, device), _judge_fake), stance:
         yield
 
 

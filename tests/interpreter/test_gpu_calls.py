@@ -43,6 +43,25 @@ def doubled(given: Any, _config: Any = None) -> dict[str, torch.Tensor]:
     return {"y": y}
 
 
+@torch.library.custom_op("kerneltune_tests::of_a_gpu", mutates_args=(), device_types="cuda")
+def _of_a_gpu(x: torch.Tensor) -> torch.Tensor:
+    return doubled({"x": x})["y"]
+
+
+@_of_a_gpu.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_registered_operator_for_a_gpu_runs_on_other_tensors(device: str) -> None:
+    x = torch.randn(3000, device=device)
+    with strict(device=device), noting() as facts:
+        y = torch.ops.kerneltune_tests.of_a_gpu(x)
+    assert device == "meta" or torch.equal(y, 2 * x)
+    assert "launch" in {fact.kind for fact in facts}
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_host_code_for_a_gpu_runs_on_other_tensors(device: str) -> None:
     x = torch.randn(3000, device=device)
