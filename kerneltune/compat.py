@@ -104,23 +104,27 @@ def innermost_error(error: Exception) -> Exception:
     return error
 
 
-def failing_line(error: Exception) -> str:
-    """Return `FILE:LINE: ` of the kernel's line at which Triton's compiler failed; empty if unknown.
+def failing_line(raised: Exception) -> str:
+    """Return `FILE:LINE: ` of the line at which Triton's compiler failed, in a kernel or in a function that its module names.
 
-    The function that compiles a kernel has another name in Triton 3.9. In every version the kernel is `self` of a frame, or
-    `jit_fn` of the code generator.
+    Return an empty text if the line is unknown. The function that compiles a kernel has another name in Triton 3.9; in every
+    version the kernel is `self` of a frame.
     """
     from triton.runtime.jit import JITFunction
 
+    error = innermost_error(raised)
     line = getattr(getattr(error, "node", None), "lineno", None)
-    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    kernels = [kernel for kernel in (getattr(owner, "jit_fn", owner) for owner in owners) if isinstance(kernel, JITFunction)]
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(raised.__traceback__)]
+    kernels = [owner for owner in owners if isinstance(owner, JITFunction)]
     if line is None or not kernels:
         return ""
-    function = kernels[-1].fn
-    lines, first = inspect.getsourcelines(function)
+    candidates = kernels[-1:] if error is raised else [*kernels[-1:], *kernels[-1].fn.__globals__.values()]
+    functions = [each.fn for each in candidates if isinstance(each, JITFunction) and each.src == getattr(error, "src", each.src)]
+    if not functions:
+        return ""
+    lines, first = inspect.getsourcelines(functions[0])
     above = next(count for count, text in enumerate(lines) if text.lstrip().startswith("def "))  # Triton compiles no decorators
-    return f"{Path(function.__code__.co_filename).name}:{first + above + line - 1}: "
+    return f"{Path(functions[0].__code__.co_filename).name}:{first + above + line - 1}: "
 
 
 def fails_on_recompile_limit(num_graphs: int) -> AbstractContextManager[None]:

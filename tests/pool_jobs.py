@@ -53,6 +53,27 @@ def _double(x_ptr, N, BLOCK: tl.constexpr):
     tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, at < N, other=0.0), at < N)
 
 
+LIMIT = 3.0
+
+
+@triton.jit
+def times_a_global(x):
+    return x * LIMIT
+
+
+@triton.jit
+def _calls_a_function(x_ptr):
+    tl.store(x_ptr, times_a_global(tl.load(x_ptr)))
+
+
+def calling(inputs: Mapping[str, Any], _config: object) -> None:
+    """Launch a kernel that calls a function which Triton refuses."""
+    _calls_a_function[(1,)](inputs["x"])
+
+
+CALLING = CompileJob(no_inputs, calling, None)
+
+
 def autotuned(inputs: Mapping[str, Any], _config: object) -> None:
     """Launch a kernel with an autotuner of its own."""
     _double[(1,)](inputs["x"], 4)

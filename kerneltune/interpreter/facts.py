@@ -19,7 +19,7 @@ Kind = Literal[
     "two programs",
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
-    "promise", "vector", "tf32 of indices", "no reference", "waits", "kept config", "taken config", "fake", "garbage",
+    "promise", "vector", "tf32 of indices", "no reference", "waits", "kept config", "taken config", "fake", "garbage", "copies",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -81,6 +81,7 @@ class Fact(NamedTuple):
     | promise | a promise about a tensor, other than of `max_contiguous`, that does not hold | promise | PATH:LINE |
     | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
     | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
+    | copies | host code copies values of the host to tensors without memory, which waits for a GPU | | PATH:LINE |
     | waits | a variant, timed as a graph, calls a function of torch that waits for a GPU | variant | FILE:LINE |
     | garbage | a load without `other` leaves elements out by its mask | | PATH:LINE |
     | kept config | an autotuner with COUNT configs may choose the config with the number `block` | kernel | COUNT |

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kerneltune.interpreter.facts import note_here
+
 _IS_GPU = re.compile(r"cuda(:\d+)?")
-_MOVING = {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.record_stream}
-"""Methods of a tensor that a GPU may read from then on, or reads already."""
+_MOVING = {torch.Tensor.cuda, torch.Tensor.pin_memory}
+"""Methods that return a tensor which a GPU may read."""
+_COPYING = {torch.tensor, torch.as_tensor, torch.Tensor.to}
+"""Functions that copy values of the host to the GPU, and wait for it: pinned tensors are on the GPU's side here."""
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 MIG 1g.10gb", major=9, minor=0, total_memory=10 << 30, multi_processor_count=16, warp_size=32,
     max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
@@ -42,7 +46,11 @@ class OnDevice(TorchFunctionMode):
         named = {name: self._moved(value) for name, value in (kwargs or {}).items()}
         if named.pop("pin_memory", False) or type(named.get("device")) is int:
             named["device"] = self._device
-        return func(*map(self._moved, args), **named)
+        result = func(*map(self._moved, args), **named)
+        is_copied = func in _COPYING and not any(getattr(value, "is_meta", False) for value in args[:1])
+        if is_copied and self._device == "meta" and result.is_meta:
+            note_here("copies")
+        return result
 
     def _moved(self, value: Any) -> Any:
         return self._device if isinstance(value, str | torch.device) and _IS_GPU.fullmatch(str(value)) else value
@@ -66,6 +74,7 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
 
     parts: dict[tuple[Any, str], Any] = {
         (torch.Tensor, "is_cuda"): property(lambda tensor: tensor.device.type in (device, "cuda")),
+        (torch.Tensor, "record_stream"): lambda _tensor, _stream: None,
         (torch.cuda.device, "__init__"): select,
     }
     if not has_gpu:

@@ -85,7 +85,7 @@ def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = Non
     correct_interpreter()  # before the parts wrap its functions
     parts = dict[tuple[Any, str], Any]()
     if knobs.runtime.interpret:
-        parts = strict_parts(largest or {}) | wrapping_parts() | promise_parts() | barrier_parts() | _untimed()
+        parts = strict_parts(largest or {}) | wrapping_parts() | promise_parts() | barrier_parts() | _untimed(device == "cpu")
     with corrected(), replaced(parts), noting_host(folder if parts else ""), host_on(device) if parts else nullcontext():
         yield
 
@@ -140,18 +140,25 @@ def taking(number: int) -> AbstractContextManager[int]:
     return setting(_TAKEN, number)
 
 
-def _untimed() -> dict[tuple[Any, str], Any]:
+def _untimed(tries: bool = False) -> dict[tuple[Any, str], Any]:
     """Return the patches with which autotuners take a config by its number, as they can time none; else the first they keep.
 
     An autotuner forgets the config after the launch, because the next launch may be of another number.
+
+    tries: whether an autotuner launches the config once before, as a GPU's does to time it: a kernel that works in place needs
+        `restore_value` then.
     """
     from triton.runtime.autotuner import Autotuner
 
-    run = Autotuner.run
+    run, bench = Autotuner.run, Autotuner._bench
 
-    def untimed(autotuner: Any, *_args: Any, config: Any, **_named: Any) -> float:
+    def untimed(autotuner: Any, *args: Any, config: Any, **named: Any) -> float:
         note_facts(_fact_of_config("kept config", autotuner, config))
-        return float(_number_of(autotuner, config) != _TAKEN.get())
+        is_taken = _number_of(autotuner, config) == _TAKEN.get()
+        if tries and is_taken:
+            vars(autotuner)["do_bench"] = lambda launch, **_: launch()
+            bench(autotuner, *args, config=config, **named)
+        return float(not is_taken)
 
     def forgetting(autotuner: Any, *args: Any, **named: Any) -> Any:
         autotuner.cache.clear()

@@ -203,7 +203,7 @@ class Compiler:
         except Exception as raised:  # any other error of a compiler is a property of the config, and is recorded
             exception = innermost_error(raised)
             is_of_triton = type(exception).__module__.startswith("triton.")
-            place = failing_line(exception) or ("" if is_of_triton else statement_in("", exception))
+            place = failing_line(raised) or ("" if is_of_triton else statement_in("", exception))
             unknown = line_of is first_line and reads_values(exception)
             why = "host code reads values, which a compilation lacks: " if unknown else ""
             error, is_of_machine = f"{place}{why}{line_of(exception)}", isinstance(exception, OSError | MemoryError)

@@ -112,6 +112,26 @@ def test_coverage_names_a_call_that_waits_for_the_gpu_unless_launches_are_timed(
     assert lines == ([named] if policy == "cold" else []), lines
 
 
+@pytest.mark.parametrize(
+    ("copies", "is_named"),
+    [
+        (lambda x: x * torch.tensor([2.0], device=x.device), True),
+        (lambda x: x * torch.full((1,), 2.0).to(x.device), True),
+        (lambda x: x * torch.full((1,), 2.0).pin_memory().to("cuda", non_blocking=True), False),
+        (lambda x: x * torch.full((1,), 2.0, device=x.device).to(x.dtype), False),
+    ],
+)
+def test_coverage_names_a_copy_of_values_of_the_host_unless_they_are_pinned(copies: Any, is_named: bool) -> None:
+    variant = Variant("optimized", lambda given, _config: {"y": copies(given["x"])})
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
+    addresses = address_job(Task(op, BENCH[0], variant), (), CASES)
+    dict(run_jobs([addresses]))
+    assert [
+        line for line in coverage_lines([addresses]) if "waits for the GPU at test_not_judged.py" in line
+    ] != [] or not is_named
+    assert (coverage_lines([addresses]) == []) == (not is_named)
+
+
 @triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 256})], key=["N"])
 @triton.jit
 def _tuned(x_ptr, y_ptr, N, factor, BLOCK: tl.constexpr):
@@ -152,6 +172,27 @@ def test_pairs_check_every_config_of_an_autotuner(knobs: Any) -> None:
     assert failed
     assert {knobs_of(outcome.config)["autotuner_config"] for outcome in failed} == {1}
     assert every("alone" not in outcome.reason for outcome in failed), failed
+
+
+@triton.jit
+def _doubled_in_place(x_ptr, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, tl.arange(0, BLOCK) < N, other=0.0)
+    tl.store(x_ptr + at, 2 * x, tl.arange(0, BLOCK) < N)
+
+
+@pytest.mark.parametrize("restored", [["x_ptr"], None])
+def test_kernel_that_works_in_place_fails_unless_its_autotuner_restores_the_values(restored: list[str] | None) -> None:
+    configs = [triton.Config({"BLOCK": 512}), triton.Config({"BLOCK": 1024})]
+    kernel = triton.autotune(configs, key=["N"], restore_value=restored)(_doubled_in_place)
+
+    def run(given: Inputs, _config: Any) -> Outputs:
+        kernel[(len(given["x"]),)](given["x"], given["x"].shape[1])
+        return {"y": given["x"]}
+
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(Variant("optimized", run),))
+    statuses = {outcome.status for outcome in check_pairs(op, op.variants[0], CASES)}
+    assert ("failed" in statuses) == (restored is None)
 
 
 _KEPT: dict[str, int] = {}

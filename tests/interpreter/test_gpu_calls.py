@@ -32,6 +32,7 @@ def doubled(given: Any, _config: Any = None) -> dict[str, torch.Tensor]:
     ready.record(torch.cuda.current_stream())
     with torch.cuda.device(x.device.index), torch.cuda.device(x.device), torch.cuda.stream(side):
         side.wait_event(ready)
+        x.record_stream(side)
         y = torch.empty(x.shape, dtype=x.dtype, device="cuda")
         limits = torch.tensor([1, 2]).pin_memory().to("cuda:0", non_blocking=True)
         more = torch.ones(2, device=torch.device("cuda")) + x.new_ones(2, device=0) + torch.ones(2).cuda()

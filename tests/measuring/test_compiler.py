@@ -190,3 +190,11 @@ def test_pool_stops_compiling_a_kernel_that_cannot_be_launched(answers: dict[str
     amdgcn = [path.name for path in Path(answers["cache"]).glob("*/*.amdgcn")]
     assert amdgcn
     assert "_plain.amdgcn" not in amdgcn
+
+
+def test_error_in_a_function_that_a_kernel_calls_names_its_line() -> None:
+    with CompilePool(TARGETS["sm_90"], 1) as pool:
+        (result,) = pool.compile([pool_jobs.CALLING])
+    line = pool_jobs.times_a_global.fn.__code__.co_firstlineno + 2
+    assert result.error.startswith(f"pool_jobs.py:{line}: CompilationError: "), result.error
+    assert "Cannot access global variable LIMIT" in result.error
