@@ -94,9 +94,9 @@ def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = Non
 def unlaunched(folder: str = "", device: str = "cpu") -> Iterator[LaunchFacts]:
     """Collect launches of interpreted kernels, with facts of these and of host code in a folder, and run no program.
 
-    device: device of the tensors.
-
     What host code keeps for a further call, such as a workspace that grows, is forgotten, as each case is checked by itself.
+
+    device: device of the tensors.
     """
     from triton.runtime.interpreter import GridExecutor
 
