@@ -185,10 +185,7 @@ class Checker:
         garbage = ", ".join(sorted({os.path.basename(fact.where) for fact in facts if fact.kind == "garbage"}))
         if garbage and agrees(zeros_for_garbage()):
             return [*lines, f"right if loads under a mask without `other` give 0, {garbage}"]
-        is_interpreted = self._device == "cpu"
-        lines = [
-            f"{line}{hint(line, outputs, self.expected, self.inputs_before, is_interpreted, bool(garbage))}" for line in lines
-        ]
+        lines = [f"{line}{hint(line, outputs, self.expected, self.inputs_before, bool(garbage))}" for line in lines]
         causes = sorted(str(fact) for fact in facts if fact.kind in ("tf32", "vector"))
         divisions = sorted(str(fact) for fact in facts if fact.kind == "division")
         return [*lines, *self._other_kinds(outputs), *causes, *self._blamed_quotients(agrees, divisions)]

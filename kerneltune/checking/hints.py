@@ -18,9 +18,7 @@ _LEAST_HUGE = 1e30
 """A load under a mask without `other` gives the largest and the least value of its type."""
 
 
-def hint(
-    line: str, outputs: Outputs, expected: Outputs, inputs: Mapping[str, Any], is_interpreted: bool, has_garbage: bool
-) -> str:
+def hint(line: str, outputs: Outputs, expected: Outputs, inputs: Mapping[str, Any], has_garbage: bool) -> str:
     """Return what a line of `compare` about an output lacks: the likely cause, and what its inputs hold there; empty for nothing.
 
     Args:

@@ -14,9 +14,7 @@ from torch.overrides import TorchFunctionMode
 from kerneltune.interpreter.facts import note_here
 
 _IS_GPU = re.compile(r"cuda(:\d+)?")
-_MOVING = {torch.Tensor.cuda, torch.Tensor.pin_memory}
-"""Methods that return a tensor which a GPU may read."""
-_COPYING = {torch.tensor, torch.as_tensor, torch.Tensor.to}
+_COPYING = {torch.tensor, torch.as_tensor, torch.Tensor.to, torch.Tensor.cuda}
 """Functions that copy values of the host to the GPU, and wait for it: pinned tensors are on the GPU's side here."""
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 MIG 1g.10gb", major=9, minor=0, total_memory=10 << 30, multi_processor_count=16, warp_size=32,
@@ -41,12 +39,12 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
-        if func in _MOVING:
+        if func is torch.Tensor.pin_memory:
             return args[0].to(self._device)
         named = {name: self._moved(value) for name, value in (kwargs or {}).items()}
         if named.pop("pin_memory", False) or type(named.get("device")) is int:
             named["device"] = self._device
-        result = func(*map(self._moved, args), **named)
+        result = args[0].to(self._device) if func is torch.Tensor.cuda else func(*map(self._moved, args), **named)
         is_copied = func in _COPYING and not any(getattr(value, "is_meta", False) for value in args[:1])
         if is_copied and self._device == "meta" and result.is_meta:
             note_here("copies")

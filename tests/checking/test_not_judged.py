@@ -117,6 +117,7 @@ def test_coverage_names_a_call_that_waits_for_the_gpu_unless_launches_are_timed(
     [
         (lambda x: x * torch.tensor([2.0], device=x.device), True),
         (lambda x: x * torch.full((1,), 2.0).to(x.device), True),
+        (lambda x: x * torch.full((1,), 2.0).cuda(), True),
         (lambda x: x * torch.full((1,), 2.0).pin_memory().to("cuda", non_blocking=True), False),
         (lambda x: x * torch.full((1,), 2.0, device=x.device).to(x.dtype), False),
     ],
