@@ -222,6 +222,7 @@ def _run_pruned(most_small: int, factor: float, given: Inputs, _config: Any) -> 
     return {"y": y}
 
 
+@pytest.mark.skipif(triton.__version__.startswith("3.9"), reason="Triton 3.9 does not try a config that pruning leaves alone")
 def test_config_counts_as_checked_in_cases_alone_whose_pruning_keeps_it() -> None:
     lengths = sorted(case["N"] for case in CASES)
     op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]})
@@ -234,6 +235,7 @@ def test_config_counts_as_checked_in_cases_alone_whose_pruning_keeps_it() -> Non
     assert kept == {(True, 1)}
 
 
+@pytest.mark.skipif(triton.__version__.startswith("3.9"), reason="Triton 3.9 does not try a config that pruning leaves alone")
 def test_coverage_names_configs_that_pruning_keeps_in_bench_cases_alone() -> None:
     variant = Variant("optimized", partial(_run_pruned, max(case["N"] for case in CASES), 3.0))
     op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
