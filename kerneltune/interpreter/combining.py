@@ -1,6 +1,6 @@
 """Reduce and scan by a kernel's own function in log2(n) steps over blocks, as a GPU does; Triton's interpreter calls it n times.
 
-A tl.reduce of 1x4096 elements by a maximum with its index: 1.9 s -> 3 ms (2026-11-30).
+A launch with a tl.reduce of 4096 elements by a maximum with its index: 98 -> 1.6 ms (timed by a script, 2026-11-30).
 """
 
 import ast
