@@ -11,7 +11,7 @@ from functools import partial
 
 from kerneltune import records
 from kerneltune.checking.addresses import largest_cases
-from kerneltune.checking.check import host_folder, is_foreign, meta_inputs
+from kerneltune.checking.check import host_folder, meta_inputs
 from kerneltune.checking.covering import settings
 from kerneltune.checking.derived import Derived, derived_cases
 from kerneltune.checking.jobs import CaseJob, Job, address_job, compare_job, coverage_lines, mutation_job, pairs_job, run_jobs
@@ -47,7 +47,7 @@ def check_on_cpu(
         with suppress(CaseError):  # its own check says why
             meta_inputs(plan.ops[sweep_case.op], sweep_case.case)
     ops = {sweep_case.op: plan.ops[sweep_case.op] for sweep_case in sweep_cases}
-    for folder in {host_folder(op) for op in ops.values() if not is_foreign(op)}:
+    for folder in {host_folder(op) for op in ops.values() if op.kind != "foreign"}:
         read_sources(folder)
     if plan.options.quick:
         judged = _compare_jobs(plan, sweep_cases, quick=True)
@@ -157,8 +157,7 @@ class _JobRunner:
         runs_of: dict[tuple[str, str], list[Run]] = defaultdict(list)
         for run in sorted(runs, key=lambda run: run.task.op.traffic(run.task.case).total):
             task = run.task
-            is_others = is_foreign(task.op) or task.op.origin is not None  # a user's, or of a capture
-            if is_others and not task.variant.unsupported(task.case):
+            if task.op.kind != "shipped" and not task.variant.unsupported(task.case):
                 runs_of[task.op.name, task.variant.name].append(run)
         runs = [run for by_size in runs_of.values() for run in _runs_to_compile(by_size)]
         if not runs:
@@ -182,7 +181,7 @@ def _runs_to_compile(by_size: Sequence[Run]) -> list[Run]:
         return [each.ones if each else frozenset() for each in facts]
 
     with suppress(ForkCrashedError):
-        ones = Fork(ones_of_runs).result() if is_foreign(op) else []
+        ones = Fork(ones_of_runs).result() if op.kind == "foreign" else []
         known = frozenset[tuple[str, str]]().union(*(ones[by_size.index(run)] for run in chosen if ones))
         for _ in range(_MOST_WITH_ONES if ones else 0):
             most = max(range(len(ones)), key=lambda number: len(ones[number] - known))
@@ -216,7 +215,7 @@ def _derived_checks(plan: Plan) -> tuple[dict[str, Derived], list[str]]:
             lines.append(f"{op}: only bench cases have {', '.join(unchecked)}: never checked here")
         never = {(name, value) for name, values in plan.ops[op].options.items() for value in values}
         never -= {value for each in (*plan.sweep.check, *plan.sweep.bench) if each.op == op for value in settings(each.case)}
-        if never and is_foreign(plan.ops[op]):
+        if never and plan.ops[op].kind == "foreign":
             listed = ", ".join(sorted(f"{name}={value}" for name, value in never))
             lines.append(f"{op}: no case has {listed}: never checked here")
     checked = {sweep_case.op for sweep_case in plan.sweep.check}
@@ -240,7 +239,7 @@ def _compare_jobs(plan: Plan, sweep_cases: Sequence[SweepCase], quick: bool = Fa
     """Return the check of `compare` of each other project's operator, on the outputs of its first own variant."""
     jobs = []
     for op, cases in cases_by_op(sweep_cases).items():
-        tasks = plan.check_tasks(op, cases[0]) if is_foreign(plan.ops[op]) else []
+        tasks = plan.check_tasks(op, cases[0]) if plan.ops[op].kind == "foreign" else []
         jobs += [compare_job(task, cases, quick) for task in tasks if not task.variant.part][:1]
     return jobs
 

@@ -336,6 +336,13 @@ class Op:
     weighs_hot: bool = False
     origin: tuple[Any, ...] | None = None
 
+    @property
+    def kind(self) -> Literal["shipped", "captured", "foreign"]:
+        """Return whose the operator is: this package's, made of a capture, or a user's own, whose checks judge more."""
+        if self.origin is not None:
+            return "captured"
+        return "shipped" if self.module.startswith("kerneltune.") else "foreign"
+
     def variant(self, name: str) -> Variant:
         """Return the variant with a name."""
         for variant in self.variants:

@@ -207,7 +207,7 @@ class _SweepStages:
         """Pass a note for each operator, but captured kernels, with several variants that all failed in all cases."""
         for op, rows in records.grouped(checked, lambda row: row.op).items():
             variants = {row.variant for row in rows}
-            if len(variants) > 1 and all(row.status == "failed" for row in rows) and self.plan.ops[op].origin is None:
+            if len(variants) > 1 and all(row.status == "failed" for row in rows) and self.plan.ops[op].kind != "captured":
                 cause = "is compare" if all("compare: " in row.reason for row in rows) else "are inputs and reference"
                 self.progress.note(f"{op}: all {len(variants)} variants fail in all cases: {cause} right?")
 

@@ -21,6 +21,12 @@ from kerneltune.spec import Case, Op, Traffic, Variant, missing_packages
 from kerneltune.wording import dtype_name, short_dtype
 
 
+def test_kind_of_an_operator_follows_its_origin_then_its_module() -> None:
+    shipped = ops.load()["rmsnorm_fwd"]
+    mine = replace(shipped, module="kerneltune_kernels.norm")
+    assert [op.kind for op in (shipped, mine, replace(shipped, origin=("folder",)))] == ["shipped", "foreign", "captured"]
+
+
 def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
     facts = {name: ops.operators_in(name) for name in ops.modules()} | {
         name: workloads.operators_in(name) for name in workloads.MODULES

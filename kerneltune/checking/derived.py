@@ -41,7 +41,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> Deriv
     No derived case costs more than MOST_COST times the costliest check case: the bench cases of a workload are models of real
     size. Values of captured kernels are fixed.
     """
-    by_cost = sorted((case for case in check if op.origin is None and op.traffic(case).total), key=partial(check_cost, op))
+    by_cost = sorted((case for case in check if op.kind != "captured" and op.traffic(case).total), key=partial(check_cost, op))
     middle = len(by_cost) // 2
     deriver = _Deriver(op, check if by_cost else (), bench, [*by_cost[middle:], *reversed(by_cost[:middle])])
     if by_cost:

@@ -12,7 +12,7 @@ from typing import Self
 
 from kerneltune.checking.addresses import address_errors
 from kerneltune.checking.blind_spots import blind_spots
-from kerneltune.checking.check import check_runs, is_foreign
+from kerneltune.checking.check import check_runs
 from kerneltune.checking.declarations import wrong_flops
 from kerneltune.checking.memory import host_free_bytes, needed_bytes, why_too_large
 from kerneltune.checking.mutations import accepted_mutations, mutate
@@ -89,7 +89,7 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
 
     def work() -> list[Outcome]:
         fitting, outcomes = [case for case in cases if why_too_large(op, case) is None], list[Outcome]()
-        for judge in _JUDGES if is_foreign(op) else (_check_pairs,):
+        for judge in _JUDGES if op.kind == "foreign" else (_check_pairs,):
             with noting(passes_on=judge is _check_pairs):
                 outcomes += judge(op, variant, fitting)
         return outcomes

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from kerneltune.checking.autotuned import with_knob
-from kerneltune.checking.check import host_folder, is_foreign
+from kerneltune.checking.check import host_folder
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
 from kerneltune.checking.declarations import seeds_without_effect, wrong_traffic
@@ -129,11 +129,11 @@ class _PairChecks:
             checker, default = self.checkers[case], self._configs[case][0]
             if checker is None:
                 continue
-            if number < _MOST_CASES and is_foreign(self._op):
+            if number < _MOST_CASES and self._op.kind == "foreign":
                 unasked = checker.unasked_layouts(self._variant, default) | unasked
             wrong = ", and where ".join(checker.wrong_layouts(self._variant, default, known))
             text = f"wrong, without an error, where {wrong}"
-            if wrong and not is_foreign(self._op):
+            if wrong and self._op.kind != "foreign":
                 yield Outcome("noted", f"{self._name}: a known limit, no failure: {text}")
             elif wrong:
                 ways = "use their stride in the kernel, or raise ValueError or call .contiguous() in the host function"
@@ -146,7 +146,7 @@ class _PairChecks:
         Small tensors count little in the largest case, which has the largest product of sizes. Because bytes may depend on an
         option, such as the number of experts that a token takes, the largest case of each value of an option is judged.
         """
-        usable = {case: each for case, each in self.checkers.items() if each and num_elements(case) and self._op.origin is None}
+        usable = {case: it for case, it in self.checkers.items() if it and num_elements(case) and self._op.kind != "captured"}
         largest = dict[object, Case]()
         for case in sorted(usable, key=lambda case: (num_elements(case), self._op.traffic(case).total), reverse=True):
             for setting in case.options or [("", "")]:

@@ -190,7 +190,7 @@ def export_(
     stored = load_strict(path)
     o.one_of(f"{path}: variant", variant, dict.fromkeys(entry.variant for entry in stored))
     entries = [entry for entry in stored if entry.variant == variant]
-    if operator.origin is not None and (format_ != "triton" or "candidate" in entries[0].config):
+    if operator.kind == "captured" and (format_ != "triton" or "candidate" in entries[0].config):
         raise ValueError(f"format: {format_!r}: {op} is of a capture: ship the capture's folder served instead")
     names = _author_names(operator, variant)
     texts = exchange.WRITERS[format_](operator, path.parent.name, entries, names)
@@ -210,7 +210,7 @@ def _author_names(op: Op, variant: str) -> dict[str, str]:
     """
     chosen = op.variant(variant)
     knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
-    if op.origin is not None:
+    if op.kind == "captured":
         return {name: name for name in (*op.axes, *knobs)}
     package = chosen.run.__module__.rpartition(".")[0] or chosen.run.__module__
     modules = [module for name, module in sorted(sys.modules.items()) if name == package or name.startswith(f"{package}.")]

@@ -99,7 +99,6 @@ def _run(plan: Plan, family: str, capture: str, strict: bool, accepted: Sequence
 
     A check ends with 1 if a variant failed or, with strict, if a line to read has none of the accepted texts.
     """
-    from kerneltune.checking.check import is_foreign
     from kerneltune.sweep_run import run_sweep
 
     with Reporter() as progress:
@@ -112,7 +111,7 @@ def _run(plan: Plan, family: str, capture: str, strict: bool, accepted: Sequence
     else:
         _show_checks(plan, family, capture, swept, to_read)
     for op in (plan.ops[name] for name in dict.fromkeys(record.op for record in swept.records)):
-        for variant in plan.variants(op.name, installed=False) if is_foreign(op) else ():
+        for variant in plan.variants(op.name, installed=False) if op.kind == "foreign" else ():
             show_wrapped(f"{op.name} {variant.name}: left out: its requires are not installed: {', '.join(variant.missing())}")
     for path in swept.files:
         show(f"wrote {path}", messages)

@@ -293,7 +293,7 @@ def test_input_whose_elements_may_not_lie_apart_fails_unless_host_code_refuses_i
 
 @interpreted
 def test_layout_that_a_shipped_operator_takes_wrong_is_a_line_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "is_foreign", lambda _op: False)
+    monkeypatch.setattr(Op, "kind", "shipped")
     variant = replace(KNOBLESS, run=partial(_strided, "apart"))
     named = "scaled knobless: a known limit, no failure: wrong, without an error, where elements within a row of x lie apart"
     assert pairs.check_pairs(op_with(""), variant, CASES) == [Outcome("noted", named)]
