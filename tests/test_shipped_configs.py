@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kerneltune import cache, exchange, ops
 from kerneltune.cache import CacheEntry
-from kerneltune.checking.lookups import before_look_ups
+from kerneltune.checking.declarations import before_look_ups
 from kerneltune.cli import app
 from kerneltune.spec import Case
 

@@ -1,18 +1,25 @@
-"""Judge declarations of an operator for a case: the bytes of `traffic`, the operations of `flops`, inputs that are seeds."""
+"""Check what an operator declares: `traffic`, `flops`, seeds, and the case that a call without `config=` looks up."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kerneltune.checking.check import Checker, have_same_bits
+from kerneltune.cache import Chooser
+from kerneltune.checking.check import Checker, have_same_bits, host_folder
 from kerneltune.checking.consistency import holds_integers
+from kerneltune.checking.covering import Setting, settings
 from kerneltune.checking.dispatch import Calls
+from kerneltune.errors import first_line, statement_in
+from kerneltune.interpreter.modes import replaced
 from kerneltune.interpreter.races import touching
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.task import Outcome
 
 _NEAR_TRAFFIC = 1.25
 """Largest factor between the declared bytes of `traffic` and the bytes of accesses: small tensors may be left out."""
@@ -23,6 +30,7 @@ _FIRST_OPERAND = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1
 _CHOOSING = {"where", "masked_fill", "tril", "triu", "_softmax", "exp", "gather", "index", "index_select", "scatter"}
 """Functions of references that may compute more products than they need, for example in causal attention."""
 _UNCOUNTED = ("attention", "_int_mm", "_scaled", "convolution_backward", "lstm", "gru")
+_CALL = "a call without `config=`"
 
 
 def wrong_traffic(checker: Checker, variant: Variant, config: Config) -> list[str]:
@@ -95,3 +103,60 @@ def seeds_without_effect(checker: Checker, variant: Variant, config: Config) -> 
             if changed and all(have_same_bits(it, changed[key]) for key, it in outputs.items() if isinstance(it, torch.Tensor)):
                 texts.append(f"{name} + 1 gives the same outputs in case {checker.case.name}: is it ignored?")
     return texts
+
+
+def look_up_failures(op: Op, variant: Variant, checkers: Mapping[Case, Checker]) -> list[Outcome]:
+    """Return the first failure of `variant.run(inputs, None)`, on a case for each type, mode and value of an option.
+
+    A variant without knobs, a captured kernel, and a `run` that looks nothing up have no failures.
+    """
+    if variant.config is None or op.kind == "captured":
+        return []
+    seen = set[Setting]()
+    for case in (case for case in checkers if all(case.sizes.values())):
+        if not seen.issuperset(settings(case)) and (lines := _errors_of_call(op, variant, case, checkers[case])):
+            return [Outcome("failed", line, None, case) for line in lines]
+        seen.update(settings(case))
+    return []
+
+
+def _errors_of_call(op: Op, variant: Variant, case: Case, checker: Checker) -> list[str]:
+    looked_up: list[Case] = []
+
+    def note(chooser: Chooser, case: Case) -> None:
+        if (chooser.op.name, chooser.variant.name) == (op.name, variant.name):
+            looked_up.append(case)
+
+    with before_look_ups(note):
+        try:
+            outputs = checker.outputs(variant, None)
+        except Exception as error:  # the author's code may fail in any way
+            if not looked_up and Chooser.__name__ not in str(error):  # `run` needs a config, and has no look-up
+                return []
+            return [f"{_CALL} fails: {statement_in(host_folder(op), error)}{first_line(error)}"]
+    tuned = op.case_of_call(case)
+    if looked_up and _without_free_options(op, tuned) not in [_without_free_options(op, asked) for asked in looked_up]:
+        untold = [name for name, value in tuned.options if (name, value) not in looked_up[0].options]
+        hint = f"; an option that no argument of a call tells belongs in free_options: {', '.join(untold)}" if untold else ""
+        return [f"{_CALL} looks up {looked_up[0].label}, where configs are stored for {tuned.label}{hint}"]
+    return [f"{_CALL}: {line}" for line in checker.disagreements(outputs)] if looked_up else []
+
+
+def before_look_ups(act: Callable[[Chooser, Case], None]) -> AbstractContextManager[None]:
+    """Call a function with the chooser and the case of each look-up within; its exception takes the place of the look-up."""
+    choose = Chooser.__call__
+
+    def look_up(chooser: Chooser, *arguments: Any, **named: Any) -> Any:
+        try:
+            case = Case("", *arguments, **{name: value for name, value in named.items() if name != "gpu"})
+        except TypeError:  # wrong arguments: the look-up itself raises
+            return choose(chooser, *arguments, **named)
+        act(chooser, case)
+        return choose(chooser, *arguments, **named)
+
+    return replaced({(Chooser, "__call__"): look_up})
+
+
+def _without_free_options(op: Op, case: Case) -> Case:
+    """Return a case without its name and free options: calls with another value of a free option share configs."""
+    return replace(case, name="", options=tuple(option for option in case.options if option[0] not in op.free_options))

@@ -11,9 +11,8 @@ from kerneltune.checking.autotuned import with_knob
 from kerneltune.checking.check import host_folder
 from kerneltune.checking.consistency import FirstSeen
 from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
-from kerneltune.checking.declarations import seeds_without_effect, wrong_traffic
+from kerneltune.checking.declarations import look_up_failures, seeds_without_effect, wrong_traffic
 from kerneltune.checking.layouts import LayoutChecker
-from kerneltune.checking.lookups import look_up_failures
 from kerneltune.errors import first_line, statement_in
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import LaunchFacts, unlaunched

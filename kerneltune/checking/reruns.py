@@ -14,9 +14,9 @@ import torch
 
 from kerneltune.checking.autotuned import variant_of
 from kerneltune.checking.check import Checker, smallest_cases, why_not_checked
+from kerneltune.checking.derived import resized
 from kerneltune.checking.dispatch import Calls
 from kerneltune.checking.pairs import around_default, check_cost, facts_by_config
-from kerneltune.checking.smaller_sizes import resized
 from kerneltune.interpreter.faults import NOT_ENDED, reverse_order
 from kerneltune.interpreter.modes import replaced
 from kerneltune.processes.forked import Fork

@@ -10,7 +10,7 @@ from mistaken_ops import case_of
 
 from kerneltune.cache import Chooser
 from kerneltune.checking.check import Checker
-from kerneltune.checking.lookups import look_up_failures
+from kerneltune.checking.declarations import look_up_failures
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 

@@ -292,7 +292,7 @@ def test_process_of_host_code_that_loops_for_too_long_ends_with_a_line(monkeypat
             pass
         return summing().inputs(case, device=device, seed=seed)
 
-    monkeypatch.setattr("kerneltune.checking.smaller_sizes._SMALLER_SIZES_S", 1)
+    monkeypatch.setattr("kerneltune.checking.derived._SMALLER_SIZES_S", 1)
     derived = derived_cases(replace(summing(), inputs=inputs), [shifted("odd", 3, 70)], [shifted("large", 100, 4096)])
     assert derived == ([], [], {Fact("not judged", "sizes of bench cases alone: host code takes more than 1 s")})
 

@@ -412,7 +412,7 @@ def test_coverage_says_that_host_code_waits_for_a_kernel_and_does_not_wait_itsel
 
 
 def test_coverage_says_that_the_time_for_sizes_of_bench_cases_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kerneltune.checking.smaller_sizes._LAUNCHES_S", -1.0)
+    monkeypatch.setattr("kerneltune.checking.derived._LAUNCHES_S", -1.0)
     op = summing("")
     _, _, facts = derived_cases(op, CASES, BENCH)
     assert Fact("not judged", "further sizes of bench cases alone: -1 s are over") in facts

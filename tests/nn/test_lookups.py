@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerneltune.cache import Chooser
-from kerneltune.checking.lookups import before_look_ups
+from kerneltune.checking.declarations import before_look_ups
 from kerneltune.nn import convert_to_fp8_training
 from kerneltune.ops import fp8, fp8_grouped_gemm, moe_routing, swiglu
 from kerneltune.spec import Case

@@ -13,7 +13,7 @@ import pytest
 
 from kerneltune import cache, device, ops, sweep_file, workloads
 from kerneltune.cache import Chooser
-from kerneltune.checking.lookups import before_look_ups
+from kerneltune.checking.declarations import before_look_ups
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op
 from kerneltune.task import Task
