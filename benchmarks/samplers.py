@@ -19,19 +19,19 @@ import optuna
 from kept_trials import ROOT, TrialBlock, whole_spaces
 from optuna.distributions import BaseDistribution
 
-from kerneltune.search import FiniteGPSampler, ListSampler
+from kerneltune.search import FiniteGPSampler
 
 EVALUATIONS = (10, 25, 50, 100)
 IN_FLIGHT = 8
 STARTUP = 8
 
 
-class UntriedSampler(ListSampler):
+class UntriedSampler(FiniteGPSampler):
     """Let another sampler draw from the product of all knobs; repeats and invalid configs are drawn again."""
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], inner: optuna.samplers.BaseSampler, attempts: int) -> None:
         """Take the configs; after `attempts` draws the next config of the list is tried instead."""
-        super().__init__(configs)
+        super().__init__(configs, n_startup_trials=len(configs))
         self._inner, self._attempts = inner, attempts
         self._varied = {name: choices for name, choices in self.space.items() if not choices.single()}
 
@@ -53,12 +53,12 @@ class UntriedSampler(ListSampler):
         return first
 
 
-def make_sampler(name: str, configs: Sequence[Mapping[str, Any]], seed: int) -> ListSampler:
+def make_sampler(name: str, configs: Sequence[Mapping[str, Any]], seed: int) -> FiniteGPSampler:
     """Return a sampler by name over configs whose order is the order in which the search begins."""
     if name == "ours":
         return FiniteGPSampler(configs, 1 + STARTUP, seed)
     if name == "random":
-        return ListSampler(configs)
+        return FiniteGPSampler(configs, n_startup_trials=len(configs))
     if name == "gp":
         return UntriedSampler(configs, optuna.samplers.GPSampler(n_startup_trials=STARTUP, seed=seed), attempts=2)
     if name == "tpe":

@@ -1,14 +1,14 @@
 """Search a finite space of configs and store the trials. Needs no GPU and no torch.
 
-`FiniteGPSampler` and `ListSampler` are public samplers for any Optuna study. Optuna is imported with the first use of a sampler.
+`FiniteGPSampler` is a public sampler for any Optuna study. Optuna is imported with its first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerneltune.search.samplers import FiniteGPSampler, ListSampler
+    from kerneltune.search.samplers import FiniteGPSampler
 
-__all__ = ["FiniteGPSampler", "ListSampler"]
+__all__ = ["FiniteGPSampler"]
 
 
 def __getattr__(name: str) -> Any:

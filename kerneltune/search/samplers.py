@@ -21,8 +21,12 @@ _SCORED = 2048
 """Untried configs, in order, for which the model computes the expected improvement."""
 
 
-class ListSampler(BaseSampler):
-    """Try every config of a finite list once, in the order of the list.
+class FiniteGPSampler(BaseSampler):
+    """Search a finite list of configs by the expected improvement of a Gaussian process over all untried configs.
+
+    The sampler is made for spaces of up to some thousand configs that validity rules restrict, such as the spaces of GPU kernels.
+    It tries each config once, knows the running trials, and learns from failed trials which configs will probably fail. The
+    objective must be positive, such as a time; it is modelled on a logarithmic scale.
 
     The knobs are categorical; `space` holds their distributions. A study must suggest the same choices, most simply by
     `study.ask(sampler.space)`. When all configs were tried, the last config is suggested again. Without a study, `ask` and `tell`
@@ -32,13 +36,29 @@ class ListSampler(BaseSampler):
         untried: indices of configs that were neither asked for nor told, in the order of the list.
         running: indices of configs that were asked for and not told, in the order of asking.
         times: time of each told config by index; None for a failure.
+
+    Example:
+        ::
+
+            import optuna
+            from kerneltune.search import FiniteGPSampler
+
+            configs = [{"block": b, "warps": w} for b in (64, 128, 256) for w in (2, 4, 8) if b >= 32 * w]
+            sampler = FiniteGPSampler(configs, n_startup_trials=3, seed=0)
+            study = optuna.create_study(sampler=sampler)
+            for _ in configs:
+                trial = study.ask(sampler.space)
+                study.tell(trial, measure(**trial.params))
     """
 
-    def __init__(self, configs: Sequence[Mapping[str, Any]]) -> None:
-        """Take the configs in the order in which to try them.
+    def __init__(self, configs: Sequence[Mapping[str, Any]], n_startup_trials: int = 10, seed: int = 0) -> None:
+        """Take the configs in the order in which to begin with them.
 
         Args:
-            configs: one or more mappings from names of knobs to values, the same names in every config, no config twice.
+            configs: one or more mappings from names of knobs to values, the same names in every config, no config twice: good
+                guesses first, then the other configs in random order.
+            n_startup_trials: number of first configs that are tried before the model decides.
+            seed: seed of the model's draws.
         """
         names = tuple(configs[0]) if configs else ()
         if not names or any(tuple(config) != names for config in configs):
@@ -53,6 +73,8 @@ class ListSampler(BaseSampler):
         self._study: optuna.Study | None = None
         self._num_finished = 0  # trials of the study from the first on that are all finished, with their times in `times`
         self._suggested: dict[int, int] = {}  # trial of the study -> index: a running trial gets a knob at a time
+        self._startup, self._seed = n_startup_trials, seed
+        self._fitted: dict[int, float | None] = {}
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all knobs."""
@@ -73,9 +95,6 @@ class ListSampler(BaseSampler):
         """Refuse a knob that the list lacks."""
         raise ValueError(f"{param_name}: {param_distribution}: expected a knob of the list: {', '.join(self.space)}")
 
-    def prepare(self) -> None:
-        """Import and set up the model of the first decision, ahead of the decision."""
-
     def ask(self) -> int | None:
         """Return the index of the next config to try; None when all were tried."""
         if not self.untried:
@@ -89,67 +108,6 @@ class ListSampler(BaseSampler):
         self.untried.pop(index, None)
         self.running.pop(index, None)
         self.times[index] = time
-
-    def choose(self) -> int:
-        """Return the index of the next config, one of the untried."""
-        return next(iter(self.untried))
-
-    def _read(self, study: optuna.Study) -> None:
-        """Take the states of the configs in a study; if the study maximizes, the times are reciprocals."""
-        if self._study is not study:
-            self._study, self.times, self._num_finished, self._suggested = study, {}, 0, {}
-        maximizes = study.direction is optuna.study.StudyDirection.MAXIMIZE
-        self.running = {}
-        are_finished = True
-        for trial in study.get_trials(deepcopy=False)[self._num_finished :]:
-            index = self._index.get(tuple(trial.params.get(name, ...) for name in self.space))
-            are_finished = are_finished and trial.state.is_finished()
-            self._num_finished += are_finished
-            if not trial.state.is_finished():
-                index = self._suggested.get(trial.number) if index is None else index
-                self.running |= {} if index is None else {index: None}
-            elif index is None:
-                continue
-            elif trial.state is TrialState.COMPLETE and trial.value is not None:
-                reciprocal = 1.0 / trial.value if trial.value else float("inf")
-                self.times[index] = reciprocal if maximizes else trial.value
-            else:
-                self.times.setdefault(index, None)
-        self.untried = dict.fromkeys(i for i in range(len(self.configs)) if i not in self.times and i not in self.running)
-
-
-class FiniteGPSampler(ListSampler):
-    """Search a finite list of configs by the expected improvement of a Gaussian process over all untried configs.
-
-    The sampler is made for spaces of up to some thousand configs that validity rules restrict, such as the spaces of GPU kernels.
-    It never suggests a config outside the list or a config twice, knows the running trials, and learns from failed trials which
-    configs will probably fail. The objective must be positive, such as a time; it is modelled on a logarithmic scale.
-
-    Example:
-        ::
-
-            import optuna
-            from kerneltune.search import FiniteGPSampler
-
-            configs = [{"block": b, "warps": w} for b in (64, 128, 256) for w in (2, 4, 8) if b >= 32 * w]
-            sampler = FiniteGPSampler(configs, n_startup_trials=3, seed=0)
-            study = optuna.create_study(sampler=sampler)
-            for _ in configs:
-                trial = study.ask(sampler.space)
-                study.tell(trial, measure(**trial.params))
-    """
-
-    def __init__(self, configs: Sequence[Mapping[str, Any]], n_startup_trials: int = 10, seed: int = 0) -> None:
-        """Take the configs in the order in which to begin with them.
-
-        Args:
-            configs: knob values by name, good guesses first, then the other configs in random order.
-            n_startup_trials: number of first configs that are tried before the model decides.
-            seed: seed of the model's draws.
-        """
-        super().__init__(configs)
-        self._startup, self._seed = n_startup_trials, seed
-        self._fitted: dict[int, float | None] = {}
 
     def prepare(self) -> None:
         """Import and set up the model."""
@@ -175,3 +133,26 @@ class FiniteGPSampler(ListSampler):
             self._fitted = dict(times)
         scored = untried[:_SCORED]
         return scored[int(model.improvement(scored, list(self.running)).argmax())]
+
+    def _read(self, study: optuna.Study) -> None:
+        """Take the states of the configs in a study; if the study maximizes, the times are reciprocals."""
+        if self._study is not study:
+            self._study, self.times, self._num_finished, self._suggested = study, {}, 0, {}
+        maximizes = study.direction is optuna.study.StudyDirection.MAXIMIZE
+        self.running = {}
+        are_finished = True
+        for trial in study.get_trials(deepcopy=False)[self._num_finished :]:
+            index = self._index.get(tuple(trial.params.get(name, ...) for name in self.space))
+            are_finished = are_finished and trial.state.is_finished()
+            self._num_finished += are_finished
+            if not trial.state.is_finished():
+                index = self._suggested.get(trial.number) if index is None else index
+                self.running |= {} if index is None else {index: None}
+            elif index is None:
+                continue
+            elif trial.state is TrialState.COMPLETE and trial.value is not None:
+                reciprocal = 1.0 / trial.value if trial.value else float("inf")
+                self.times[index] = reciprocal if maximizes else trial.value
+            else:
+                self.times.setdefault(index, None)
+        self.untried = dict.fromkeys(i for i in range(len(self.configs)) if i not in self.times and i not in self.running)
