@@ -71,14 +71,14 @@ class _Held:
     Attributes:
         launch_class: the class.
         values: values from before the launch.
-        effect: the effect of the launch; None if it cannot be seen.
+        effect: the effect of the launch; of no storages if it cannot be seen.
         awaits: the event after which the class is written with these values. `launch`: the launch has ended. `effect`: the launch
             has shown an effect, unlike the launch whose values the folder has. Empty: the class is written.
     """
 
     launch_class: LaunchClass
     values: Values
-    effect: Effect | None
+    effect: Effect
     awaits: Literal["", "launch", "effect"]
 
 
@@ -251,7 +251,7 @@ class Recorder:
         if not is_tuning:
             write_class(self.root, launch_class, values.tensors)
         recorded = RecordedClass(launch_class.digest, [] if is_tuning or launch_class.is_plain else allowed)
-        effect = None if program.is_capturing() else Effect(launch_class.arguments, storages)
+        effect = Effect(launch_class.arguments, () if program.is_capturing() else storages)
         recorded.held = _Held(launch_class, values, effect, "launch" if is_tuning else "")
         return recorded
 
@@ -274,9 +274,9 @@ class Recorder:
     def _without_effect(self, recorded: RecordedClass, wait: bool = False) -> _Held | None:
         """Return the values of a launch that is known to have shown no effect; write values that have shown an effect."""
         held = recorded.launched
-        if held is None or program.is_capturing() or (held.effect is not None and not held.effect.is_known(wait)):
+        if held is None or program.is_capturing() or not held.effect.is_known(wait):
             return None
-        if held.effect is None or not held.effect.is_seen:
+        if not held.effect.is_seen:
             return held
         recorded.launched = None
         if held.awaits == "effect":
@@ -353,7 +353,7 @@ class Recorder:
                 result = self._timed(recorded, partial(original, autotuner, *args, **kwargs))
         except Exception as error:
             if held is not None:
-                held.effect, recorded.launched = None, held
+                held.effect, recorded.launched = Effect((), ()), held
             if recorded.digest:
                 self._notes.refused.setdefault(kernel_name(autotuner).text, f"a launch failed: {first_line(error)}")
             raise
@@ -378,8 +378,7 @@ class Recorder:
                 held.awaits = ""
             if not held.awaits:
                 held.values = Values()
-            if held.effect is not None:
-                held.effect.end()
+            held.effect.end()
             held.launch_class, recorded.launched = launch_class, held
         except Exception as error:  # a full disk, for example: the program must not notice
             self._refuse(launch_class.kernel, first_line(error))
