@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -94,8 +95,9 @@ def knobs_of(config: Config) -> dict[str, Any]:
 Knobs = tuple[tuple[str, Any], ...]
 
 
+@lru_cache(maxsize=1 << 16)
 def knob_pairs(config: Config) -> Knobs:
-    """Return the knobs of a config and their values as hashable pairs."""
+    """Return the knobs of a config and their values as hashable pairs; empty for a variant without knobs."""
     return tuple(knobs_of(config).items())
 
 

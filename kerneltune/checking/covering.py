@@ -107,7 +107,7 @@ def _interactions(config: Config, case: Case, class_names: Set[str]) -> set[Inte
 
     Two values meet again for each axis that is longer than both: with a single tile, no mistake in the order of tiles shows.
     """
-    values = sorted(knob_values(config))
+    values = sorted(knob_pairs(config))
     interactions: set[Interaction] = {(name, value) for name in class_names - {_OTHER_KNOBS} for value in values}
     if class_names:
         interactions |= {(name, value) for value in values for name in _size_relations(case, value)}
@@ -164,9 +164,3 @@ def uncovered(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iter
     for name in dict.fromkeys((*classes(list(configs)), *sorted(num_left.keys() - {_OTHER_KNOBS}), _OTHER_KNOBS)):
         if num_left[name]:
             yield f"{name} ({num_left[name]} of {num_possible[name]} left)"
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def knob_values(config: Config) -> frozenset[Value]:
-    """Return the `knob_pairs` of a config as a set; empty for a variant without knobs."""
-    return frozenset(knob_pairs(config))

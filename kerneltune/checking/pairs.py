@@ -10,7 +10,7 @@ from functools import partial
 from kerneltune.checking.autotuned import with_knob
 from kerneltune.checking.check import host_folder
 from kerneltune.checking.consistency import FirstSeen
-from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, knob_values, num_elements, uncovered
+from kerneltune.checking.covering import Pair, classes, configs_by_case, covering, num_elements, uncovered
 from kerneltune.checking.declarations import look_up_failures, seeds_without_effect, wrong_traffic
 from kerneltune.checking.layouts import LayoutChecker
 from kerneltune.errors import first_line, statement_in
@@ -19,7 +19,7 @@ from kerneltune.interpreter.modes import LaunchFacts, unlaunched
 from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.processes.start import tell
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.task import CaseError, Outcome
+from kerneltune.task import CaseError, Outcome, knob_pairs
 from kerneltune.wording import counted
 
 _PROGRAM_COST = 0.2
@@ -238,7 +238,7 @@ def _with_new_facts(facts: Mapping[Case, Mapping[Config, LaunchFacts]]) -> tuple
     """
 
     def counted_facts(config: Config, launch_facts: LaunchFacts) -> set[Fact]:
-        values = {value for _knob, value in knob_values(config)}
+        values = {value for _knob, value in knob_pairs(config)}
         return {fact for fact in launch_facts.facts if not fact.block or fact.block in values}
 
     known = set[Fact]().union(*(counted_facts(*next(iter(by_config.items()))) for by_config in facts.values() if by_config))
@@ -259,6 +259,6 @@ def _cost_of_pair(case_cost: float, facts: Mapping[Config, LaunchFacts], config:
         return case_cost
     default, *_ = facts
     base, factor = max(1, facts[default].num_programs), 1.0
-    for value in knob_values(config) - knob_values(default):
-        factor *= next((facts[other].num_programs / base for other in facts if value in knob_values(other)), 1.0)
+    for value in set(knob_pairs(config)).difference(knob_pairs(default)):
+        factor *= next((facts[other].num_programs / base for other in facts if value in knob_pairs(other)), 1.0)
     return case_cost + _PROGRAM_COST * base * factor
