@@ -42,7 +42,7 @@ def check_on_cpu(
     each case that is checked. Return all records; the outcomes that are no records, coverage and notes; and records of configs
     that passed in a case in which a pair failed.
     """
-    runner = _JobRunner(plan, progress)
+    runner, unchecked = _JobRunner(plan, progress), list[str]()
     for sweep_case in sweep_cases:  # here, as torch._dynamo, which torch imports for device `meta`, takes every fork 1.5 s
         with suppress(CaseError):  # its own check says why
             meta_inputs(plan.ops[sweep_case.op], sweep_case.case)
@@ -50,22 +50,20 @@ def check_on_cpu(
     for folder in {host_folder(op) for op in ops.values() if op.kind != "foreign"}:
         read_sources(folder)
     if plan.options.quick:
-        judged = _compare_jobs(plan, sweep_cases, quick=True)
-        runner.run("check", [*runner.case_jobs(sweep_cases), *judged])
-        found = [*runner.case_records(), *runner.failures(judged), *runner.compile_refusals()]
-        return found, runner.without_reference(), []
-    deriving = Fork(partial(_derived_checks, plan))
-    try:
-        runner.run("check", runner.case_jobs(sweep_cases))
-        by_op, unchecked = deriving.result()
-    finally:
-        deriving.end()
-    derived = [SweepCase(op, case) for op, of_op in by_op.items() for case in of_op.cases]
-    further = _further_jobs(plan, [*sweep_cases, *derived], {op: of_op.facts for op, of_op in by_op.items()})
-    runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
-    found = [*runner.case_records(), *runner.failures(further), *runner.compile_refusals()]
-    notes = [*runner.coverage(further), *runner.without_reference(), *map(partial(Outcome, "noted"), unchecked)]
-    return found, notes, runner.passed(further)
+        runner.run("check", [*runner.case_jobs(sweep_cases), *_compare_jobs(plan, sweep_cases, quick=True)])
+    else:
+        deriving = Fork(partial(_derived_checks, plan))
+        try:
+            runner.run("check", runner.case_jobs(sweep_cases))
+            by_op, unchecked = deriving.result()
+        finally:
+            deriving.end()
+        derived = [SweepCase(op, case) for op, of_op in by_op.items() for case in of_op.cases]
+        further = _further_jobs(plan, [*sweep_cases, *derived], {op: of_op.facts for op, of_op in by_op.items()})
+        runner.run("check further configs and sizes", [*runner.case_jobs(derived), *further])
+    found = [*runner.case_records(), *runner.failures(), *runner.compile_refusals()]
+    notes = [*runner.coverage(), *runner.without_reference(), *map(partial(Outcome, "noted"), unchecked)]
+    return found, notes, runner.passed()
 
 
 @dataclass(slots=True)
@@ -74,7 +72,7 @@ class _JobRunner:
 
     Attributes:
         records: the records of each case in the order of the checks; of a case that the journal has, the journal's.
-        outcomes: the outcomes of each other job: failures, coverage and notes.
+        outcomes: the outcomes of each other job, in the order of the jobs: failures, coverage and notes.
         has_kept: whether the journal has a case.
     """
 
@@ -97,6 +95,7 @@ class _JobRunner:
         journal = Journal(self.plan.scratch_file("check.journal"))
         kept = {job: journal.finished(job.runs) for job in jobs if isinstance(job, CaseJob)}
         self.records |= {job: rows or [] for job, rows in kept.items()}
+        self.outcomes |= {job: [] for job in jobs if not isinstance(job, CaseJob)}
         lacking = [job for job in jobs if not isinstance(job, CaseJob) or kept[job] is None]
         self.has_kept |= len(lacking) < len(jobs)
         self.progress.stage(stage, len(jobs), len(jobs) - len(lacking), sum(job.cost for job in lacking))
@@ -112,31 +111,31 @@ class _JobRunner:
         """Return the records of all cases."""
         return [row for rows in self.records.values() for row in rows]
 
-    def failures(self, jobs: Sequence[Job]) -> list[Record]:
+    def failures(self) -> list[Record]:
         """Return the failures of jobs that no record of a case has: a default config that fails at first fails in two jobs."""
         known, rows = [_failure_key(row) for row in self.case_records()], list[Record]()
-        for job in jobs:
-            for failed in (outcome for outcome in self.outcomes[job] if outcome.status == "failed"):
+        for job, outcomes in self.outcomes.items():
+            for failed in (outcome for outcome in outcomes if outcome.status == "failed"):
                 run = Run(replace(job.task, case=failed.case or job.task.case), failed.config)
                 rows.append(make_record(self.plan.family, run, failed))
         return [row for row in rows if _failure_key(row) not in known]
 
-    def passed(self, jobs: Sequence[Job]) -> list[Record]:
+    def passed(self) -> list[Record]:
         """Return a record of each config that passed in a case in which a pair failed."""
-        of_jobs = ((job.task, failed) for job in jobs for failed in self.outcomes[job])
+        of_jobs = ((job.task, failed) for job, outcomes in self.outcomes.items() for failed in outcomes)
         pairs = ((task, *pair) for task, failed in of_jobs for pair in failed.passed if pair[1] == failed.case)
         runs = [Run(replace(task, case=case), config) for task, config, case in pairs]
         return [make_record(self.plan.family, run, Outcome("checked")) for run in runs]
 
-    def coverage(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Return the coverage and the notes of jobs and, if all cases ran now, notes about facts that no job reached.
+    def coverage(self) -> list[Outcome]:
+        """Return the coverage and the notes of jobs and, if all jobs ran now, notes about facts that no job reached.
 
         After a failure of an operator, its other cases may not have run.
         """
-        others = [outcome for job in jobs for outcome in self.outcomes[job] if outcome.status != "failed"]
-        if self.has_kept:
+        others = [outcome for outcomes in self.outcomes.values() for outcome in outcomes if outcome.status != "failed"]
+        if self.has_kept or self.plan.options.quick:
             return others
-        failed = {row.op for row in [*self.case_records(), *self.failures(jobs)] if row.status == "failed"}
+        failed = {row.op for row in [*self.case_records(), *self.failures()] if row.status == "failed"}
         return [*others, *map(partial(Outcome, "noted"), coverage_lines([*self.records, *self.outcomes], failed))]
 
     def without_reference(self) -> list[Outcome]:
