@@ -252,17 +252,12 @@ def rebuilt(args: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]
 
     A name is the way to the value: `argument 0['x'][1]`.
     """
-    return [_rebuilt(f"argument {number}", value, change) for number, value in enumerate(args)]
+    from torch.utils._pytree import keystr, tree_map_with_path
 
+    def changed(path: Any, value: Any) -> Any:
+        return change(f"argument {path[0].idx}{keystr(path[1:])}", value)
 
-def _rebuilt(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
-    if type(value) is dict:
-        return {key: _rebuilt(f"{name}[{key!r}]", item, change) for key, item in value.items()}
-    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-    if type(value) not in (list, tuple) and not is_named_tuple:
-        return change(name, value)
-    items = [_rebuilt(f"{name}[{number}]", item, change) for number, item in enumerate(value)]
-    return type(value)(*items) if is_named_tuple else type(value)(items)
+    return list(tree_map_with_path(changed, list(args)))
 
 
 def named_values(args: Sequence[Any]) -> dict[str, Any]:
