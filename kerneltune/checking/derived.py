@@ -63,7 +63,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> Deriv
         deriver.add_new_values()
         deriver.add_pairs_of_values()
         deriver.add_longest_axes()
-    smaller, facts = _with_smaller_sizes(op, deriver.medium_first, [*deriver.check, *deriver.cases], bench)
+    smaller, facts = _with_smaller_sizes(deriver)
     return Derived([*deriver.cases, *smaller], deriver.unchecked, facts)
 
 
@@ -188,23 +188,17 @@ def _text(value: Setting) -> str:
     return "{}={}".format(*value)
 
 
-def _with_smaller_sizes(
-    op: Op, medium_first: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]
-) -> tuple[list[Case], set[Fact]]:
-    """Return derived cases, and all facts of bench cases.
+def _with_smaller_sizes(deriver: _Deriver) -> tuple[list[Case], set[Fact]]:
+    """Return cases of smaller sizes, and all facts of bench cases.
 
     Host code runs in a fork. If it takes too long, a fact says so; if it ends the fork, the check of addresses says why.
-
-    Args:
-        medium_first: the check cases with elements, of medium cost first; none of a captured kernel, whose values are fixed.
-        check: all check cases, derived cases among them; none if `medium_first` has none.
     """
 
     def work() -> tuple[list[Case], set[Fact]]:
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         if hard == resource.RLIM_INFINITY or hard > _SMALLER_SIZES_S + 5:  # a lower limit of the user's stays
             resource.setrlimit(resource.RLIMIT_CPU, (_SMALLER_SIZES_S, _SMALLER_SIZES_S + 5))  # then SIGXCPU, and SIGKILL
-        return _SizeSearch(op, medium_first, check, bench).run()
+        return _SizeSearch(deriver).run()
 
     try:
         return Fork(work).result()
@@ -217,6 +211,7 @@ class _SizeSearch:
     """Search bench cases with some sizes of a check case, whose launches have facts that no check case has.
 
     Attributes:
+        check: all check cases, derived cases among them.
         bases: the cases that give sizes, of medium cost first: check cases with longer sizes in place of 1, because a single row
             or column hides mistakes; then check cases as they are.
         few_bases: the first base, the cheapest base without a size of 1, and the cheapest base.
@@ -224,13 +219,14 @@ class _SizeSearch:
         found: the derived cases.
     """
 
-    def __init__(self, op: Op, medium_first: Sequence[Case], check: Sequence[Case], bench: Sequence[Case]) -> None:
-        self.op, self.check, self.bench = op, check, bench
+    def __init__(self, deriver: _Deriver) -> None:
+        self.op, self.check, self.bench = deriver.op, [*deriver.check, *deriver.cases], deriver.bench
+        medium_first = deriver.medium_first
         self.bases = list(dict.fromkeys([*(_without_ones(case, medium_first) for case in medium_first), *medium_first]))
         cheapest = sorted(self.bases, key=self._cost)
         longer = [base for base in cheapest if 1 not in base.sizes.values()]
         self.few_bases = list(dict.fromkeys([*self.bases[:1], *longer[:1], *cheapest[:1]]))
-        self.steps = {axis: math.gcd(*(case[axis] for case in (*check, *bench))) for axis in op.axes}
+        self.steps = {axis: math.gcd(*(case[axis] for case in (*self.check, *self.bench))) for axis in self.op.axes}
         self.costliest = max(map(self._cost, medium_first), default=0.0)
         self.found = list[Case]()
 
