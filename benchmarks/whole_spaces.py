@@ -22,10 +22,10 @@ from kept_trials import ROOT, Row, TrialBlock, path_of, read, write
 
 from kerneltune import device, ops, sweep_file
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
+from kerneltune.measuring.compiler import CompilePool, CompileResult
 from kerneltune.processes.start import start_server
 from kerneltune.spec import Config
-from kerneltune.task import Evaluation, Task, knob_pairs, provenance
+from kerneltune.task import Evaluation, Run, Task, knob_pairs, provenance
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.gpu_worker import GpuBench
 from kerneltune.tune.tuner import SMALL_SPILL
@@ -52,7 +52,7 @@ def begun(tasks: list[Task], pool: CompilePool) -> Iterator[tuple[Task, dict[Con
     for task in tasks:
         configs = checked_space(task)
         random.Random(0).shuffle(configs)
-        before, ahead = ahead, (task, {config: pool.submit(compile_job(task, config)) for config in configs})
+        before, ahead = ahead, (task, {config: pool.submit(Run(task, config)) for config in configs})
         if before is not None:
             yield before
     if ahead is not None:

@@ -20,7 +20,7 @@ from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import read_sources
 from kerneltune.journals import Journal
 from kerneltune.measuring.compare import make_record
-from kerneltune.measuring.compiler import compile_job, refusals
+from kerneltune.measuring.compiler import refusals
 from kerneltune.plan import Plan
 from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.progress import Progress
@@ -162,7 +162,7 @@ class _JobRunner:
         if not runs:
             return []
         self.progress.stage("compile", 1)
-        refused = refusals([compile_job(*run) for run in runs], self.plan.options.workers)
+        refused = refusals(runs, self.plan.options.workers)
         self.progress.advance(counted(len(runs), "config"))
         return [make_record(self.plan.family, runs[index], Outcome("failed", reason)) for index, reason in refused.items()]
 

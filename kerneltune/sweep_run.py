@@ -16,7 +16,7 @@ from kerneltune.files import replace_text
 from kerneltune.journals import Journal
 from kerneltune.measuring.assembly import TARGETS, Target
 from kerneltune.measuring.compare import ceiling_task, make_record
-from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
+from kerneltune.measuring.compiler import CompilePool, CompileResult
 from kerneltune.plan import CHECK_POLICY, Plan
 from kerneltune.processes.start import WorkerStoppedError
 from kerneltune.progress import Progress
@@ -317,7 +317,7 @@ class _SweepStages:
 def compile_ahead(runs: Sequence[Run], target: Target, workers: int | None) -> list[CompileResult]:
     """Compile all runs on all cores, so that launches find the kernels in Triton's disk cache; return the results in order."""
     with CompilePool(target, workers) as pool:
-        return list(pool.compile([compile_job(*run) for run in runs]))
+        return list(pool.compile(runs))
 
 
 def _runs_to_check(plan: Plan, sweep_cases: Sequence[SweepCase], with_peers: bool) -> list[Sequence[Run]]:

@@ -10,10 +10,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
+from pool_jobs import op_of, run_of
 
 from kerneltune import cli
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.measuring.compiler import CompileJob, CompilePool
+from kerneltune.measuring.compiler import CompilePool
 from kerneltune.processes.start import end, start
 from kerneltune.task import Task
 from kerneltune.tune.gpu_worker import GpuWorker
@@ -22,7 +23,7 @@ STARTED = 4
 """A line of the log for each."""
 
 
-def no_inputs(*, device: str) -> Mapping[str, Any]:
+def no_inputs(_case: object, *, device: str) -> Mapping[str, Any]:
     """Return the inputs of a job that compiles nothing."""
     return {}
 
@@ -30,6 +31,9 @@ def no_inputs(*, device: str) -> Mapping[str, Any]:
 def compile_for_ever(_inputs: Mapping[str, Any], _config: object) -> None:
     """Hang as a compiler may."""
     hang()
+
+
+OP = op_of(__name__, no_inputs, compile_for_ever)
 
 
 def work_for_ever(_pipe: Connection) -> None:
@@ -53,7 +57,7 @@ def search() -> None:
     ):
         stack.callback(end, start(work_for_ever)[0])
         for _ in range(2):
-            pool.submit(CompileJob(no_inputs, compile_for_ever, None))
+            pool.submit(run_of(OP, compile_for_ever))
         ThreadPoolExecutor(1).submit(bench.measure, Task(OPS[0], CASE, VARIANT), Knobs("hang", 0), None)
         time.sleep(3600)
 

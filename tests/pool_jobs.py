@@ -1,4 +1,4 @@
-"""Jobs for test_compiler.py, importable by the workers of a compile pool, and the script that runs them outside pytest.
+"""Runs for test_compiler.py, of an operator that compilers import, and the script that compiles them outside pytest.
 
 pytest's process has Triton's interpreter on and could not compile; `main` runs in a process of its own, without it.
 """
@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,43 @@ import triton
 import triton.language as tl
 
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.measuring.compiler import CompileJob, CompilePool, CompileResult
+from kerneltune.measuring.compiler import CompilePool, CompileResult
+from kerneltune.spec import Case, Op, Traffic, Variant
+from kerneltune.task import Run, Task
 
 READING = ("item", "tolist", "numpy", "cpu", "nonzero")
 """Methods of a tensor that wait for its values."""
 
 
-def no_inputs(*, device: str) -> Mapping[str, Any]:
+CASE = Case("any", (), "float32")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Hold the second argument of a function as the knob of a config."""
+
+    value: Any = None
+
+
+def op_of(module: str, inputs: Callable[..., Any], *functions: Callable[..., Any]) -> Op:
+    """Return an operator whose variants call functions of inputs and an argument; its module holds it as `OP`."""
+
+    def variant(function: Callable[..., Any]) -> Variant:
+        return Variant(function.__name__, lambda given, config: function(given, config.value), Argument)
+
+    return Op(
+        name="jobs", axes=(), dtypes=("float32",), inputs=lambda case, device: inputs(case, device=device),
+        reference=dict, compare=lambda *_: [], traffic=lambda _case: Traffic(0, 0),
+        variants=tuple(map(variant, functions)), module=module,
+    )  # fmt: skip
+
+
+def run_of(op: Op, function: Callable[..., Any], value: object = None, case: Case = CASE) -> Run:
+    """Return the run that calls a function of `op_of` with an argument."""
+    return Run(Task(op, case, op.variant(function.__name__)), Argument(value))
+
+
+def no_inputs(_case: Case, *, device: str) -> Mapping[str, Any]:
     """Make inputs that must be made on the meta device."""
     assert device == "meta"
     return {"x": torch.empty(4, device=device)}
@@ -69,9 +98,6 @@ def _calls_a_function(x_ptr):
 def calling(inputs: Mapping[str, Any], _config: object) -> None:
     """Launch a kernel that calls a function which Triton refuses."""
     _calls_a_function[(1,)](inputs["x"])
-
-
-CALLING = CompileJob(no_inputs, calling, None)
 
 
 def autotuned(inputs: Mapping[str, Any], _config: object) -> None:
@@ -135,6 +161,12 @@ def note_process(_inputs: Mapping[str, Any], file: str) -> None:
         pids.write(f"{os.getpid()}\n")
 
 
+OP = op_of(
+    __name__, no_inputs, fine, calling, autotuned, waiting, boom, hang, wait, assemble, die, disk_is_full, killed_once,
+    terminated, note_process,
+)  # fmt: skip
+
+
 def killed(pool: CompilePool, folder: str) -> list[CompileResult]:
     """Return the results of jobs whose workers are killed: while they compile, always, and between two jobs."""
     results = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9), job(disk_is_full)]))
@@ -147,15 +179,16 @@ def killed(pool: CompilePool, folder: str) -> list[CompileResult]:
     return results + list(pool.compile([job(fine)] * 3))
 
 
-def job(run: Any, config: object = None) -> CompileJob:
-    """Compile a job without kernels."""
-    return CompileJob(no_inputs, run, config)
+def job(function: Callable[..., Any], value: object = None) -> Run:
+    """Return the run of a function of this module."""
+    return run_of(OP, function, value)
 
 
 def broken(pool: CompilePool, timeout_s: float) -> list[CompileResult]:
     """Run good jobs between bad jobs of every kind; as many hang as there are workers, so that later jobs need new workers."""
     hung = [job(hang, 3600.0)] * pool.workers
-    bad = [job(fine), job(boom, "odd"), job(fine), *hung, job(fine), job(die, 3), job(fine), job(lambda *_: None), job(fine)]
+    unknown = Run(Task(replace(OP, name="unknown"), CASE, OP.variants[0]), Argument())
+    bad = [job(fine), job(boom, "odd"), job(fine), *hung, job(fine), job(die, 3), job(fine), unknown, job(fine)]
     return list(pool.compile(bad, timeout_s))
 
 
@@ -190,7 +223,6 @@ def real(pool: CompilePool) -> list[CompileResult]:
     from kerneltune import ops
     from kerneltune.ops.rmsnorm import BwdConfig, FwdConfig
     from kerneltune.ops.stream import StreamConfig
-    from kerneltune.spec import Case
 
     operators = ops.load()
     sizes = (("M", 512), ("N", 1024))
@@ -205,10 +237,7 @@ def real(pool: CompilePool) -> list[CompileResult]:
         ("rmsnorm_fwd", "optimized", plain, FwdConfig(1, 1024, False, 4, 2, 3, False)),
         ("rmsnorm_fwd", "optimized", transposed, FwdConfig(1, 4096, True, 8, 1, 2, False)),
     ]
-    jobs = [
-        CompileJob(partial(operators[op].inputs, case), operators[op].variant(name).run, config)
-        for op, name, case, config in wanted
-    ]
+    jobs = [Run(Task(operators[op], case, operators[op].variant(name)), config) for op, name, case, config in wanted]
     for (op, name, case, config), _ in zip(wanted, jobs, strict=True):
         assert operators[op].variant(name).invalid(case, config) is None
     return list(pool.compile([*jobs, job(boom, "last")]))
@@ -220,7 +249,6 @@ def fnuz(pool: CompilePool) -> list[CompileResult]:
     Of casts with the same kernels the first is compiled, because the compiler takes up to 20 s for each.
     """
     from kerneltune import ops
-    from kerneltune.spec import Case
 
     casts = {}
     for op in ops.load().values():
@@ -233,7 +261,7 @@ def fnuz(pool: CompilePool) -> list[CompileResult]:
         options = {name: values[0] for name, values in op.options.items()} | {"fp8_format": fp8_format}
         case = Case("fnuz", tuple((axis, sizes[axis]) for axis in op.axes), "bfloat16", "fp8", tuple(options.items()))
         variant = op.variant("optimized")
-        jobs.append(CompileJob(partial(op.inputs, case), variant.run, variant.default_config(case)))
+        jobs.append(Run(Task(op, case, variant), variant.default_config(case)))
     return list(pool.compile(jobs))
 
 
@@ -242,7 +270,6 @@ def too_large(pool: CompilePool) -> list[CompileResult]:
     from kerneltune import ops
     from kerneltune.ops.int4_gemm.baselines.plain import PlainConfig
     from kerneltune.ops.rmsnorm import FwdConfig
-    from kerneltune.spec import Case
 
     norm, gemm = ops.load()["rmsnorm_fwd"], ops.load()["int4_gemm"]
     rows = Case("rows", (("M", 512), ("N", 8192)), "bfloat16", "none", tuple((name, v[0]) for name, v in norm.options.items()))
@@ -250,8 +277,8 @@ def too_large(pool: CompilePool) -> list[CompileResult]:
         "product", tuple((axis, 512) for axis in gemm.axes), "bfloat16", "int4", tuple((n, v[0]) for n, v in gemm.options.items())
     )
     jobs = [
-        CompileJob(partial(norm.inputs, rows), norm.variant("optimized").run, FwdConfig(1, 8192, False, 32, 0, 1, False)),
-        CompileJob(partial(gemm.inputs, product), gemm.variant("baseline").run, PlainConfig(64, 64, 128, 4, 6)),
+        Run(Task(norm, rows, norm.variant("optimized")), FwdConfig(1, 8192, False, 32, 0, 1, False)),
+        Run(Task(gemm, product, gemm.variant("baseline")), PlainConfig(64, 64, 128, 4, 6)),
     ]
     return list(pool.compile(jobs))
 
@@ -260,7 +287,7 @@ def wrong_code(pool: CompilePool) -> list[CompileResult]:
     """Compile a kernel that ptxas 12.8 compiles into wrong code."""
     import stray_stores
 
-    return list(pool.compile([CompileJob(stray_stores.tile, stray_stores.run, None)]))
+    return list(pool.compile([run_of(stray_stores.OP, stray_stores.run)]))
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ COMPILE = """
 from functools import partial
 from kerneltune import ops
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.measuring.compiler import CompilePool, compile_job
-from kerneltune.task import Task
+from kerneltune.measuring.compiler import CompilePool
+from kerneltune.task import Run, Task
 from kerneltune.spec import Case
 
 if __name__ == "__main__":
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     variant = op.variant("optimized")
     case = Case("ffn", (("M", 64), ("N", 1024)), "bfloat16")
     with CompilePool(TARGETS["sm_90"], 1) as pool:
-        (compiled,) = pool.compile([compile_job(Task(op, case, variant), variant.default_config(case))])
+        (compiled,) = pool.compile([Run(Task(op, case, variant), variant.default_config(case))])
     print(compiled.error or [kernel.name for kernel in compiled.kernels])
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kerneltune import device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import TARGETS, Kernel, occupancy_of
-from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job, is_picklable
+from kerneltune.measuring.compiler import CompilePool, CompileResult
 from kerneltune.progress import Progress
 from kerneltune.task import Run, knobs_of
 from kerneltune.wording import counted
@@ -23,10 +23,6 @@ def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None, pro
     Equal kernels of different configs come from Triton's disk cache.
     """
     rows = []
-    jobs = [compile_job(task, config) for task, config in runs]
-    for (task, _), job in zip(runs, jobs, strict=True):
-        if not is_picklable(job):
-            raise ValueError(f"{task.op.name} {task.variant.name}: inputs or run: expected functions of a module, not a lambda")
     processes = min(len(runs), workers or len(os.sched_getaffinity(0)))
     if (count := len(runs) * len(targets)) > _MANY:
         kinds = f"{counted(len(runs), 'config')} for {counted(len(targets), 'target')}"
@@ -35,7 +31,7 @@ def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None, pro
     progress.stage("compile", count)
     for target in targets:
         with CompilePool(TARGETS[target], processes) as pool:
-            for run, compiled in zip(runs, pool.compile(jobs), strict=True):
+            for run, compiled in zip(runs, pool.compile(runs), strict=True):
                 rows.append(_row(run, target, compiled))
                 progress.advance(f"{target} {run.task.op.name} {run.task.variant.name} {run.task.case.name}")
     return Survey(device.versions()["triton"], tuple(rows))

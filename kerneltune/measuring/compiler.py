@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -22,35 +22,18 @@ from kerneltune.interpreter.modes import host_on, without_gpu
 from kerneltune.measuring.assembly import TARGETS, Kernel, Target
 from kerneltune.measuring.dry_driver import activate
 from kerneltune.processes.worker import Worker, WorkerCrashedError, WorkerHungError
-from kerneltune.spec import Config, Inputs
-from kerneltune.task import Task
+from kerneltune.task import Run, Task, knobs_of
 
 COMPILE_TIMEOUT_S = 90.0
-_JOBS_PER_WORKER = 4
-"""Fewest jobs for which a further worker pays: it starts in the time of some compilations."""
+_RUNS_PER_WORKER = 4
+"""Fewest runs for which a further worker pays: it starts in the time of some compilations."""
 _REFUSAL = re.compile("(CompilationError|UnsupportedLanguageConstruct|CompileTimeAssertionFailure|OutOfResources|NameError):")
 """Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
-_NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
-"""Errors of pickling a job whose functions are no functions of a module."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompileJob:
-    """Compile `run(make_inputs(device="meta"), config)`. Both functions must be importable, so that workers can unpickle them."""
-
-    make_inputs: Callable[..., Inputs]
-    run: Callable[[Inputs, Any], Any]
-    config: Any
-
-
-def compile_job(task: Task, config: Config) -> CompileJob:
-    """Make the job that compiles a config of a task."""
-    return CompileJob(partial(task.op.inputs, task.case), task.variant.run, config)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Hold the result of a compilation: the kernels that a job launches, or the error.
+    """Hold the result of a compilation: the kernels that a run launches, or the error.
 
     Attributes:
         crashed: whether the process crashed or hung, or the machine lacked memory or disk; the error says which.
@@ -75,18 +58,18 @@ class CompileResult:
 
 
 class CompilePool:
-    """Hold processes that compile jobs for a target. Use as a context manager.
+    """Hold processes that compile runs for a target, each with a config if its variant has knobs. Use as a context manager.
 
-    If a process dies over a job, it may have been killed for its memory: a new process compiles the job again. A second death or
-    a hang is the job's result. After SIGTERM to a process its job raises WorkerStoppedError, as a request of the GPU worker does.
-    A job that has not begun can be cancelled.
+    If a process dies over a run, it may have been killed for its memory: a new process compiles the run again. A second death or
+    a hang is the run's result. After SIGTERM to a process its run raises WorkerStoppedError, as a request of the GPU worker does.
+    A compilation that has not begun can be cancelled.
     """
 
     def __init__(self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None) -> None:
         """Start no process yet.
 
         Args:
-            target: target of all jobs.
+            target: target of all compilations.
             workers: number of processes; None for a process per core.
             cores: cores that the processes may use; None for all.
         """
@@ -115,24 +98,23 @@ class CompilePool:
             for compiler in self._compilers:
                 ending.callback(compiler.stop)
 
-    def submit(self, job: CompileJob, timeout_s: float = COMPILE_TIMEOUT_S) -> "Future[CompileResult]":
-        """Begin to compile a job."""
-        return self._threads.submit(self._compile, job, timeout_s)
+    def submit(self, run: Run, timeout_s: float = COMPILE_TIMEOUT_S) -> "Future[CompileResult]":
+        """Begin to compile a run."""
+        return self._threads.submit(self._compile, run, timeout_s)
 
-    def compile(self, jobs: Sequence[CompileJob], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[CompileResult]:
-        """Compile all jobs, and yield their results in the order of the jobs."""
-        pending = [self.submit(job, timeout_s) for job in jobs]
-        yield from (job.result() for job in pending)
+    def compile(self, runs: Sequence[Run], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[CompileResult]:
+        """Compile all runs, and yield their results in the order of the runs."""
+        pending = [self.submit(run, timeout_s) for run in runs]
+        yield from (compilation.result() for compilation in pending)
 
-    def _compile(self, job: CompileJob, timeout_s: float) -> CompileResult:
+    def _compile(self, run: Run, timeout_s: float) -> CompileResult:
         compiler, has_died = self._idle.get(), False
         try:
             while True:
                 try:
-                    compiled: CompileResult = compiler.ask("compile", job, timeout_s=timeout_s)
+                    names = pickle.dumps(run.task)  # by which the compilation imports the operator, and fails alone if it cannot
+                    compiled: CompileResult = compiler.ask("compile", names, knobs_of(run.config), timeout_s=timeout_s)
                     return compiled
-                except _NOT_PICKLABLE as error:
-                    return CompileResult((), 0.0, f"inputs or run: expected functions of a module: {first_line(error)}")
                 except WorkerHungError as error:
                     return CompileResult((), timeout_s, f"compiling {error}", crashed=True)
                 except WorkerCrashedError as error:
@@ -143,31 +125,16 @@ class CompilePool:
             self._idle.put(compiler)
 
 
-def refusals(jobs: Sequence[CompileJob], workers: int | None) -> dict[int, str]:
-    """Return by number of a job why Triton's compiler refuses its kernels on every target, as it refuses code that is no Triton.
-
-    Jobs that no other process can import are left out.
-    """
-    reasons: dict[int, str] = {}
-    numbers = [number for number, job in enumerate(jobs) if is_picklable(job)]
+def refusals(runs: Sequence[Run], workers: int | None) -> dict[int, str]:
+    """Return by number of a run why Triton's compiler refuses its kernels on every target: it refuses code that is no Triton."""
+    reasons = dict.fromkeys(range(len(runs)), "")
     for name, target in TARGETS.items():
-        if not numbers:
-            break
-        with CompilePool(target, min(workers or 2, -(-len(numbers) // _JOBS_PER_WORKER))) as pool:
-            errors = [result.error for result in pool.compile([jobs[number] for number in numbers])]
-        refused = {number: error for number, error in zip(numbers, errors, strict=True) if _REFUSAL.search(error)}
-        reasons = {number: reasons.get(number, f"does not compile for {name}: {error}") for number, error in refused.items()}
-        numbers = list(refused)
+        if reasons:
+            with CompilePool(target, min(workers or 2, -(-len(reasons) // _RUNS_PER_WORKER))) as pool:
+                results = list(pool.compile([runs[number] for number in reasons]))
+            refused = {n: it.error for n, it in zip(reasons, results, strict=True) if _REFUSAL.search(it.error)}
+            reasons = {n: reasons[n] or f"does not compile for {name}: {error}" for n, error in refused.items()}
     return reasons
-
-
-def is_picklable(job: CompileJob) -> bool:
-    """Return whether another process can import the functions of a job; it cannot import a lambda."""
-    try:
-        pickle.dumps(job)
-    except _NOT_PICKLABLE:
-        return False
-    return True
 
 
 def hash_triton_sources() -> None:
@@ -179,7 +146,7 @@ def hash_triton_sources() -> None:
 
 
 class Compiler:
-    """Compile jobs for a target in this process."""
+    """Compile runs for a target in this process."""
 
     def __init__(self, target: Target, cores: frozenset[int] | None) -> None:
         """Let Triton compile for the target, on some cores; None for all."""
@@ -190,16 +157,17 @@ class Compiler:
         self._importing.enter_context(without_gpu())
         hash_triton_sources()
 
-    def compile(self, job: CompileJob) -> CompileResult:
-        """Return the kernels that a job launches."""
+    def compile(self, names: bytes, knobs: Mapping[str, Any]) -> CompileResult:
+        """Return the kernels that a pickled task launches with a config of these knobs, none for a variant without knobs."""
         launched, line_of, is_of_machine, unknown = self._launched, line_of_inputs, False, False
         launched.clear()
         started = time.perf_counter()
         try:
-            inputs = job.make_inputs(device="meta")
+            task: Task = pickle.loads(names)
+            inputs, kind = task.op.inputs(task.case, device="meta"), task.variant.config
             line_of = first_line
             with host_on("meta"):
-                job.run(inputs, job.config)
+                task.variant.run(inputs, None if kind is None else kind(**knobs))
         except Exception as raised:  # any other error of a compiler is a property of the config, and is recorded
             exception = innermost_error(raised)
             is_of_triton = type(exception).__module__.startswith("triton.")

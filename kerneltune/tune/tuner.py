@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import TARGETS, occupancy_of
-from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
+from kerneltune.measuring.compiler import CompilePool, CompileResult
 from kerneltune.plan import Options
 from kerneltune.processes.worker import WorkerCrashedError
 from kerneltune.search.loop import explore, times_of
@@ -76,7 +76,7 @@ class CompileQueue:
         self._ahead = {run: compiling for run, compiling in self._ahead.items() if run[0] != task.key}
 
     def _submit(self, task: Task, config: Config) -> "Future[CompileResult]":
-        self._begun.append(self._pool.submit(compile_job(task, config)))
+        self._begun.append(self._pool.submit(Run(task, config)))
         return self._begun[-1]
 
 

@@ -460,14 +460,3 @@ def test_survey_of_many_configs_first_prints_the_number_of_compilations(monkeypa
     notes.clear()
     survey.survey(runs[:3], ["sm_90"], 2, Noted())
     assert notes == ["compile 3"]
-
-
-def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:
-    op = ops.load()["stream"]
-    (variant,) = op.variants
-    plain = dataclasses.replace(variant, run=lambda inputs, config: variant.run(inputs, config))
-    task = Task(
-        dataclasses.replace(op, variants=(plain,)), Case("small", (("read", 1 << 20), ("write", 1 << 20)), "int32"), plain
-    )
-    with pytest.raises(ValueError, match=r"^stream baseline: inputs or run: expected functions of a module, not a lambda$"):
-        survey.survey([Run(task, task.default)], ["sm_90"], None, Progress())

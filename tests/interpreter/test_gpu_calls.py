@@ -8,10 +8,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from pool_jobs import op_of, run_of
 
 from kerneltune.interpreter.modes import noting, strict, unlaunched, without_gpu
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.measuring.compiler import CompileJob, CompilePool
+from kerneltune.measuring.compiler import CompilePool
 from kerneltune.ops import load_with
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU where there is none")
@@ -78,8 +79,7 @@ def test_host_code_for_a_gpu_runs_on_other_tensors(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _inputs(device: str) -> dict[str, torch.Tensor]:
-    return {"x": torch.empty(3000, device=device)}
+OP = op_of(__name__, lambda _case, device: {"x": torch.empty(3000, device=device)}, doubled)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def compiling() -> Iterator[CompilePool]:
 
 
 def test_host_code_for_a_gpu_is_compiled(compiling: CompilePool) -> None:
-    (result,) = compiling.compile([CompileJob(_inputs, doubled, None)])
+    (result,) = compiling.compile([run_of(OP, doubled)])
     assert (result.error, [kernel.name for kernel in result.kernels]) == ("", ["_doubled"])
 
 

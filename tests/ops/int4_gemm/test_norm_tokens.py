@@ -1,18 +1,19 @@
 """RMSNorm whose result is cast to e4m3 in the same launch: against fp64, against norm and cast apart, bad inputs, code."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from int4_codes import DEVICE, exact, some_codes, whole_numbers
+from pool_jobs import op_of, run_of
 from torch import Tensor
 
 from kerneltune.measuring.assembly import TARGETS
-from kerneltune.measuring.compiler import CompileJob, CompilePool
+from kerneltune.measuring.compiler import CompilePool
 from kerneltune.ops.int4_gemm import Fp8Tokens, cast_tokens, int4_fp8_gemm, norm_tokens, pack
 from kerneltune.ops.int4_gemm.kernels.fp8 import ORDER, norm_rows
 from kerneltune.ops.rmsnorm import rmsnorm_add_fwd, rmsnorm_fwd
+from kerneltune.spec import Case
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -118,8 +119,8 @@ def test_norm_tokens_of_bad_operands_raises(change: dict[str, Any], message: str
         norm_tokens(**operands)
 
 
-def rows_of(depth: int, *, device: str) -> Tensor:
-    return torch.empty(3 * 4 + 2, depth, dtype=torch.bfloat16, device=device)
+def rows_of(case: Case, *, device: str) -> Tensor:
+    return torch.empty(3 * 4 + 2, case["depth"], dtype=torch.bfloat16, device=device)
 
 
 def launch(rows: Tensor, block: int) -> None:
@@ -132,11 +133,14 @@ def launch(rows: Tensor, block: int) -> None:
     )  # fmt: skip
 
 
+OP = op_of(__name__, rows_of, launch)
+
+
 @pytest.mark.parametrize(("depth", "block", "tokens_bits"), [(4096, 4096, 64), (5120, 8192, 64), (16384, 16384, 128)])
 def test_norm_rows_for_hopper_reads_and_writes_vectors(depth: int, block: int, tokens_bits: int) -> None:
-    job = CompileJob(partial(rows_of, depth), launch, block)
+    run = run_of(OP, launch, block, Case("rows", (("depth", depth),), "bfloat16"))
     with CompilePool(TARGETS["sm_90"], 1) as pool:
-        (compiled,) = pool.compile([job])
+        (compiled,) = pool.compile([run])
     assert compiled.error == ""
     (kernel,) = compiled.kernels
     loads, stores = ({a.bits: a.count for a in kernel.accesses if a.kind == kind} for kind in ("load", "store"))
