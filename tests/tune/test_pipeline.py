@@ -200,8 +200,8 @@ class Slow(Pool):
     requested: list[tuple[Case, Config]] = []
     futures: list["Future[CompileResult]"] = []
 
-    def submit(self, job: Any) -> "Future[CompileResult]":
-        self.requested.append((job.make_inputs.args[0], job.config))
+    def submit(self, run: Any) -> "Future[CompileResult]":
+        self.requested.append((run.task.case, run.config))
         self.futures.append(Future())
         return self.futures[-1]
 

@@ -97,10 +97,10 @@ def test_run_tune_continues_after_a_config_that_crashes(
 def test_run_tune_forced_tries_crashed_configs_again(
     where: str, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit(self: Pool, job: Any) -> "Future[CompileResult]":
+    def submit(self: Pool, run: Any) -> "Future[CompileResult]":
         return (
             self.done(CompileResult((), 90.0, "compiling took longer than 90 s", crashed=True))
-            if job.config.block == 2048
+            if run.config.block == 2048
             else self.done()
         )
 
@@ -280,9 +280,9 @@ def test_run_tune_compiles_for_the_next_case_while_it_measures(
     happened: list[tuple[str, int]] = []
     begun = Event()
 
-    def submit(self: Pool, job: Any) -> "Future[CompileResult]":
+    def submit(self: Pool, run: Any) -> "Future[CompileResult]":
         assert begun.wait(10)
-        happened.append(("compile", dict(job.make_inputs.args[0].axes)["read"]))
+        happened.append(("compile", run.task.case["read"]))
         return Pool().done()
 
     def prepare(_self: Bench, task: Task) -> None:
