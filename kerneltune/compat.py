@@ -3,9 +3,13 @@
 docs/private_names.md says for each name why kerneltune needs it, what happens without it, and which files use names themselves.
 """
 
+import functools
 import inspect
+import os
+import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -14,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch._library import custom_ops
+from torch._library import custom_ops, simple_registry
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 untraced = _disable_dynamo
@@ -29,6 +33,9 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 scaled_mm = torch._scaled_mm
 grouped_mm = torch._grouped_mm
 
+_WITHIN: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("within", default=nullcontext)
+_LIBRARIES = list[torch.library.Library]()
+"""Libraries whose functions last; torch drops those of a library that is deleted."""
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 _GATED_EXPERTS = "has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate"
 _EXPERTS_MODULE = "transformers.integrations.moe"
@@ -60,40 +67,69 @@ def sleep_on_gpu(cycles: int) -> None:
 
 @contextmanager
 def own_functions(within: Callable[[], AbstractContextManager[Any]], judge: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Let operators of torch.library.custom_op call their own functions for tensors without memory, and for tensors of the CPU.
+    """Let operators that Python registers for a GPU call their own functions for tensors without memory, and of the CPU.
 
-    The function for a GPU takes the place of the fake, and for the CPU of a function that is missing, which is lasting.
+    The function for a GPU takes the place of the fake, and, which is lasting, of functions that are missing for the CPU and for
+    tensors without memory.
 
     Args:
         within: makes the context in which a function runs: torch leaves its modes before it calls an operator.
         judge: gets the name of an operator, and the results of its own function and of its fake.
     """
-    others = [each for each in list(custom_ops.OPDEFS.values()) if not each._init_fn.__module__.startswith("torch.")]
-    before = [(operator, operator._abstract_fn, operator._backend_fns) for operator in others]
+    faked = list[Any]()
+    token = _WITHIN.set(within)
     try:
-        for operator, fake, functions in before:
-            own = functions.get("cuda", operator._init_fn)
-            if not {None, "cpu"} & functions.keys():
-                operator.register_kernel("cpu", own)
-            operator._backend_fns = {device: partial(_within, within, function) for device, function in functions.items()}
-            if fake is not own:  # as of torch.library.triton_op
-                operator._abstract_fn = partial(_judged, partial(judge, operator._qualname), partial(_within, within, own), fake)
+        for name in _operators_of_gpus(len(torch.library._impls)):
+            holder, own = simple_registry.singleton.find(name).fake_impl, partial(_run_as_on_gpu, name)
+            if fake := holder.kernel:
+                is_missing = name in custom_ops.OPDEFS and custom_ops.OPDEFS[name]._abstract_fn is None
+                judged = own if is_missing else partial(_judged, partial(judge, name), own, fake)
+                holder.kernels.append(type(fake)(judged, __name__))
+                faked.append(holder)
         yield
     finally:
-        for operator, fake, functions in before:
-            operator._abstract_fn, operator._backend_fns = fake, functions
+        _WITHIN.reset(token)
+        for holder in faked:
+            holder.kernels.pop()
 
 
-def _within(within: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with within():
-        return function(*args, **kwargs)
+@functools.lru_cache(maxsize=1)
+def _operators_of_gpus(_num_functions: int) -> list[str]:
+    """Return the operators that have a function for a GPU, but for torch's, and let it stand for functions that they lack."""
+    found, torchs = list[str](), os.path.dirname(torch.__file__) + os.sep
+    for namespace, name, key in sorted(registered.split("/") for registered in torch.library._impls):
+        operator = f"{namespace}::{name}"
+        if key not in ("CUDA", "CompositeExplicitAutograd") or operator in found:
+            continue
+        if operator in custom_ops.OPDEFS:
+            is_torchs = custom_ops.OPDEFS[operator]._init_fn.__module__.startswith("torch.")
+        else:
+            (place,) = re.findall(rf"\n{key}(?:\[alias\])?: registered at (.*)", torch._C._dispatch_dump(operator))
+            is_torchs = place.startswith(torchs) and not place.startswith(torchs + "library.py")
+        if is_torchs:
+            continue
+        library = torch.library.Library(namespace, "FRAGMENT")
+        for device in ("CPU", "Meta"):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, device):
+                library.impl(name, partial(_run_as_on_gpu, operator), device)
+        _LIBRARIES.append(library)
+        found.append(operator)
+    return found
+
+
+def _run_as_on_gpu(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of an operator's function for a GPU."""
+    namespace, _, packet = name.partition("::")
+    packet, _, overload = packet.partition(".")
+    operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    with _WITHIN.get()():
+        return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
 
 
 def _judged(judge: Callable[[Any, Any], None], own: Callable[..., Any], fake: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the result of an operator's own function, and let the result of its fake be judged."""
     outputs = own(*args, **kwargs)
-    if fake is not None:
-        judge(outputs, fake(*args, **kwargs))
+    judge(outputs, fake(*args, **kwargs))
     return outputs
 
 

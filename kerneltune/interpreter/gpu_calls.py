@@ -4,7 +4,10 @@ Questions about the GPU are answered for the smallest slice of an H100 (MIG 1g.1
 small cases.
 """
 
+import os
 import re
+import sys
+from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from kerneltune.interpreter.facts import note_here
 
+_GPU = torch.device("cuda:0")
 _IS_GPU = re.compile(r"cuda(:\d+)?")
 _COPYING = {torch.tensor, torch.as_tensor, torch.Tensor.to, torch.Tensor.cuda}
 """Functions that copy values of the host to the GPU, and wait for it: pinned tensors are on the GPU's side here."""
@@ -27,6 +31,8 @@ _ANSWERS: dict[str, Any] = {
     "set_device": None, "synchronize": None,
 }  # fmt: skip
 """Functions of torch.cuda, and what they return without a GPU."""
+_NO_HOST_CODE = tuple(f"{files(name)}{os.sep}" for name in ("kerneltune", "torch", "triton"))
+"""Folders whose code sees on which device a tensor is; to other code, tensors of a check are on a GPU."""
 _QUEUES = "Event", "Stream", "current_stream", "default_stream", "stream"
 
 
@@ -39,8 +45,12 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.pin_memory:
             return args[0].to(self._device)
+        if func is torch.Tensor.to and [*map(type, args[1:2])] == [int]:
+            args = args[0], self._device, *args[2:]
         named = {name: self._moved(value) for name, value in (kwargs or {}).items()}
         if named.pop("pin_memory", False) or type(named.get("device")) is int:
             named["device"] = self._device
@@ -62,7 +72,7 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
     """
     from triton.runtime.driver import driver
 
-    has_gpu, of_gpu = torch.cuda.is_available(), torch.cuda.device.__init__
+    has_gpu, of_gpu, of_tensor = torch.cuda.is_available(), torch.cuda.device.__init__, torch.Tensor.device
 
     def select(selection: Any, chosen: Any) -> None:
         if has_gpu and (isinstance(chosen, int) or _IS_GPU.fullmatch(str(chosen))):
@@ -70,7 +80,14 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
         else:
             selection.idx = selection.prev_idx = -1
 
+    def seen(tensor: torch.Tensor) -> torch.device:
+        own = of_tensor.__get__(tensor)
+        is_moved = own.type == device and not sys._getframe(1).f_code.co_filename.startswith(_NO_HOST_CODE)
+        return _GPU if is_moved else own
+
     parts: dict[tuple[Any, str], Any] = {
+        (torch.Tensor, "device"): property(seen),
+        (torch.Tensor, "get_device"): lambda tensor: 0 if tensor.is_cuda else -1,
         (torch.Tensor, "is_cuda"): property(lambda tensor: tensor.device.type in (device, "cuda")),
         (torch.Tensor, "record_stream"): lambda _tensor, _stream: None,
         (torch.cuda.device, "__init__"): select,
@@ -78,11 +95,19 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
     if not has_gpu:
         parts |= {(torch.cuda, name): lambda *_args, _answer=answer, **_named: _answer for name, answer in _ANSWERS.items()}
         parts |= {(torch.cuda, name): _Queue for name in _QUEUES}
+        parts[torch, "Generator"] = _Generator
     try:
         assert driver.active  # a GPU's, or the driver of a process that compiles
     except RuntimeError:
         parts[type(driver), "active"] = property(lambda _holder: _Driver(device))
     return parts
+
+
+class _Generator(torch.Generator):
+    """Stand for a generator of random numbers, also of a GPU."""
+
+    def __new__(cls, device: object = None) -> "_Generator":
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 class _Queue:

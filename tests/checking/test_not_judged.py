@@ -317,6 +317,11 @@ _LIBRARY = torch.library.Library("kerneltune_tests_by_library", "FRAGMENT")
 _LIBRARY.define("doubled(Tensor x) -> Tensor")
 _LIBRARY.impl("doubled", _doubled_rows, "CPU")
 torch.library.register_fake("kerneltune_tests_by_library::doubled", torch.empty_like, lib=_LIBRARY)
+for _name in ("faked", "wrongly_faked", "unfaked"):
+    _LIBRARY.define(f"{_name}.of(Tensor x, *, float factor=2.0) -> Tensor")
+    _LIBRARY.impl(f"{_name}.of", lambda x, factor=2.0: _run_tuned(factor, {"x": x}, None)["y"], "CUDA")
+torch.library.register_fake("kerneltune_tests_by_library::faked.of", lambda x, factor=2.0: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake("kerneltune_tests_by_library::wrongly_faked.of", lambda x, factor=2.0: x.new_empty(0), lib=_LIBRARY)
 
 
 @pytest.mark.parametrize(
@@ -335,8 +340,24 @@ torch.library.register_fake("kerneltune_tests_by_library::doubled", torch.empty_
             "not judged: 1 of 2 configs of the autotuner of _tuned; "
             f"addresses of optimized in {BENCH[0].name}: no kernel is launched without memory: is a fake registered?",
         ),
+        (lambda x: torch.ops.kerneltune_tests_by_library.faked(x), ""),
+        (
+            lambda x: torch.ops.kerneltune_tests_by_library.wrongly_faked(x, factor=2.0),
+            "shape of output 0 of kerneltune_tests_by_library::wrongly_faked.of differs between the operator and its "
+            "register_fake: wrong under torch.compile",
+        ),
+        (lambda x: torch.ops.kerneltune_tests_by_library.unfaked.of(x), ""),
     ],
-    ids=["custom_op", "for a GPU alone", "no operator", "wrong fake", "Library"],
+    ids=[
+        "custom_op",
+        "for a GPU alone",
+        "no operator",
+        "wrong fake",
+        "Library",
+        "Library for a GPU",
+        "Library for a GPU, wrong fake",
+        "Library for a GPU, no fake",
+    ],
 )
 def test_registered_operator_is_judged_by_its_own_function(double: Any, line: str) -> None:
     variant = Variant("optimized", lambda given, _config: {"y": double(given["x"])})

@@ -28,6 +28,8 @@ def _doubled(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 def doubled(given: Any, _config: Any = None) -> dict[str, torch.Tensor]:
     x = given["x"]
     assert x.is_cuda
+    assert x.device.type == "cuda"
+    assert x.device == torch.device("cuda", x.get_device())
     assert torch.cuda.get_device_capability(x.device)[0] >= 8
     side, ready = torch.cuda.Stream(), torch.cuda.Event()
     ready.record(torch.cuda.current_stream())
@@ -39,7 +41,10 @@ def doubled(given: Any, _config: Any = None) -> dict[str, torch.Tensor]:
         more = torch.ones(2, device=torch.device("cuda")) + x.new_ones(2, device=0) + torch.ones(2).cuda()
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     assert triton.runtime.driver.active.utils.get_device_properties(0)["multiprocessor_count"] > 1
-    assert {limits.device, more.device, y.device} == {x.device, triton.runtime.driver.active.get_active_torch_device()}
+    assert {limits.device, more.device, y.device, torch.ones(2).to(0).device} == {x.device}
+    assert torch.zeros(2, device=x.device).is_cuda
+    assert torch.empty_like(x, device="cpu", dtype=torch.int8).dtype == torch.int8
+    torch.rand(2, generator=torch.Generator(device=x.device).manual_seed(1), device=x.device)
     _doubled[[min(num_sms, triton.cdiv(x.numel(), 64))]](x, y, x.numel(), 64)
     torch.cuda.synchronize()
     return {"y": y}
