@@ -27,7 +27,7 @@ from kerneltune.interpreter.corrections import exact_quotients
 from kerneltune.interpreter.facts import Fact, note_facts, noting
 from kerneltune.interpreter.faults import fault_of
 from kerneltune.interpreter.garbage import zeros_for_garbage
-from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched
+from kerneltune.interpreter.modes import refusing_launches, strict, unlaunched, untried
 from kerneltune.records import IMPORT_FAILED
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 from kerneltune.task import CaseError, Outcome, Run, SkippedError, Task
@@ -185,6 +185,9 @@ class Checker:
         garbage = ", ".join(sorted({os.path.basename(fact.where) for fact in facts if fact.kind == "garbage"}))
         if garbage and agrees(zeros_for_garbage()):
             return [*lines, f"right if loads under a mask without `other` give 0, {garbage}"]
+        tuned = ", ".join(sorted({fact.text for fact in facts if fact.kind == "taken config" and fact.where != "1"}))
+        if tuned and agrees(untried()):
+            return [*lines, f"right if {tuned} is launched once: an autotuner launches it often: restore_value=[...]?"]
         lines = [f"{line}{hint(line, outputs, self.expected, self.inputs_before, bool(garbage))}" for line in lines]
         causes = sorted(str(fact) for fact in facts if fact.kind in ("tf32", "vector"))
         divisions = sorted(str(fact) for fact in facts if fact.kind == "division")

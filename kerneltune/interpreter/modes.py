@@ -35,6 +35,7 @@ from kerneltune.interpreter.undefined import strict_parts
 from kerneltune.interpreter.wrapping import wrapping_parts
 
 _TAKEN: ContextVar[int] = ContextVar("taken", default=0)
+_TRIES: ContextVar[bool] = ContextVar("tries", default=True)
 
 
 @dataclass(slots=True)
@@ -140,6 +141,11 @@ def taking(number: int) -> AbstractContextManager[int]:
     return setting(_TAKEN, number)
 
 
+def untried() -> AbstractContextManager[bool]:
+    """Let autotuners launch a config once within, to tell whether a disagreement hangs on the launches that a GPU times."""
+    return setting(_TRIES, False)
+
+
 def _untimed(tries: bool = False) -> dict[tuple[Any, str], Any]:
     """Return the patches with which autotuners take a config by its number, as they can time none; else the first they keep.
 
@@ -155,7 +161,7 @@ def _untimed(tries: bool = False) -> dict[tuple[Any, str], Any]:
     def untimed(autotuner: Any, *args: Any, config: Any, **named: Any) -> float:
         note_facts(_fact_of_config("kept config", autotuner, config))
         is_taken = _number_of(autotuner, config) == _TAKEN.get()
-        if tries and is_taken:
+        if tries and is_taken and _TRIES.get():
             vars(autotuner)["do_bench"] = lambda launch, **_: launch()
             bench(autotuner, *args, config=config, **named)
         return float(not is_taken)
@@ -163,7 +169,8 @@ def _untimed(tries: bool = False) -> dict[tuple[Any, str], Any]:
     def forgetting(autotuner: Any, *args: Any, **named: Any) -> Any:
         autotuner.cache.clear()
         result = run(autotuner, *args, **named)
-        note_facts(_fact_of_config("taken config", autotuner, autotuner.best_config))
+        for kind in ("taken config", "kept config"):  # Triton 3.9 times no config that pruning leaves alone
+            note_facts(_fact_of_config(kind, autotuner, autotuner.best_config))
         return result
 
     return {(Autotuner, "_bench"): untimed, (Autotuner, "run"): forgetting}

@@ -274,14 +274,14 @@ def fits(exact: Any, kind: Any) -> bool:
 
 
 def _assert_no_overflow(left: Any, right: Any, operation: Callable[..., Any]) -> None:
-    """Assert that an operation on integers does not overflow; sums and products of uint32 may wrap around, as in a hash.
+    """Assert that an operation on integers does not overflow; those of uint32 may wrap around, as in a hash.
 
     TritonSemantic.binary_op_sanitize_overflow_impl asserts this with nine interpreted operations, of uint32 as well.
     """
     from triton.runtime.interpreter import interpreter_builder
 
     kind, name = left.type.scalar, operation.__name__
-    if interpreter_builder.options.debug and kind.int_bitwidth < 64 and (kind.name != "uint32" or name == "sub"):
+    if interpreter_builder.options.debug and kind.int_bitwidth < 64 and kind.name != "uint32":
         is_fitting = fits(_CHECKED[name](left.handle.data, right.handle.data, dtype=np.int64), kind)
         if not is_fitting:
-            interpreter_builder.create_assert(False, f"int{kind.int_bitwidth} overflow detected for operation {name}")
+            interpreter_builder.create_assert(False, f"{kind.name} overflow detected for operation {name}")

@@ -1,4 +1,4 @@
-"""Follow sums and products of uint32 that wrap around into addresses, in launches without memory.
+"""Follow sums, differences and products of uint32 that wrap around into addresses, in launches without memory.
 
 A hash wraps around, and its remainder or some of its bits choose a place. An index that wraps around is a wrong address.
 """
@@ -60,6 +60,7 @@ def wrapping_parts() -> dict[tuple[Any, str], Any]:
 
     return {
         (InterpreterBuilder, "create_add"): partialmethod(computed, InterpreterBuilder.create_add, np.add),
+        (InterpreterBuilder, "create_sub"): partialmethod(computed, InterpreterBuilder.create_sub, np.subtract),
         (InterpreterBuilder, "create_mul"): partialmethod(computed, InterpreterBuilder.create_mul, np.multiply),
         (InterpreterBuilder, "create_splat"): partialmethod(splatted, InterpreterBuilder.create_splat),
     }

@@ -1,4 +1,4 @@
-"""Test that a sum or product of uint32 that wraps around fails as an address alone, in the largest case."""
+"""Test that a sum, difference or product of uint32 that wraps around fails as an address alone, in the largest case."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +15,8 @@ from kerneltune.spec import Inputs, Outputs, Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
 LARGE = case_of("large", 200_000, 50_000)
-INDICES = ("block", "scalar", "sum", "wide", "chosen", "splat", "transposed", "pointer", "stored")
-HASHES = ("remainder", "bits", "high bits", "exclusive or", "byte", "fraction", "in range", "masked", "value", "comparison")
+INDICES = ("block", "scalar", "sum", "difference", "wide", "chosen", "splat", "transposed", "pointer", "stored")
+HASHES = ("remainder", "squared difference", "bits", "high bits", "exclusive or", "byte", "fraction", "in range", "masked", "value", "comparison")
 
 
 @triton.jit
@@ -29,6 +29,8 @@ def _index(row, at, N, HOW: tl.constexpr, BLOCK: tl.constexpr):
         place = row * N + at
     elif HOW == "sum":
         place = at + 4294967290
+    elif HOW == "difference":
+        place = at - N
     elif HOW == "wide":
         place = first.to(tl.int64) + at
     elif HOW == "chosen":
@@ -49,6 +51,8 @@ def _slot(mixed, at, HOW: tl.constexpr):
     slot = at
     if HOW == "remainder":
         slot = mixed % 1000
+    elif HOW == "squared difference":
+        slot = (at - 9) * (at - 9) % 1000
     elif HOW == "bits":
         slot = mixed & 1023
     elif HOW == "high bits":
@@ -90,7 +94,7 @@ def placed(how: str) -> Callable[[Inputs, None], Outputs]:
 def test_uint32_that_wraps_around_fails_as_an_address_of_the_largest_case_alone(how: str) -> None:
     variant = Variant("optimized", placed(how))
     lines = address_errors(replace(summing(""), variants=(variant,)), LARGE, variant, None)
-    operation = "add" if how == "sum" else "mul"
+    operation = {"sum": "add", "difference": "sub"}.get(how, "mul")
     begins = f"uint32 overflow detected for operation {operation}, test_wrapping.py:"
     assert [line[: len(begins)] for line in lines] == [begins] * (how in INDICES), lines
     assert all(", whose result is an address, program (199999, 0, 0), test_wrapping.py:" in line for line in lines)
