@@ -59,9 +59,12 @@ def _combined(operation: Any, tensors: tuple[Any, ...], lefts: list[Any], rights
 
 @functools.cache
 def _takes_blocks(function: Any) -> bool:
-    """Return whether a kernel's function may be called with blocks in place of elements: it has no `if`, and can be read."""
+    """Return whether a kernel's function may be called with blocks in place of elements: no `if` runs, and it can be read."""
     try:
         tree = ast.parse(dedent(getsource(function.fn)))
     except (AttributeError, OSError, SyntaxError, TypeError):
         return False
-    return hasattr(function, "rewrite") and not any(isinstance(node, ast.If | ast.IfExp | ast.While) for node in ast.walk(tree))
+    if not hasattr(function, "rewrite") or any(isinstance(node, ast.If | ast.IfExp | ast.While) for node in ast.walk(tree)):
+        return False
+    called = map(function.fn.__globals__.get, function.fn.__code__.co_names)
+    return all(_takes_blocks(each) for each in called if hasattr(each, "rewrite") and each is not function)

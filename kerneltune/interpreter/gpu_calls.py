@@ -7,7 +7,7 @@ small cases.
 import os
 import re
 import sys
-from importlib.resources import files
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,12 @@ _ANSWERS: dict[str, Any] = {
     "set_device": None, "synchronize": None,
 }  # fmt: skip
 """Functions of torch.cuda, and what they return without a GPU."""
-_NO_HOST_CODE = tuple(f"{files(name)}{os.sep}" for name in ("kerneltune", "torch", "triton"))
+_NO_HOST_CODE = tuple(
+    f"{folder}{os.sep}"
+    for name in ("kerneltune", "torch", "triton")
+    if (spec := find_spec(name))
+    for folder in spec.submodule_search_locations or ()
+)
 """Folders whose code sees on which device a tensor is; to other code, tensors of a check are on a GPU."""
 _QUEUES = "Event", "Stream", "current_stream", "default_stream", "stream"
 
@@ -99,7 +104,7 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
     try:
         assert driver.active  # a GPU's, or the driver of a process that compiles
     except RuntimeError:
-        parts[type(driver), "active"] = property(lambda _holder: _Driver(device))
+        parts[type(driver), "active"] = property(lambda _holder: Driver(device))
     return parts
 
 
@@ -130,10 +135,10 @@ class _Queue:
         pass
 
 
-class _Driver:
+class Driver:
     """Stand for Triton's driver, and for its `utils`, where host code asks about the GPU."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str = "meta") -> None:
         self._device, self.utils = device, self
 
     def get_current_target(self) -> Any:

@@ -40,8 +40,9 @@ def iterations_of(loop: range) -> Iterator[int]:
         if following > number + 1:
             overflowing = _move_on(frame, seen, following - number - 1, len(loop) - following)
         number = following
-    if any(np.array_equal(handle.data, overflowing.get(place, ())) for place, handle in _carried(frame)):
-        raise KernelFaultError(f"int32 overflow detected for operation add{line_of(frame)}, in a long loop")
+    for place, handle in _carried(frame):
+        if np.array_equal(handle.data, overflowing.get(place, ())):
+            raise KernelFaultError(f"{handle.data.dtype} overflow detected for operation add{line_of(frame)}, in a long loop")
     AROUND.set(inside if around > 1 else 1)
 
 

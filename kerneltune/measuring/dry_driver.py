@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kerneltune.interpreter.gpu_calls import Driver
 from kerneltune.measuring import assembly
 from kerneltune.measuring.assembly import MAX_THREADS, Kernel, Target
 from kerneltune.processes.programs import run_to_end
@@ -59,15 +60,16 @@ def _refuse_early(
     return None
 
 
-class _DryDriver:
-    """Stand for a Triton driver, and for its `utils`: compile for a target without its GPU, and launch nothing.
+class _DryDriver(Driver):
+    """Stand for the driver of a target: compile without its GPU, and launch nothing.
 
     Attributes:
         launched: the kernels that were to be launched.
     """
 
     def __init__(self, target: Target) -> None:
-        self.target, self.utils = target, self
+        super().__init__()
+        self.target = target
         self.launched: list[Kernel] = []
         self._loading = SimpleNamespace()
 
@@ -76,18 +78,7 @@ class _DryDriver:
 
         return GPUTarget(self.target.backend, self.target.arch, self.target.warp_size)
 
-    def get_active_torch_device(self) -> Any:
-        import torch
-
-        return torch.device("meta")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int = 0) -> int:
-        return 0
-
-    def get_device_properties(self, _device: int) -> dict[str, int]:
+    def get_device_properties(self, _device: int = 0) -> dict[str, int]:
         return {"max_shared_mem": self.target.program_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
     def launcher_cls(self, _source: Any, metadata: Any) -> Callable[..., None]:

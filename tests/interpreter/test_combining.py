@@ -37,6 +37,11 @@ def _larger_by_if(a, b):
 
 
 @triton.jit
+def _larger_by_call(a, b):
+    return _larger_by_if(a, b)
+
+
+@triton.jit
 def _reduced(x_ptr, largest_ptr, at_ptr, last_ptr, all_ptr, N: tl.constexpr):
     row, column = tl.arange(0, 4)[:, None], tl.arange(0, N)[None, :]
     x = tl.load(x_ptr + row * N + column)
@@ -46,14 +51,15 @@ def _reduced(x_ptr, largest_ptr, at_ptr, last_ptr, all_ptr, N: tl.constexpr):
     tl.store(at_ptr + rows, at)
     tl.store(last_ptr + row, tl.reduce(x, 1, _last, keep_dims=True))
     tl.store(all_ptr, tl.reduce(x, None, _larger_by_if))
+    tl.store(all_ptr + 1, tl.reduce(x, None, _larger_by_call))
 
 
 def test_reduction_by_a_function_gives_what_torch_gives_in_the_order_of_elements() -> None:
     x = torch.randn(4, 64).round(decimals=1)
-    largest, at, last, of_all = torch.empty(4), torch.empty(4, dtype=torch.int32), torch.empty(4), torch.empty(1)
+    largest, at, last, of_all = torch.empty(4), torch.empty(4, dtype=torch.int32), torch.empty(4), torch.empty(2)
     with strict():
         _reduced[(1,)](x, largest, at, last, of_all, 64)
-    torch.testing.assert_close((largest, last, of_all[0]), (x.amax(1), x[:, -1], x.max()), rtol=0, atol=0)
+    torch.testing.assert_close((largest, last, of_all), (x.amax(1), x[:, -1], x.max().expand(2)), rtol=0, atol=0)
     assert at.tolist() == [row.tolist().index(row.max().item()) for row in x]
 
 

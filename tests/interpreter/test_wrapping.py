@@ -16,7 +16,10 @@ from kerneltune.spec import Inputs, Outputs, Variant
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addresses are checked in Triton's interpreter")
 LARGE = case_of("large", 200_000, 50_000)
 INDICES = ("block", "scalar", "sum", "difference", "wide", "chosen", "splat", "transposed", "pointer", "stored")
-HASHES = ("remainder", "squared difference", "bits", "high bits", "exclusive or", "byte", "fraction", "in range", "masked", "value", "comparison")
+HASHES = (
+    "remainder", "squared difference", "bits", "high bits", "exclusive or", "byte", "fraction", "in range", "masked", "value",
+    "comparison",
+)  # fmt: skip
 
 
 @triton.jit
@@ -29,8 +32,6 @@ def _index(row, at, N, HOW: tl.constexpr, BLOCK: tl.constexpr):
         place = row * N + at
     elif HOW == "sum":
         place = at + 4294967290
-    elif HOW == "difference":
-        place = at - N
     elif HOW == "wide":
         place = first.to(tl.int64) + at
     elif HOW == "chosen":
@@ -47,7 +48,7 @@ def _index(row, at, N, HOW: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _slot(mixed, at, HOW: tl.constexpr):
+def _slot(mixed, at, HOW: tl.constexpr):  # noqa: C901
     slot = at
     if HOW == "remainder":
         slot = mixed % 1000
@@ -67,6 +68,8 @@ def _slot(mixed, at, HOW: tl.constexpr):
         slot = tl.where(mixed < 77, at, at + 1)
     elif HOW == "masked":
         slot = mixed
+    elif HOW == "difference":
+        slot = at - 77  # wraps around
     return slot
 
 
