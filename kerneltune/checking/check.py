@@ -182,9 +182,12 @@ class Checker:
 
         agrees: returns whether the run agrees within a context.
         """
-        garbage = ", ".join(sorted({os.path.basename(fact.where) for fact in facts if fact.kind == "garbage"}))
-        if garbage and agrees(zeros_for_garbage()):
-            return [*lines, f"right if loads under a mask without `other` give 0, {garbage}"]
+        garbage = {fact.where for fact in facts if fact.kind == "garbage"}
+        if garbage and agrees(zeros_for_garbage(garbage)):
+            for place in sorted(garbage) if len(garbage) > 1 else ():
+                garbage -= {place} if agrees(zeros_for_garbage(garbage - {place})) else set()
+            places = ", ".join(sorted(map(os.path.basename, garbage)))
+            return [*lines, f"right if loads under a mask without `other` give 0, {places}"]
         tuned = ", ".join(sorted({fact.text for fact in facts if fact.kind == "taken config" and fact.where != "1"}))
         if tuned and agrees(untried()):
             return [*lines, f"right if {tuned} is launched once: an autotuner launches it often: restore_value=[...]?"]

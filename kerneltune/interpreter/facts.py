@@ -123,10 +123,11 @@ def note_facts(*facts: Fact) -> None:
         noted.update(facts)
 
 
-def note_here(kind: Kind, text: str = "") -> None:
-    """Note a fact whose place is the kernel's statement that runs."""
+def note_here(kind: Kind, text: str = "") -> str:
+    """Note a fact whose place is the kernel's statement that runs; return the place."""
     file, line = statement()
-    note_facts(Fact(kind, text, f"{file}:{line}"))
+    note_facts(Fact(kind, text, place := f"{file}:{line}"))
+    return place
 
 
 def noting_draws(philox: Callable[..., Any], is_drawn: Callable[[Sequence[Any]], bool]) -> Callable[..., Any]:

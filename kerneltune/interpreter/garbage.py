@@ -1,5 +1,6 @@
 """Give garbage where Triton defines no value: elements that a mask leaves out, and casts of NaN or out of range to integers."""
 
+from collections.abc import Set
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 
 from kerneltune.interpreter.faults import setting
 
-_ZEROS = ContextVar("zeros", default=False)
+_ZEROS: ContextVar[Set[str]] = ContextVar("zeros", default=frozenset())
 
 INTEGER_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
@@ -16,14 +17,14 @@ _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE
 """Largest value, NaN and least value, as bits, of the types that the interpreter stores as integers."""
 
 
-def zeros_for_garbage() -> AbstractContextManager[bool]:
-    """Let elements that a mask leaves out be 0 within, to tell whether a disagreement hangs on them."""
-    return setting(_ZEROS, True)
+def zeros_for_garbage(places: Set[str]) -> AbstractContextManager[Set[str]]:
+    """Let elements that a mask leaves out in loads at PATH:LINE be 0 within, to tell whether a disagreement hangs on them."""
+    return setting(_ZEROS, places)
 
 
-def garbage(mask: Any, kind: Any, dtype: Any) -> Any:
+def garbage(mask: Any, kind: Any, dtype: Any, place: str) -> Any:
     """Return garbage for the elements that a mask leaves out: the largest value, NaN and the least value in turns."""
-    if kind.is_ptr() or _ZEROS.get():
+    if kind.is_ptr() or place in _ZEROS.get():
         return np.zeros(mask.shape, dtype)
     if kind.is_floating() and dtype.kind == "f":
         values = (np.finfo(dtype).max, np.nan, np.finfo(dtype).min)

@@ -174,8 +174,8 @@ class _Guard:
         taken = np.asarray(mask.data)  # of a block pointer, a plain array whose `data` is its memory
         if other is None and not self._loading.has_other and not taken.all():
             kind = pointers.get_element_ty()
-            note_here("garbage")
-            other = self._interpreter.TensorHandle(garbage(taken, kind, self._interpreter._get_np_dtype(kind)), kind)
+            place = note_here("garbage")
+            other = self._interpreter.TensorHandle(garbage(taken, kind, self._interpreter._get_np_dtype(kind), place), kind)
         return masked_load(pointers, mask, other, *rest, **named)
 
     def store_integers(self, store: Any, pointer: Any, values: Any, mask: Any, *rest: Any) -> Any:
@@ -453,7 +453,8 @@ class _Guard:
             number, at = divmod(number, size)
             place.append(at)
         are_stores = what == conflict.kind == "store"
-        accesses = "store different values to" if are_stores else f"{conflict.kind} and {what} without an order of"
+        verbs = [kind.replace("atomic", "atomically update") for kind in (conflict.kind, what)]
+        accesses = "store different values to" if are_stores else f"{' and '.join(verbs)} without an order of"
         return KernelFaultError(
             f"two programs {accesses} {region.element(region.first + conflict.at)}: "
             f"program {places_text(reversed(place))}{conflict.line}; {self._program()}{line_of()}"

@@ -122,8 +122,11 @@ def test_failure_explains_undefined_values_and_kinds_of_rows(mistake: str, hint:
 @triton.jit
 def _maximum_of_row(x_ptr, y_ptr, N, shift, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + tl.program_id(0) * N + at, at < N)
+    row = x_ptr + tl.program_id(0) * N
+    x = tl.load(row + at, at < N)
     tl.store(y_ptr + tl.program_id(0), tl.max(x) + shift)
+    same = tl.load(row + at, at < N)
+    tl.store(row + at, same, at < N)
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU gives any value")
@@ -139,7 +142,7 @@ def test_failure_names_loads_without_other_if_it_hangs_on_them(shift: int) -> No
         inputs=lambda case, *, device, seed=0: {"x": torch.full((case["M"], case["N"]), 7, dtype=torch.int32, device=device)},
     )  # fmt: skip
     lines = check.Checker(op, Case("small", (("M", 3), ("N", 9)), "int32"), "cpu").run(op.variants[0], None)[1]
-    place = f"test_check.py:{_maximum_of_row.fn.__code__.co_firstlineno + 3}"
+    place = f"test_check.py:{_maximum_of_row.fn.__code__.co_firstlineno + 4}"
     named = f"right if loads under a mask without `other` give 0, {place}"
     assert [line for line in lines if "right if" in line] == [named] * (shift == 0), lines
 

@@ -214,7 +214,7 @@ def _amax_then_use(x_ptr, top_ptr, y_ptr):
 
 def test_load_of_an_atomic_maximum_in_the_same_launch_is_a_fault() -> None:
     text = fault(lambda: _amax_then_use[(4,)](torch.arange(4.0) + 1, torch.zeros(1), torch.empty(4)))
-    assert text.startswith("two programs load and atomic without an order of top_ptr: element 0 of 1 float32"), text
+    assert text.startswith("two programs load and atomically update without an order of top_ptr: element 0 of 1 float32"), text
 
 
 @triton.jit
