@@ -35,7 +35,7 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.task import Outcome, Run, Task, knobs_of
 from kerneltune.wording import assignments, first_of
 
-_NAMED = ("same draw", "no barrier", "promise", "tf32 of indices", "waits", "fake")
+_NAMED = ("same draw", "no barrier", "promise", "tf32 of indices", "waits", "fake", "no allocator")
 """Kinds of facts that a line names wherever a check has them."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""

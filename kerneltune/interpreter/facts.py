@@ -20,6 +20,7 @@ Kind = Literal[
     "tf32", "division", "last loaded", "last not loaded", "last stored", "last not stored", "not judged", "even blocks",
     "lossy cast", "equal", "equal at 1", "unequal", "same draw", "no barrier", "float", "on the CPU",
     "promise", "vector", "tf32 of indices", "no reference", "waits", "kept config", "taken config", "fake", "garbage", "copies",
+    "no allocator",
 ]  # fmt: skip
 _TEXTS: Mapping[str, str] = {
     "launch": "a launch of {text}",
@@ -45,6 +46,7 @@ _TEXTS: Mapping[str, str] = {
     "vector": "a load is a vector of other elements than the program's, by {text}, {where}",
     "waits": "{text} waits for the GPU at {where}, so that no CUDA graph holds it: times need `policy='eager'`",
     "fake": "{where} of {text} differs between the operator and its register_fake: wrong under torch.compile",
+    "no allocator": "a kernel makes a tensor descriptor, {where}, which fails on Hopper and later: triton.set_allocator?",
     "on the CPU": "{text} of {where} lies on the CPU, its other tensors on the GPU: is it made without `device=`?",
 }
 """Texts of the kinds that users and tests see."""
@@ -87,6 +89,7 @@ class Fact(NamedTuple):
     | kept config | an autotuner with COUNT configs may choose the config with the number `block` | kernel | COUNT |
     | taken config | it takes this config | kernel | COUNT |
     | fake | the function of `register_fake` gives another output than its operator | operator | ATTRIBUTE of output NUMBER |
+    | no allocator | a kernel makes a tensor descriptor, for which a GPU needs memory, and no allocator is set | | PATH:LINE |
     | no reference | a captured kernel's author gives no reference | kernel | |
     | not judged | launches without memory that were given up, and why | text | kernel if of one |
     """

@@ -7,6 +7,8 @@ small cases.
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import partialmethod
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +78,7 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
     nothing, and questions about the GPU have answers.
     """
     from triton.runtime.driver import driver
+    from triton.runtime.interpreter import InterpreterBuilder
 
     has_gpu, of_gpu, of_tensor = torch.cuda.is_available(), torch.cuda.device.__init__, torch.Tensor.device
 
@@ -84,6 +87,8 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
             of_gpu(selection, chosen)
         else:
             selection.idx = selection.prev_idx = -1
+
+    descriptor = "create_make_tensor_descriptor"
 
     def seen(tensor: torch.Tensor) -> torch.device:
         own = of_tensor.__get__(tensor)
@@ -96,6 +101,7 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
         (torch.Tensor, "is_cuda"): property(lambda tensor: tensor.device.type in (device, "cuda")),
         (torch.Tensor, "record_stream"): lambda _tensor, _stream: None,
         (torch.cuda.device, "__init__"): select,
+        (InterpreterBuilder, descriptor): partialmethod(_make_descriptor, getattr(InterpreterBuilder, descriptor)),
     }
     if not has_gpu:
         parts |= {(torch.cuda, name): lambda *_args, _answer=answer, **_named: _answer for name, answer in _ANSWERS.items()}
@@ -106,6 +112,16 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
     except RuntimeError:
         parts[type(driver), "active"] = property(lambda _holder: Driver(device))
     return parts
+
+
+def _make_descriptor(builder: Any, make: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Make a tensor descriptor; note a fact if a kernel makes it without an allocator, which one of the host does not need."""
+    from triton.runtime._allocation import NullAllocator, _allocator
+
+    is_of_kernel = sys._getframe(2).f_code.co_name == "make_tensor_descriptor"  # of tl, which calls that of `semantic`
+    if is_of_kernel and isinstance(_allocator.get(), NullAllocator):
+        note_here("no allocator")
+    return make(builder, *args, **named)
 
 
 class _Generator(torch.Generator):

@@ -1,5 +1,6 @@
 """Host code that is written for a GPU, on tensors of the CPU and without memory."""
 
+import contextvars
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from pool_jobs import op_of, run_of
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune.interpreter.modes import noting, strict, unlaunched, without_gpu
 from kerneltune.measuring.assembly import TARGETS
@@ -82,6 +84,37 @@ def test_host_code_for_a_gpu_runs_on_other_tensors(device: str) -> None:
     assert not x.is_cuda, "the stand-in ends with the check"
     with pytest.raises((RuntimeError, AssertionError)):
         torch.cuda.synchronize()
+
+
+@triton.jit
+def _doubled_by_descriptor(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, [M, N], [N, 1], [BLOCK, BLOCK])
+    y = tl.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [BLOCK, BLOCK])
+    y.store([tl.program_id(0) * BLOCK, 0], 2 * x.load([tl.program_id(0) * BLOCK, 0]))
+
+
+@triton.jit
+def _doubled_by_descriptor_of_host(x, y, BLOCK: tl.constexpr):
+    y.store([tl.program_id(0) * BLOCK, 0], 2 * x.load([tl.program_id(0) * BLOCK, 0]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("way", ["allocator", "no allocator", "host"])
+def test_descriptor_of_a_kernel_without_an_allocator_is_noted(way: str, device: str) -> None:
+    def double() -> None:
+        x = torch.ones(32, 16, device=device)
+        y = torch.empty_like(x)
+        if way == "host":
+            _doubled_by_descriptor_of_host[(2,)](*(TensorDescriptor.from_tensor(t, [16, 16]) for t in (x, y)), 16)
+            return
+        if way == "allocator":
+            triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=x.device))
+        _doubled_by_descriptor[(2,)](x, y, 32, 16, 16)
+
+    with strict(device=device), noting() as facts:
+        contextvars.copy_context().run(double)
+    assert ("no allocator" in {fact.kind for fact in facts}) == (way == "no allocator")
+    assert "launch" in {fact.kind for fact in facts}
 
 
 OP = op_of(__name__, lambda _case, device: {"x": torch.empty(3000, device=device)}, doubled)
