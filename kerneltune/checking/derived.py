@@ -241,9 +241,8 @@ class _SizeSearch:
         bench, facts = self.bench, set[Fact]()
         variants, without = _variants_with_facts(self.op, self.check)
         for variant, (case, reason) in without.items():
-            if not only_calls_torch(self.op, variant, self.check):
-                where = f"sizes of bench cases alone of {variant.name}, in check case {case.name}: host code fails without memory"
-                facts.add(Fact("not judged", f"{where}: {reason}"))
+            where = f"sizes of bench cases alone of {variant.name}, in check case {case.name}: host code fails without memory"
+            facts.add(Fact("not judged", f"{where}: {reason}"))
         for configs in (_default_alone, around_default) if self.check else (_default_alone,):
             launches = _Launches(self.op, variants, configs)
             by_facts = self._search(launches, bench)
@@ -371,13 +370,15 @@ def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
     yield variant.default_config(case)
 
 
-def _variants_with_facts(op: Op, cases: Iterable[Case]) -> tuple[list[Variant], dict[Variant, tuple[Case, str]]]:
+def _variants_with_facts(op: Op, cases: Sequence[Case]) -> tuple[list[Variant], dict[Variant, tuple[Case, str]]]:
     """Return the own variants that have facts in a case or raise no error, and the first error of each variant with its case.
 
     A variant raises an error if its launches depend on values, perhaps in some cases alone, as where lengths of sequences are
-    given.
+    given. A variant that calls torch alone is left out: it has no launches, and its loops may take minutes.
     """
-    variants, known = [variant for variant in op.variants if not variant.is_peer], set[Variant]()
+    supported = {variant: [case for case in cases if not variant.unsupported(case)] for variant in op.variants}
+    variants = [each for each in op.variants if not each.is_peer and not only_calls_torch(op, each, supported[each])]
+    known = set[Variant]()
     reasons = dict[Variant, tuple[Case, str]]()
     begun_s = time.thread_time()
     for case in cases:
