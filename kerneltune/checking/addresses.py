@@ -35,7 +35,7 @@ _SEVERAL = 4
 _FEW_CASES = 2
 """Small check cases in which launches are sought of a variant that launches no kernel without memory."""
 _WAITS = re.compile(
-    r"Tensor\.item\(\)|copy out of meta|torch\.nonzero|aten::(masked_select|_?unique\w*|bincount|equal):|repeat_interleave a meta"
+    r"Tensor\.item\(\)|copy out of meta|aten::(masked_select|_?unique\w*|bincount|equal):|repeat_interleave a meta"
 )
 """Errors of functions of torch that wait for a GPU, on tensors without memory."""
 _SETS_DEVICE = re.compile(r"\bset_default_(device|tensor_type)\b")

@@ -83,7 +83,7 @@ class Fact(NamedTuple):
     | promise | a promise about a tensor, other than of `max_contiguous`, that does not hold | promise | PATH:LINE |
     | vector | a load that a wrong promise makes a vector of other elements | promise | PATH:LINE |
     | on the CPU | a kernel gets a tensor of the CPU with elements beside tensors without memory | argument | kernel |
-    | copies | host code copies values of the host to tensors without memory, which waits for a GPU | | PATH:LINE |
+    | copies | host code copies values to tensors without memory, or asks which are not 0, and so waits for a GPU | | PATH:LINE |
     | waits | a variant, timed as a graph, calls a function of torch that waits for a GPU | variant | FILE:LINE |
     | garbage | a load without `other` leaves elements out by its mask | | PATH:LINE |
     | kept config | an autotuner with COUNT configs may choose the config with the number `block` | kernel | COUNT |

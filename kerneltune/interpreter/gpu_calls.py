@@ -103,6 +103,8 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
         (torch.cuda.device, "__init__"): select,
         (InterpreterBuilder, descriptor): partialmethod(_make_descriptor, getattr(InterpreterBuilder, descriptor)),
     }
+    if device == "meta":
+        parts[torch._meta_registrations, "exp_config"] = _NonzeroWithoutMemory()
     if not has_gpu:
         parts |= {(torch.cuda, name): lambda *_args, _answer=answer, **_named: _answer for name, answer in _ANSWERS.items()}
         parts |= {(torch.cuda, name): _Queue for name in _QUEUES}
@@ -122,6 +124,15 @@ def _make_descriptor(builder: Any, make: Callable[..., Any], *args: Any, **named
     if is_of_kernel and isinstance(_allocator.get(), NullAllocator):
         note_here("no allocator")
     return make(builder, *args, **named)
+
+
+class _NonzeroWithoutMemory:
+    """Stand for the settings of torch that its `nonzero` reads without memory, as `x[mask]` calls it, which waits for a GPU."""
+
+    @property
+    def meta_nonzero_assume_all_nonzero(self) -> bool:
+        note_here("copies")
+        return True
 
 
 class _Generator(torch.Generator):
