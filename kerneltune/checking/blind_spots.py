@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kerneltune.checking.check import Checker, bytes_of
+from kerneltune.checking.check import Checker, bytes_of, host_folder
+from kerneltune.interpreter.modes import unlaunched
 from kerneltune.spec import Case, Inputs, Op, Variant
 from kerneltune.task import knobs_of
 
@@ -64,11 +65,18 @@ def _ignored(op: Op, variant: Variant, cases: Sequence[Case], name: str, offered
 
 
 def _are_results_equal(op: Op, variant: Variant, *cases: Case) -> bool:
-    """Return whether a variant gives two cases the same outputs."""
+    """Return whether a variant gives two cases the same outputs, by the same launches."""
     with suppress(Exception):  # a case that the variant does not support
         outputs, others = (Checker(op, case, "cpu").outputs(variant, variant.default_config(case)) for case in cases)
-        return _leaves(outputs) == _leaves(others)
+        return _leaves(outputs) == _leaves(others) and _launched(op, variant, cases[0]) == _launched(op, variant, cases[1])
     return False
+
+
+def _launched(op: Op, variant: Variant, case: Case) -> list[tuple[Any, ...]]:
+    """Return the launches of a variant, which may depend on a number of SMs, up to a launch whose values host code reads."""
+    with unlaunched(host_folder(op)) as launches, suppress(Exception):
+        variant.run(op.inputs(case, device="cpu"), variant.default_config(case))
+    return launches.arguments
 
 
 def _one_type(op: Op, variant: Variant, cases: Sequence[Case]) -> Iterator[str]:

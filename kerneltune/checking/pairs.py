@@ -14,7 +14,7 @@ from kerneltune.checking.covering import Pair, classes, configs_by_case, coverin
 from kerneltune.checking.declarations import look_up_failures, seeds_without_effect, wrong_traffic
 from kerneltune.checking.layouts import LayoutChecker
 from kerneltune.errors import first_line, statement_in
-from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.facts import Fact, noting
 from kerneltune.interpreter.modes import LaunchFacts, unlaunched
 from kerneltune.processes.forked import Fork, ForkCrashedError
 from kerneltune.processes.start import tell
@@ -51,8 +51,12 @@ def check_pairs(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome
     cost = partial(check_cost, op)
     by_cost = sorted(configs_by_case(variant, cases), key=cost)
     facts = _facts_in_fork(op, variant, by_cost)
-    if any(_kept(by_config) for by_config in facts.values()):
-        variant = with_knob(variant, {case: _kept(by_config) for case, by_config in facts.items()})
+    kept = {case: _kept(by_config) for case, by_config in facts.items()}
+    if by_cost and not any(facts.values()):
+        with suppress(ForkCrashedError):
+            kept = Fork(partial(_kept_in_runs, op, variant, by_cost)).result()
+    if any(kept.values()):
+        variant = with_knob(variant, kept)
         facts = _facts_in_fork(op, variant, by_cost)
     configs = configs_by_case(variant, cases)
     even_blocks, leading = _with_new_facts(facts)
@@ -204,6 +208,18 @@ def with_configs_of_autotuners(op: Op, variant: Variant, case: Case) -> Variant:
 def _kept(by_config: Mapping[Config, LaunchFacts]) -> list[int]:
     """Return the numbers of the configs among which autotuners choose in launches."""
     return sorted({fact.block for each in by_config.values() for fact in each.facts if fact.kind == "kept config"})
+
+
+def _kept_in_runs(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case, list[int]]:
+    """Return for each case what `_kept` does, of a variant whose host code reads values; none if the first case has none."""
+    kept = dict[Case, list[int]]()
+    for case in cases:
+        with noting(passes_on=False) as facts, suppress(Exception):  # the check of the case says why
+            LayoutChecker(op, case, "cpu").outputs(variant, variant.default_config(case))
+        kept[case] = _kept({None: LaunchFacts(facts)})
+        if not any(kept.values()):
+            break
+    return kept
 
 
 def around_default(variant: Variant, case: Case) -> Iterator[Config]:

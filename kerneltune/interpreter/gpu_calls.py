@@ -88,14 +88,19 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
         else:
             selection.idx = selection.prev_idx = -1
 
-    descriptor = "create_make_tensor_descriptor"
+    descriptor, run_backward = "create_make_tensor_descriptor", vars(torch.autograd)["_engine_run_backward"]
 
     def seen(tensor: torch.Tensor) -> torch.device:
         own = of_tensor.__get__(tensor)
         is_moved = own.type == device and not sys._getframe(1).f_code.co_filename.startswith(_NO_HOST_CODE)
         return _GPU if is_moved else own
 
+    def backward(*args: Any, **named: Any) -> Any:
+        with OnDevice(device):  # torch leaves the mode before a function of its own, such as `backward`, runs
+            return run_backward(*args, **named)
+
     parts: dict[tuple[Any, str], Any] = {
+        (torch.autograd, "_engine_run_backward"): backward,
         (torch.Tensor, "device"): property(seen),
         (torch.Tensor, "get_device"): lambda tensor: 0 if tensor.is_cuda else -1,
         (torch.Tensor, "is_cuda"): property(lambda tensor: tensor.device.type in (device, "cuda")),

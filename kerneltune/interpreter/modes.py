@@ -47,12 +47,14 @@ class LaunchFacts:
         num_programs: number of their programs.
         ones: (kernel, argument) of integers that are 1, which Triton makes constants.
         integers: (kernel, argument) of tensors of integers -> their largest number, and how many they hold.
+        arguments: kernel, grid and arguments other than tensors of each launch.
     """
 
     facts: set[Fact]
     num_programs: int = 0
     ones: frozenset[tuple[str, str]] = frozenset()
     integers: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    arguments: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 @contextmanager
@@ -111,6 +113,8 @@ def unlaunched(folder: str = "", device: str = "cpu") -> Iterator[LaunchFacts]:
             ones = {name for name in integers if type(bound[name]) is int and bound[name] == 1}
             launches.ones |= {(executor.fn.__name__, name) for name in ones}
             launches.integers |= integers_of(executor.fn.__name__, bound)
+            plain = [(name, value) for name, value in bound.items() if isinstance(value, int | float | str)]
+            launches.arguments.append((executor.fn.__name__, *map(int, grid), *plain))
 
     uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
     with noting() as facts, uncalled, _forgetting(folder), noting_host(folder), host_on(device):

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from mistaken_ops import CASES, Knobs, values
 from test_pairs import op_with
 
@@ -65,6 +67,29 @@ def test_values_that_no_check_tells_apart_are_named(op: Op, texts: list[str]) ->
     assert blind_spots(op, op.variants[0], cases) == lines
     ((_job, outcomes),) = run_jobs([compare_job(Task(op, cases[0], op.variants[0]), cases)])
     assert [(it.status, it.reason) for it in outcomes] == [("noted", f"scaled: {line}") for line in lines]
+
+
+@triton.jit
+def _doubled(x_ptr, y_ptr, N, NUM_PROGRAMS: tl.constexpr):
+    for at in range(tl.program_id(0), N, tl.num_programs(0)):
+        tl.store(y_ptr + at, 2 * tl.load(x_ptr + at))
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="launches are read in Triton's interpreter")
+@pytest.mark.parametrize(("way", "is_named"), [("grid", False), ("constexpr", False), ("nothing", True)])
+def test_option_of_which_the_results_are_independent_is_named_unless_launches_depend_on_it(way: str, is_named: bool) -> None:
+    def run(given: Inputs, _config: None) -> Inputs:
+        y, num_programs = torch.empty_like(given["x"]), given["programs"]
+        _doubled[(num_programs if way == "grid" else 2,)](given["x"], y, y.numel(), num_programs if way == "constexpr" else 2)
+        return {"y": y}
+
+    op = replace(
+        op_with(""), options={"programs": (1, 3)}, variants=(Variant("optimized", run),), reference=lambda it: {"y": 2 * it["x"]},
+        inputs=lambda case, *, device, seed=0: {**drawn(case, seed, "drawn"), "programs": case.option("programs")},
+    )  # fmt: skip
+    cases = [replace(case, options=(("programs", number),)) for case in CASES for number in (1, 3)]
+    line = "results are equal for every programs: a kernel that ignores it passes"
+    assert [it for it in blind_spots(op, op.variants[0], cases) if "every" in it] == [line] * is_named
 
 
 def drawn(case: Case, seed: int, kind: str) -> Inputs:

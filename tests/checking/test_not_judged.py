@@ -175,6 +175,22 @@ def test_pairs_check_every_config_of_an_autotuner(knobs: Any) -> None:
     assert every("alone" not in outcome.reason for outcome in failed), failed
 
 
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_pairs_check_every_config_of_an_autotuner_behind_a_value_that_host_code_reads(factor: float) -> None:
+    def run(given: Inputs, config: Any) -> Outputs:
+        assert given["x"].abs().max().item() < 1e30
+        return _run_tuned(factor, given, config)
+
+    variant = Variant("optimized", run)
+    op = replace(op_with(""), reference=lambda given: {"y": 2 * given["x"]}, variants=(variant,))
+    job = pairs_job(Task(op, CASES[0], variant), CASES)
+    ((_job, outcomes),) = run_jobs([job])
+    assert {knobs_of(outcome.config)["autotuner_config"] for outcome in outcomes if outcome.status == "failed"} == (
+        {1} if factor > 2 else set()
+    )
+    assert not [line for line in coverage_lines([job]) if "of the autotuner of" in line]
+
+
 @triton.jit
 def _doubled_in_place(x_ptr, N, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, BLOCK)

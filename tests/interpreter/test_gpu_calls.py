@@ -86,6 +86,31 @@ def test_host_code_for_a_gpu_runs_on_other_tensors(device: str) -> None:
         torch.cuda.synchronize()
 
 
+class _Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return doubled({"x": x})["y"]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return doubled({"x": grad.contiguous()})["y"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_backward_pass_for_a_gpu_runs_on_other_tensors(way: str, device: str) -> None:
+    x = torch.randn(3000, device=device, requires_grad=True)
+    with strict(device=device):
+        y = _Doubling.apply(x)
+        if way == "grad":
+            (grad,) = torch.autograd.grad(y.sum(), x)
+        else:
+            y.sum().backward()
+            grad = x.grad
+    assert device == "meta" or torch.equal(grad, torch.full_like(x, 2))
+    assert grad.shape == x.shape
+
+
 @triton.jit
 def _doubled_by_descriptor(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
     x = tl.make_tensor_descriptor(x_ptr, [M, N], [N, 1], [BLOCK, BLOCK])
