@@ -1,7 +1,7 @@
 """Tell whether the last program of a launch loads and stores the last elements of arguments."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,18 +63,18 @@ class LastElements:
             accesses.end_of_first = max(furthest, accesses.end_of_first)
             accesses.count_of_first += 1
 
-    def facts(self, kernel: str, others: "LastElements | None" = None) -> Iterator[Fact]:
+    def facts(self, kernel: str, others: Sequence["LastElements"] = ()) -> Iterator[Fact]:
         """Yield a fact for each argument whose last element is loaded or stored, or not.
 
         Args:
             kernel: the name of the kernel.
-            others: the accesses of a second run, whose loads give other numbers, if only the corners of the grid ran; else None.
+            others: the accesses of further runs, whose loads give other numbers, if only the corners of the grid ran; else none.
                 Loads or stores that differ between the runs give no facts. A last element then counts as left out only if the
                 grid's last program accesses the argument, and if programs do not take rows in turns.
         """
         for kind, fact_kinds in _KINDS.items():
             of_arguments = self.by_kind[kind]
-            for name, accesses in of_arguments.items() if others is None or others.by_kind[kind] == of_arguments else ():
+            for name, accesses in of_arguments.items() if all(other.by_kind[kind] == of_arguments for other in others) else ():
                 is_by_last = accesses.program == self._num_programs - 1
-                if accesses.is_last or others is None or (is_by_last and not accesses.are_in_turns):
+                if accesses.is_last or not others or (is_by_last and not accesses.are_in_turns):
                     yield Fact(fact_kinds[accesses.is_last], name, kernel)

@@ -14,8 +14,8 @@ _ALIGNMENT = 4096
 LOADED = (0, 1 << 24)
 """Integers that loads without memory give. 0 suits a kernel that reads a table at a loaded index; 2^24, above all rows, suits a
 kernel that searches the group of a row: with 0 every group would end at row 0."""
-MORE = 3
-"""Integer of further loads without memory, by which loops from 1 to a loaded end have iterations."""
+MORE, FAR = 3, 70
+"""Integers of further loads without memory. By 3, loops from 1 to a loaded end have iterations; bit 70 lies in another word."""
 
 
 @dataclass(frozen=True, slots=True)

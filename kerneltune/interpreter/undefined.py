@@ -39,7 +39,7 @@ from kerneltune.interpreter.last_elements import LastElements
 from kerneltune.interpreter.loops import AROUND
 from kerneltune.interpreter.promises import FOLLOWED, Vectors, follow_argument, makes_promises, vectors
 from kerneltune.interpreter.races import Conflict, Races
-from kerneltune.interpreter.regions import FIRST_REGION, LOADED, MORE, REGION_BITS, Integers, Region, places_text
+from kerneltune.interpreter.regions import FAR, FIRST_REGION, LOADED, MORE, REGION_BITS, Integers, Region, places_text
 from kerneltune.interpreter.wrapping import require_unwrapped
 
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
@@ -233,8 +233,10 @@ class _Guard:
         for integers in map(Integers, LOADED):
             try:
                 self._run_corners(executor, bound, integers)
-                last_elements = self._last_elements
-                others = self._with_other_numbers(executor, bound) if integers.are_loaded else last_elements
+                others = [last_elements := self._last_elements]
+                if integers.are_loaded:
+                    others = self._with_number(executor, bound, MORE) or [LastElements(0)]
+                    others += self._with_number(executor, bound, FAR)
                 note_facts(*last_elements.facts(self._kernel, others))
                 return ""
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
@@ -288,14 +290,14 @@ class _Guard:
             builder.set_grid_idx(*program)
             executor.fn(**values)
 
-    def _with_other_numbers(self, executor: Any, bound: dict[str, Any]) -> LastElements:
-        """Return the accesses of the corners where loads give other integers; none if this run cannot end."""
+    def _with_number(self, executor: Any, bound: dict[str, Any], number: int) -> list[LastElements]:
+        """Return the accesses of the corners where loads give a number; none if this run cannot end."""
         try:
             with noting(passes_on=False):
-                self._run_corners(executor, bound, Integers(MORE))
-        except Exception:  # the other numbers lie outside of an argument, or the time is over
-            return LastElements(0)
-        return self._last_elements
+                self._run_corners(executor, bound, Integers(number))
+        except Exception:  # the number lies outside of an argument, or the time is over
+            return []
+        return [self._last_elements]
 
     def converted(self, value: Any) -> Any:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""
