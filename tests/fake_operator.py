@@ -14,7 +14,7 @@ from kerneltune.stats import Samples
 from kerneltune.task import Evaluation, Task
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
-COMPILED = CompileResult((Kernel("k", 4, 32, 0, 1024),), 0.1)
+COMPILED = CompileResult((Kernel("k", 4, 32, 0, 1024),))
 launched: list[Config] = []
 
 

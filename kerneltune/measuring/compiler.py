@@ -7,7 +7,6 @@ its kernels in Triton's disk cache.
 import os
 import pickle
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -41,7 +40,6 @@ class CompileResult:
     """
 
     kernels: tuple[Kernel, ...]
-    seconds: float
     error: str = ""
     crashed: bool = False
     unknown: bool = False
@@ -116,10 +114,10 @@ class CompilePool:
                     compiled: CompileResult = compiler.ask("compile", names, knobs_of(run.config), timeout_s=timeout_s)
                     return compiled
                 except WorkerHungError as error:
-                    return CompileResult((), timeout_s, f"compiling {error}", crashed=True)
+                    return CompileResult((), f"compiling {error}", crashed=True)
                 except WorkerCrashedError as error:
                     if has_died:
-                        return CompileResult((), 0.0, f"{error}, twice", crashed=True)
+                        return CompileResult((), f"{error}, twice", crashed=True)
                     has_died = True
         finally:
             self._idle.put(compiler)
@@ -161,7 +159,6 @@ class Compiler:
         """Return the kernels that a pickled task launches with a config of these knobs, none for a variant without knobs."""
         launched, line_of, is_of_machine, unknown = self._launched, line_of_inputs, False, False
         launched.clear()
-        started = time.perf_counter()
         try:
             task: Task = pickle.loads(names)
             inputs, kind = task.op.inputs(task.case, device="meta"), task.variant.config
@@ -178,4 +175,4 @@ class Compiler:
         else:
             wrong = "wrong code: ptxas stores the stack pointer in {} places where numbers belong"
             error = next((f"{one.name}: {wrong.format(one.stray_stores)}" for one in launched if one.stray_stores), "")
-        return CompileResult(tuple(launched), time.perf_counter() - started, error, is_of_machine, unknown)
+        return CompileResult(tuple(launched), error, is_of_machine, unknown)

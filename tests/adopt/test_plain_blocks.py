@@ -122,7 +122,7 @@ def test_tune_compiles_both_other_values_of_a_block_before_it_launches_one(
 
     def submit(pool: Pool, job: Any) -> Future[CompileResult]:
         seen.append(("compiled", job.config.BLOCK))
-        return pool.done(CompileResult((), 0.0, "no such block" * (job.config.BLOCK == 64)))
+        return pool.done(CompileResult((), "no such block" * (job.config.BLOCK == 64)))
 
     def check(bench: CheckedBench, task: Task, config: Any) -> Outcome:
         seen.append(("launched", config.BLOCK))

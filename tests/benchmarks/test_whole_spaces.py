@@ -27,7 +27,7 @@ def test_whole_space_of_a_case_is_timed_once_and_kept(tmp_path: Path) -> None:
     bench = create_autospec(GpuBench, instance=True)
     bench.measure.side_effect = measure
     pending: Future[CompileResult] = Future()
-    pending.set_result(CompileResult((), 1.0))
+    pending.set_result(CompileResult(()))
     tasks = whole_spaces.tasks_of(SWEEP, ["int4_fp8_gemm"], tmp_path, device.current_slug())
     first = tasks[0]
     configs = checked_space(first)

@@ -387,7 +387,7 @@ def test_inspect_lists_a_kernel_launched_for_every_tensor_once(monkeypatch: pyte
         def __exit__(self, *_: object) -> None: ...
         def compile(self, jobs: list[Any]) -> list[CompileResult]:
             kernels = (KERNEL, KERNEL, dataclasses.replace(KERNEL, registers=64), KERNEL)
-            return [CompileResult(kernels, 1.0)] * len(jobs)
+            return [CompileResult(kernels)] * len(jobs)
 
     monkeypatch.setattr(survey, "CompilePool", Pool)
     lines = run(*ONE, "--target", "sm_90").stdout.splitlines()
@@ -396,7 +396,7 @@ def test_inspect_lists_a_kernel_launched_for_every_tensor_once(monkeypatch: pyte
 
 def test_inspect_of_a_program_that_fits_no_sm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     unfit = dataclasses.replace(KERNEL, warps=32)
-    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((unfit,), 1.0)] * len(jobs))
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((unfit,))] * len(jobs))
     result = run(*ONE, "--target", "gfx942", "--workers", "1")
     last = "  gfx942: _rmsnorm_fwd_rows: no program fits an SM: threads of a program"
     assert last in result.stdout.splitlines()
@@ -414,7 +414,7 @@ def test_inspect_of_cooperative_programs_that_do_not_all_fit_fails(
     cooperative: bool, registers: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = dataclasses.replace(KERNEL, warps=8, registers=registers, shared_bytes=0, cooperative=cooperative)
-    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((kernel,), 1.0)] * len(jobs))
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((kernel,))] * len(jobs))
     op = ops.load()["rmsnorm_bwd"]
     variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
     config = dataclasses.replace(variant.default_config(case), ctas=3)
@@ -449,7 +449,7 @@ def test_survey_of_many_configs_first_prints_the_number_of_compilations(monkeypa
         def note(self, text: str) -> None:
             notes.append(text)
 
-    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((KERNEL,), 1.0)] * len(jobs))
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((KERNEL,))] * len(jobs))
     op = ops.load()["rmsnorm_fwd"]
     variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
     runs = [Run(Task(op, case, variant), config) for config in itertools.islice(variant.configs(case), 30)]

@@ -112,7 +112,6 @@ def test_compile_result_has_registers_spills_and_shared_memory(answers: dict[str
     row = 1024 * 2
     assert row * 2 <= plain[0]["shared_bytes"] <= row * 6  # the tiles that three stages keep in flight, and the reduction
     assert 64 * 128 <= transposed[1]["shared_bytes"] <= 65536  # a tile of bytes, to be turned
-    assert every(c["seconds"] > 0.005 for c in answers["real"][:4])  # compiled, not found
 
 
 def test_compile_result_of_code_that_stores_undefined_registers_is_an_error(answers: dict[str, Any]) -> None:
@@ -133,9 +132,9 @@ def test_compile_result_of_code_that_stores_undefined_registers_is_an_error(answ
 def test_compile_result_has_resources_of_its_largest_kernel(answers: dict[str, Any]) -> None:
     bwd = answers["real"][0]
     assert bwd["program_registers"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])
-    two = CompileResult((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
+    two = CompileResult((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)))
     assert (two.program_registers, two.spill_bytes) == (320, 16)
-    assert (CompileResult((), 0.0, "x").program_registers, CompileResult((), 0.0, "x").spill_bytes) == (0, 0)
+    assert (CompileResult((), "x").program_registers, CompileResult((), "x").spill_bytes) == (0, 0)
 
 
 def test_pool_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

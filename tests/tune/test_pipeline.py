@@ -27,7 +27,7 @@ from kerneltune.spec import Case, Config
 from kerneltune.task import Evaluation, Task
 from kerneltune.tune.session import TuningSession
 
-SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
+SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),))
 POOL = list(LARGE.configs(CASE))
 
 
@@ -179,7 +179,7 @@ def test_search_prepares_the_case_while_the_first_config_compiles(setting: Setti
         if prepared:
             for future in waiting:
                 if not future.done():
-                    future.set_result(CompileResult((), 0.0))
+                    future.set_result(CompileResult(()))
 
     tuner.queue.fill, tuner.queue.compile = meanwhile, compiling
     assert setting.tune(tuner).evidence["trials"] == 25
@@ -227,7 +227,7 @@ def test_idle_compilers_compile_for_later_cases(slow: Options) -> None:
         session.queue.fill()
         assert [case for case, _ in Slow.requested] == [cases[0], cases[1], cases[1]]  # three workers
         for done in range(1, 60):
-            Slow.futures[done].set_result(CompileResult((), 0.0)) if done < len(Slow.futures) else None
+            Slow.futures[done].set_result(CompileResult(())) if done < len(Slow.futures) else None
             session.queue.fill()
         ahead = Slow.requested[1:]
         assert len(ahead) == len(set(ahead)) == 50

@@ -99,7 +99,7 @@ def test_run_tune_forced_tries_crashed_configs_again(
 ) -> None:
     def submit(self: Pool, run: Any) -> "Future[CompileResult]":
         return (
-            self.done(CompileResult((), 90.0, "compiling took longer than 90 s", crashed=True))
+            self.done(CompileResult((), "compiling took longer than 90 s", crashed=True))
             if run.config.block == 2048
             else self.done()
         )

@@ -324,13 +324,13 @@ def test_starting_points_include_configs_of_other_free_options(setting: Setting)
 def test_tuner_runs_no_config_that_spills_much_or_does_not_compile(setting: Setting) -> None:
     tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce(), Options())
     assert tuner.drops_unfit  # 25 configs: no published list
-    broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
+    broken = evaluated(tuner, Small(64, 1), CompileResult((), "CompilationError: no"))
     assert broken == Evaluation("compile", reason="CompilationError: no")
-    spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
+    spilling = CompileResult((Kernel("k", 4, 255, 96, 0),))
     assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", reason="96 bytes per thread")
     assert tuner.refusal(tuner.task.default, spilling) is None  # the others are compared with the default
     assert tuner.refusal(Small(64, 2), replace(spilling, error="reads values", unknown=True)) is None  # the worker tells
-    assert tuner.refusal(Small(64, 2), CompileResult((Kernel("k", 4, 255, 32, 0),), 1.0)) is None
+    assert tuner.refusal(Small(64, 2), CompileResult((Kernel("k", 4, 255, 32, 0),))) is None
     assert tuner.program_registers == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
 
@@ -338,7 +338,7 @@ def test_tuner_runs_no_config_that_spills_much_or_does_not_compile(setting: Sett
 def test_tuner_runs_no_config_with_lower_occupancy_than_it_asks_for(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce(), Options())
     asked = Large(64, 1, 1, 4)
-    twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
+    twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)))
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
     with pytest.raises(AssertionError):  # it goes to the bench: nothing is known of the interpreter's multiprocessors
         evaluated(tuner, asked, twice)
@@ -348,7 +348,7 @@ def test_tuner_runs_no_config_with_lower_occupancy_than_it_asks_for(setting: Set
     )
     for config, kernels in (
         (Large(64, 1, 1, 2), twice),
-        (Large(64, 1, 2, 4), CompileResult((Kernel("k", 4, 64, 0, 8192),), 1.0)),
+        (Large(64, 1, 2, 4), CompileResult((Kernel("k", 4, 64, 0, 8192),))),
     ):
         with pytest.raises(AssertionError):  # these fit
             evaluated(tuner, config, kernels)
@@ -361,13 +361,13 @@ def test_tuner_refuses_a_cooperative_grid_that_does_not_fit_beside_a_smaller_ker
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
-    together = CompileResult((replace(main, cooperative=True), small), 1.0)
+    together = CompileResult((replace(main, cooperative=True), small))
     trial = evaluated(tuner, Large(64, 1, 1, 2), together)
     assert (trial.status, trial.reason) == ("occupancy", "1 programs fit an SM, not 2")
     with pytest.raises(AssertionError):  # as many as it asks for fit
         evaluated(tuner, Large(64, 1, 1, 1), together)
     with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for another kernel
-        evaluated(tuner, Large(64, 1, 2, 2), CompileResult((main, small), 1.0))
+        evaluated(tuner, Large(64, 1, 2, 2), CompileResult((main, small)))
 
 
 # errors
@@ -403,7 +403,7 @@ def test_tuner_measures_others_while_one_compilation_is_slow(setting: Setting) -
 
     def on_trial(_config: Config, _trial: Evaluation) -> None:
         if len(tuner.evaluated) == 24 and not slow.done():
-            slow.set_result(CompileResult((), 60.0))
+            slow.set_result(CompileResult(()))
 
     tuner.queue.compile = compiling
     entry = setting.tune(tuner, on_trial=on_trial)
