@@ -247,22 +247,18 @@ def _unchecked_configs(checked: Set[Fact]) -> Iterator[Fact]:
         yield Fact("not judged", f"{len(facts)} of {count} configs of the autotuner of {kernel}")
 
 
-def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> list[str]:
-    """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached.
+def coverage_lines(jobs: Sequence[Job], failed: Collection[str] = ()) -> Iterator[str]:
+    """Yield a line for each operator with loops, axes of grids or facts of bench cases that no check reached.
 
     failed: operators with a failed check. Their further checks may not have run, so that no unreached fact of them is named.
     """
-    lines = []
     for op, op_jobs in grouped(jobs, lambda job: job.task.op.name).items():
         checked, largest = (_facts(job for job in op_jobs if job.is_largest is wanted) for wanted in (False, True))
-        names = [] if op in failed else unreached(checked, largest)
-        if names:
-            lines.append(f"{op}: no check has {first_of(names, _MOST_NAMES)}")
+        if names := [] if op in failed else unreached(checked, largest):
+            yield f"{op}: no check has {first_of(names, _MOST_NAMES)}"
         if given_up := sorted(str(fact) for fact in {*largest, *_unchecked_configs(checked)} if fact.kind == "not judged"):
-            lines.append(f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}")
-        lines += [f"{op}: {fact}" for fact in sorted(checked | largest) if fact.kind in _NAMED]
-        lines += [
-            f"{op}: the largest case {fact}, as all checks do: a {'grid or loop' if 'loaded' in fact.kind else 'grid'} cut short?"
-            for fact in cut_short(_facts(job for job in op_jobs if isinstance(job, CaseJob)), largest)
-        ]
-    return lines
+            yield f"{op}: not judged: {'; '.join(given_up[:_MOST_NAMES])}"
+        yield from (f"{op}: {fact}" for fact in sorted(checked | largest) if fact.kind in _NAMED)
+        for fact in cut_short(_facts(job for job in op_jobs if isinstance(job, CaseJob)), largest):
+            what = "grid or loop" if "loaded" in fact.kind else "grid"
+            yield f"{op}: the largest case {fact}, as all checks do: a {what} cut short?"

@@ -180,7 +180,7 @@ def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, la
     assert outcomes(*work) == [[Outcome("checked")], []]
     named = "; ".join(coverage_lines(work))
     assert named.startswith("summed: no check has ") == bool(missing)
-    assert coverage_lines(work, failed=["summed"]) == []
+    assert list(coverage_lines(work, failed=["summed"])) == []
     assert {name for name in ("iterations of the loop", "programs of _sums along axis 0") if name in named} == missing
     assert ("test_jobs.py:" in named) == ("iterations of the loop" in missing)
 
@@ -192,7 +192,7 @@ def test_coverage_names_nothing_that_parts_of_a_crashed_job_reached() -> None:
     case = CaseJob.of([Run(Task(op, checked, variant), None) for variant in (op.variants[0], crashing)])
     work = [case, address_job(Task(op, large, op.variants[0]))]
     assert [outcome.status for outcome in outcomes(*work)[0]] == ["checked", "failed"]
-    assert coverage_lines(work) == []
+    assert list(coverage_lines(work)) == []
 
 
 def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:

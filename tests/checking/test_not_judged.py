@@ -106,7 +106,7 @@ def test_coverage_names_a_call_that_waits_for_the_gpu_unless_launches_are_timed(
     op = replace(op, variants=(baseline, op.variants[0]), policy=policy)
     addresses = address_job(Task(op, BENCH[0], baseline), (), CASES)
     dict(run_jobs([addresses]))
-    lines = coverage_lines([addresses])
+    lines = list(coverage_lines([addresses]))
     place = f"test_not_judged.py:{waits.__code__.co_firstlineno}"
     named = f"summed: baseline waits for the GPU at {place}, so that no CUDA graph holds it: times need `policy='eager'`"
     assert lines == ([named] if policy == "cold" else []), lines
@@ -130,7 +130,7 @@ def test_coverage_names_a_copy_of_values_of_the_host_unless_they_are_pinned(copi
     assert [
         line for line in coverage_lines([addresses]) if "waits for the GPU at test_not_judged.py" in line
     ] != [] or not is_named
-    assert (coverage_lines([addresses]) == []) == (not is_named)
+    assert (list(coverage_lines([addresses])) == []) == (not is_named)
 
 
 @triton.autotune([triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 256})], key=["N"])
@@ -381,7 +381,7 @@ def test_registered_operator_is_judged_by_its_own_function(double: Any, line: st
     task = Task(op, CASES[1], variant)
     jobs = [pairs_job(task, CASES), address_job(replace(task, case=BENCH[0]), (), CASES)]
     assert [it.reason for _job, outcomes in run_jobs(jobs) for it in outcomes if it.status == "failed"] == []
-    assert coverage_lines(jobs) == [f"scaled: {line}"] * bool(line)
+    assert list(coverage_lines(jobs)) == [f"scaled: {line}"] * bool(line)
 
 
 def _no_backend(_graph: Any, _inputs: Any) -> Any:
@@ -395,7 +395,7 @@ def test_checks_without_a_gpu_run_compiled_functions_as_they_are_written() -> No
     task = Task(op, CASES[1], variant)
     jobs = [CaseJob.of([Run(task, None)]), pairs_job(task, CASES), address_job(replace(task, case=BENCH[0]), (), CASES)]
     assert [it.reason for _job, outcomes in run_jobs(jobs) for it in outcomes if it.status == "failed"] == []
-    assert coverage_lines(jobs) == []
+    assert list(coverage_lines(jobs)) == []
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def checked(mistake: str) -> tuple[list[str], list[str]]:
     )  # fmt: skip
     job = CaseJob.of([Run(Task(op, case_of("odd", 3, 343), variant), None)])
     outcomes = [outcome for _job, found in run_jobs([job]) for outcome in found]
-    return [outcome.reason for outcome in outcomes if outcome.status == "failed"], coverage_lines([job])
+    return [outcome.reason for outcome in outcomes if outcome.status == "failed"], list(coverage_lines([job]))
 
 
 def test_vector_that_takes_elements_behind_the_tensor_fails_and_names_the_promise() -> None:
