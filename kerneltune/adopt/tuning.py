@@ -32,8 +32,7 @@ from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.search.trials import TrialStore, open_store
-from kerneltune.spec import Config
-from kerneltune.task import Evaluation, Run, Task, is_outdated, is_stale
+from kerneltune.task import Evaluation, Knobs, Run, Task, is_outdated, is_stale
 from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
@@ -185,7 +184,7 @@ def search_tasks(
     return failures
 
 
-SearchResult = tuple[Mapping[Config, Evaluation], cache.Match | None]
+SearchResult = tuple[Mapping[Knobs, Evaluation], cache.Match | None]
 """The trials of a task, and its best config; None if there is none."""
 
 
