@@ -164,11 +164,6 @@ class Field:
         return [value for _item, value in values]
 
 
-def read_integers(path: Path) -> dict[str, list[int]]:
-    """Return the integers of 0 or more in a YAML file, one or more for each field."""
-    return {name: numbers.sizes(0) for name, numbers in read_yaml(path).fields().items()}
-
-
 def plain(text: str) -> str:
     """Return a text of the file for a message: a single printable line, shortened to _LONGEST characters."""
     text = printable(text.replace("\n", "\\n").replace("\t", "\\t"))

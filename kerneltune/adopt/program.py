@@ -135,11 +135,6 @@ def has_compiled() -> bool:
     return bool(counters.get("frames", {}).get("ok"))
 
 
-def is_launch_failure(error: Exception) -> bool:
-    """Return whether an error is one of `LAUNCH_FAILURES`."""
-    return any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__)
-
-
 _DROPPING = Lock()
 
 

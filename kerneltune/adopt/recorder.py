@@ -394,7 +394,7 @@ class Recorder:
                     recorded.is_warm = True
                 return self._timed(recorded, partial(start, kwargs))
             except Exception as error:  # Triton's launch errors share no type
-                if not program.is_launch_failure(error):
+                if program.LAUNCH_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__):
                     raise
                 program.drop_failed(recorded.configs, config, error)
                 recorded.is_warm = False

@@ -18,7 +18,7 @@ from kerneltune.cli.cases import Ep, sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped, unaccepted
 from kerneltune.cli.progress import Reporter
 from kerneltune.wording import assignments, counted
-from kerneltune.yaml_fields import read_integers
+from kerneltune.yaml_fields import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +120,7 @@ def getter_command(
     device.select_backend()
     cases = _called_here(_call_cases(sizes, table), not sizes.tokens and bool(sizes.model or table.export))
     began = time.monotonic()
-    values = read_integers(space) if space else {}
+    values = {name: field.sizes(0) for name, field in read_yaml(space).fields().items()} if space else {}
     spec = _probed(GetterSpec(getter, call, str(Path.cwd()), dtype, cases, values, weights=weights), space)
     write_spec(out, spec)
     table.texts([TunedCall(case, case.own) for case in spec.cases], weights)  # raises early
