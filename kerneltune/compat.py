@@ -34,6 +34,8 @@ scaled_mm = torch._scaled_mm
 grouped_mm = torch._grouped_mm
 
 _WITHIN: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("within", default=nullcontext)
+_OF_TRITON_OP = "torch._library.triton"
+"""Module of the function that `torch.library.triton_op` makes of a user's."""
 _LIBRARIES = list[torch.library.Library]()
 """Libraries whose functions last; torch drops those of a library that is deleted."""
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
@@ -82,8 +84,9 @@ def own_functions(within: Callable[[], AbstractContextManager[Any]], judge: Call
         for name in _operators_of_gpus(len(torch.library._impls)):
             holder, own = simple_registry.singleton.find(name).fake_impl, partial(_run_as_on_gpu, name)
             if fake := holder.kernel:
-                is_missing = name in custom_ops.OPDEFS and custom_ops.OPDEFS[name]._abstract_fn is None
-                judged = own if is_missing else partial(_judged, partial(judge, name), own, fake)
+                of_torch = custom_ops.OPDEFS.get(name)  # whose fake may be missing or, of a `triton_op`, be its function
+                has_fake = of_torch is None or (of_torch._abstract_fn and of_torch._init_fn.__module__ != _OF_TRITON_OP)
+                judged = partial(_judged, partial(judge, name), own, fake) if has_fake else own
                 holder.kernels.append(type(fake)(judged, __name__))
                 faked.append(holder)
         yield
@@ -102,7 +105,8 @@ def _operators_of_gpus(_num_functions: int) -> list[str]:
         if key not in ("CUDA", "CompositeExplicitAutograd") or operator in found:
             continue
         if operator in custom_ops.OPDEFS:
-            is_torchs = custom_ops.OPDEFS[operator]._init_fn.__module__.startswith("torch.")
+            module = custom_ops.OPDEFS[operator]._init_fn.__module__
+            is_torchs = module.startswith("torch.") and module != _OF_TRITON_OP
         else:
             (place,) = re.findall(rf"\n{key}(?:\[alias\])?: registered at (.*)", torch._C._dispatch_dump(operator))
             is_torchs = place.startswith(torchs) and not place.startswith(torchs + "library.py")

@@ -92,8 +92,8 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
 
     def seen(tensor: torch.Tensor) -> torch.device:
         own = of_tensor.__get__(tensor)
-        is_moved = own.type == device and not sys._getframe(1).f_code.co_filename.startswith(_NO_HOST_CODE)
-        return _GPU if is_moved else own
+        is_moved = own.type == device and torch._C._len_torch_function_stack() > 0  # else nothing moves what is made there
+        return _GPU if is_moved and not sys._getframe(1).f_code.co_filename.startswith(_NO_HOST_CODE) else own
 
     def backward(*args: Any, **named: Any) -> Any:
         with OnDevice(device):  # torch leaves the mode before a function of its own, such as `backward`, runs

@@ -62,11 +62,27 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("kerneltune_tests::of_the_cpu", mutates_args=(), device_types="cpu")
+def _of_the_cpu(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape, device=x.device)
+
+
+def test_function_of_an_operator_for_the_cpu_sees_tensors_of_the_cpu() -> None:
+    with strict():
+        assert torch.ops.kerneltune_tests.of_the_cpu(torch.empty(3)).tolist() == [1, 1, 1]
+
+
+@torch.library.triton_op("kerneltune_tests::of_triton", mutates_args=())
+def _of_triton(x: torch.Tensor) -> torch.Tensor:
+    return doubled({"x": x})["y"]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_registered_operator_for_a_gpu_runs_on_other_tensors(device: str) -> None:
+@pytest.mark.parametrize("operator", [torch.ops.kerneltune_tests.of_a_gpu, torch.ops.kerneltune_tests.of_triton])
+def test_registered_operator_for_a_gpu_runs_on_other_tensors(operator: Any, device: str) -> None:
     x = torch.randn(3000, device=device)
     with strict(device=device), noting() as facts:
-        y = torch.ops.kerneltune_tests.of_a_gpu(x)
+        y = operator(x)
     assert device == "meta" or torch.equal(y, 2 * x)
     assert "launch" in {fact.kind for fact in facts}
 
