@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from kerneltune.checking.check import (
     host_folder,
-    is_foreign,
     launches_kernel,
     meta_inputs,
     only_calls_torch,
@@ -72,9 +71,9 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
         if any(fact.kind == "on the CPU" for fact in facts):
             return _made_without_device(host_folder(op), variant, inputs, config)
         has_launch = any(fact.kind == "launch" for fact in facts)
-        if op.policy != "eager" and is_foreign(op):
+        if op.policy != "eager" and op.kind == "foreign":
             note_facts(*(Fact("waits", variant.name, fact.where) for fact in facts if fact.kind == "copies"))
-        if is_foreign(op) and not has_launch and launches_kernel(op, variant, _small(op, variant, checks)):
+        if op.kind == "foreign" and not has_launch and launches_kernel(op, variant, _small(op, variant, checks)):
             text = f"addresses of {variant.name} in {case.name}: no kernel is launched without memory: is a fake registered?"
             note_facts(Fact("not judged", text))
     except CaseError as error:  # no inputs, or a captured launch that cannot be made again

@@ -387,11 +387,6 @@ def smallest_cases(op: Op, cases: Sequence[Case], count: int) -> list[Case]:
     return sorted(thick or cases, key=lambda case: op.traffic(case).total)[:count]
 
 
-def is_foreign(op: Op) -> bool:
-    """Return whether an operator is a user's own: neither this project's nor made of a capture."""
-    return not op.module.startswith("kerneltune.")
-
-
 def host_folder(op: Op) -> str:
     """Return the folder of an operator's module, whose host code launches its kernels; empty for a capture or without a file.
 

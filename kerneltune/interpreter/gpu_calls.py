@@ -108,8 +108,6 @@ def gpu_parts(device: str) -> dict[tuple[Any, str], Any]:
         (torch.cuda.device, "__init__"): select,
         (InterpreterBuilder, descriptor): partialmethod(_make_descriptor, getattr(InterpreterBuilder, descriptor)),
     }
-    if device == "meta":
-        parts[torch._meta_registrations, "exp_config"] = _NonzeroWithoutMemory()
     if not has_gpu:
         parts |= {(torch.cuda, name): lambda *_args, _answer=answer, **_named: _answer for name, answer in _ANSWERS.items()}
         parts |= {(torch.cuda, name): _Queue for name in _QUEUES}
@@ -129,6 +127,11 @@ def _make_descriptor(builder: Any, make: Callable[..., Any], *args: Any, **named
     if is_of_kernel and isinstance(_allocator.get(), NullAllocator):
         note_here("no allocator")
     return make(builder, *args, **named)
+
+
+def nonzero_parts(device: str) -> dict[tuple[Any, str], Any]:
+    """Return what is replaced so that `nonzero` runs on tensors without memory: it gives all elements."""
+    return {(torch._meta_registrations, "exp_config"): _NonzeroWithoutMemory()} if device == "meta" else {}
 
 
 class _NonzeroWithoutMemory:

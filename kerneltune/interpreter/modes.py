@@ -85,10 +85,13 @@ def strict(folder: str = "", largest: Mapping[tuple[str, str], int] | None = Non
     """
     from triton import knobs
 
+    from kerneltune.interpreter.gpu_calls import nonzero_parts
+
     correct_interpreter()  # before the parts wrap its functions
     parts = dict[tuple[Any, str], Any]()
     if knobs.runtime.interpret:
         parts = strict_parts(largest or {}) | wrapping_parts() | promise_parts() | barrier_parts() | _untimed(device == "cpu")
+        parts |= nonzero_parts(device)
     with corrected(), replaced(parts), noting_host(folder if parts else ""), host_on(device) if parts else nullcontext():
         yield
 
@@ -103,6 +106,8 @@ def unlaunched(folder: str = "", device: str = "cpu") -> Iterator[LaunchFacts]:
     """
     from triton.runtime.interpreter import GridExecutor
 
+    from kerneltune.interpreter.gpu_calls import nonzero_parts
+
     def collect(executor: Any, *args: Any, **kwargs: Any) -> None:
         with untraced():
             bound = bound_arguments(executor, args, kwargs)
@@ -116,7 +121,7 @@ def unlaunched(folder: str = "", device: str = "cpu") -> Iterator[LaunchFacts]:
             plain = [(name, value) for name, value in bound.items() if isinstance(value, int | float | str)]
             launches.arguments.append((executor.fn.__name__, *map(int, grid), *plain))
 
-    uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed())
+    uncalled = replaced({(GridExecutor, "__call__"): collect} | _untimed() | nonzero_parts(device))
     with noting() as facts, uncalled, _forgetting(folder), noting_host(folder), host_on(device):
         launches = LaunchFacts(facts)
         yield launches

@@ -15,11 +15,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from torch import _meta_registrations
-
 from kerneltune.compat import failing_line, innermost_error
 from kerneltune.errors import first_line, line_of_inputs, reads_values, statement_in
-from kerneltune.interpreter.modes import host_on, replaced, without_gpu
+from kerneltune.interpreter.modes import host_on, without_gpu
 from kerneltune.measuring.assembly import TARGETS, Kernel, Target
 from kerneltune.measuring.dry_driver import activate
 from kerneltune.processes.worker import Worker, WorkerCrashedError, WorkerHungError
@@ -30,9 +28,6 @@ _RUNS_PER_WORKER = 4
 """Fewest runs for which a further worker pays: it starts in the time of some compilations."""
 _REFUSAL = re.compile("(CompilationError|UnsupportedLanguageConstruct|CompileTimeAssertionFailure|OutOfResources|NameError):")
 """Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
-
-_SETTINGS = {(_meta_registrations, "exp_config"): vars(_meta_registrations)["exp_config"]}
-"""Torch's own settings, by which `nonzero` fails on tensors without memory: checks let it count all elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +163,7 @@ class Compiler:
             task: Task = pickle.loads(names)
             inputs, kind = task.op.inputs(task.case, device="meta"), task.variant.config
             line_of = first_line
-            with host_on("meta"), replaced(_SETTINGS):
+            with host_on("meta"):
                 task.variant.run(inputs, None if kind is None else kind(**knobs))
         except Exception as raised:  # any other error of a compiler is a property of the config, and is recorded
             exception = innermost_error(raised)
