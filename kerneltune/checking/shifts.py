@@ -233,13 +233,14 @@ def _far_changes(op: Op, case: Case, _variant: Variant) -> Iterator[_Change]:
 
 
 def _argument_changes(op: Op, case: Case, variant: Variant) -> Iterator[_Change]:
-    """Yield inputs that hold float arguments of the kernels: a limit may count to the wrong side, such as the last bin's edge."""
+    """Yield inputs that hold floats of kernels' arguments, or of inputs: a limit may count to the wrong side, as a bin's edge."""
     checker = Checker(op, case, "cpu")
     with noting() as facts:
         checker.run(variant, variant.default_config(case))
-    held = sorted({float(fact.text) for fact in facts if fact.kind == "float"})
+    of_inputs = {value for value in checker.inputs.values() if type(value) is float}
+    held = sorted({float(fact.text) for fact in facts if fact.kind == "float"} | of_inputs)
     for name in _wide(op, checker.inputs) if held else ():
-        where = f"{name} holds floats of its launches, {', '.join(map('{:g}'.format, held))}"
+        where = f"{name} holds floats of its launches or inputs, {', '.join(map('{:g}'.format, held))}"
         yield _Change(where, partial(_holding, name, held), _tensors)
 
 
@@ -465,8 +466,10 @@ def _is_far(got: torch.Tensor | None, want: torch.Tensor, blurred: torch.Tensor,
 
     by_element: differences are relative to each element, and not to the largest, because plain values give the bits exactly.
     """
-    if got is None:
+    if got is None or want.shape != blurred.shape:  # of a number of elements that depends on values
         return False
+    if got.shape != want.shape:
+        return True
     size = want.double().abs() if by_element else _largest(want)
     is_judged = _close(want, blurred, _STABLE * size) | ~got.double().isfinite() | (not want.is_floating_point())
     is_exact = not want.is_floating_point() and want.itemsize > 1  # as an index or a count

@@ -97,11 +97,30 @@ def test_limit_that_a_kernel_counts_to_the_wrong_side_is_named(is_open: bool) ->
         return {"y": y}
 
     op = _op(lambda inputs: {"y": ((inputs["x"] >= -4) & (inputs["x"] <= 4)).sum().int().reshape(1)}, run)
-    line = "optimized is wrong where x holds floats of its launches, -4, 4, in case odd: y: 1 of 1 wrong, first at (0,): "
+    line = (
+        "optimized is wrong where x holds floats of its launches or inputs, -4, 4, in case odd: y: 1 of 1 wrong, first at (0,): "
+    )
     lines = wrong_by_values(op, CASES)
     assert [text.startswith(line) for text in lines] == [True] * is_open
     ((_job, outcomes),) = run_jobs([compare_job(Task(op, CASES[1], op.variants[0]), CASES)])
     assert {f"scaled: {text}" for text in lines} <= {outcome.reason for outcome in outcomes}
+
+
+def _kept(is_open: bool, inputs: Inputs, _config: object = None) -> Outputs:
+    x, least = inputs["x"].reshape(-1), inputs["least"]
+    return {"kept": x[x >= least] if is_open else x[x > least]}
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_limit_of_an_input_that_is_a_number_is_named_where_the_output_has_another_shape(is_open: bool) -> None:
+    op = _op(partial(_kept, False), partial(_kept, is_open))
+    op = replace(
+        op, inputs=lambda case, *, device, seed=0: {"x": values(seed, device, case["M"], case["N"]), "least": 0.25},
+        compare=lambda _case, _given, outputs, expected: same_bits("kept", outputs["kept"], expected["kept"]),
+    )  # fmt: skip
+    lines = wrong_by_values(op, CASES)
+    line = "optimized is wrong where x holds floats of its launches or inputs, 0.25, in case odd: kept: "
+    assert [text.startswith(line) for text in lines] == [True] * is_open, lines
 
 
 def _unit(form: str, inputs: Inputs, _config: object = None) -> Outputs:
