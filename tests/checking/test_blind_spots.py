@@ -84,7 +84,8 @@ def test_option_of_which_the_results_are_independent_is_named_unless_launches_de
         return {"y": y}
 
     op = replace(
-        op_with(""), options={"programs": (1, 3)}, variants=(Variant("optimized", run),), reference=lambda it: {"y": 2 * it["x"]},
+        op_with(""), options={"programs": (1, 3)}, reference=lambda it: {"y": 2 * it["x"]},
+        variants=(Variant("baseline", lambda given, _config: {"y": 2 * given["x"]}), Variant("optimized", run)),
         inputs=lambda case, *, device, seed=0: {**drawn(case, seed, "drawn"), "programs": case.option("programs")},
     )  # fmt: skip
     cases = [replace(case, options=(("programs", number),)) for case in CASES for number in (1, 3)]
