@@ -130,7 +130,7 @@ def _make_descriptor(builder: Any, make: Callable[..., Any], *args: Any, **named
 
 
 def nonzero_parts(device: str) -> dict[tuple[Any, str], Any]:
-    """Return what is replaced so that `nonzero` runs on tensors without memory: it gives all elements."""
+    """Return the settings of torch by which `nonzero` gives all elements of a tensor without memory; none for other tensors."""
     return {(torch._meta_registrations, "exp_config"): _NonzeroWithoutMemory()} if device == "meta" else {}
 
 
